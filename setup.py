@@ -1,0 +1,39 @@
+"""Package metadata. ``pip install -e .[test]`` is what launch/test.sh does."""
+
+import pathlib
+
+from setuptools import find_packages, setup
+
+ON_LINUX_X86 = "sys_platform == 'linux' and platform_machine == 'x86_64'"
+
+setup(
+    name="specsamp",
+    version="0.1.0",
+    description="Exact speculative sampling for large language models in JAX on TPU meshes",
+    long_description=pathlib.Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["specsamp", "specsamp.*"]),
+    package_data={"specsamp.pretrained": ["assets/*"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "jax>=0.10",
+        "flax>=0.12.8",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12",
+        "numpy>=2",
+        "ml-collections>=1.1",
+        "absl-py>=2",
+        "tokenizers>=0.20",
+        "safetensors>=0.5",
+        "rich>=13",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "scipy>=1.13"],
+        "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}"],
+        "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
+        "plot": ["matplotlib>=3.8"],
+        "eval": ["rouge-score>=0.1.2"],
+        "notebooks": ["jupytext>=1.16", "nbclient>=0.10", "ipykernel>=6", "matplotlib>=3.8"],
+        "hf": ["huggingface-hub>=0.25"],
+    },
+)

@@ -1,0 +1,1 @@
+"""Exact speculative sampling for large language models in JAX."""

@@ -1,0 +1,1 @@
+"""The loop: draft -> score -> verify -> commit, on device; and the drafters that plug into it."""

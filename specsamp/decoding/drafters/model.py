@@ -1,0 +1,71 @@
+"""A draft language model proposes K tokens, one call each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.rows import place, windows
+from specsamp.decoding.types import Draft, LanguageModel, Output, Sampler, Verdict, Weights
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """Drafts with ``model``, whose weights are ``weights.draft``; its state is its cache.
+
+    Attributes:
+      model: any `LanguageModel` with the target's vocabulary.
+      K: tokens per round.
+      window: tokens fed per call, see `Loop.window`. The first call of a round always feeds two: after
+        a full acceptance the draft has not seen its own last token, and a hole in its cache would cost
+        acceptance silently. Feeding one known token again costs nothing and keeps shapes static.
+    """
+
+    model: LanguageModel
+    K: int
+    window: int = 1
+    exact = True
+    hidden_layers = ()
+
+    def init(
+        self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        empty = self.model.init_cache(tokens_BP.shape[0], slots)
+        return self.model(weights.draft, tokens_BP, jnp.zeros_like(lengths_B), empty).cache, cache
+
+    def propose(
+        self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        def step(carry: tuple[Any, Array], offset: Array | int, width: int) -> tuple[tuple[Any, Array], Any]:
+            state, tokens_BS = carry
+            end_B = lengths_B + offset
+            start_B = jnp.maximum(end_B - width, 0)
+            output = self.model(weights.draft, windows(tokens_BS, start_B, width), start_B, state)
+            last_B11 = (end_B - 1 - start_B)[:, None, None]
+            logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
+            tokens_B, log_probs_BV = sample(logits_BV, offset)
+            return (output.cache, place(tokens_BS, tokens_B[:, None], end_B)), (tokens_B, log_probs_BV)
+
+        carry, first = step((state, tokens_BS), 0, max(self.window, 2))
+        stack = lambda x: x[None]
+        laws = jax.tree.map(stack, first)
+        if self.K > 1:
+            (state, _), rest = jax.lax.scan(
+                lambda carry, offset: step(carry, offset, self.window), carry, jnp.arange(1, self.K)
+            )
+            laws = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), laws, rest)
+        else:
+            state = carry[0]
+        tokens_BK, log_probs_BKV = jax.tree.map(lambda x: x.swapaxes(0, 1), laws)
+        num_drafted_B = jnp.full_like(lengths_B, self.K)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BKV=log_probs_BKV), state, cache
+
+    def commit(
+        self, weights: Weights, state: Any, draft: Draft, verdict: Verdict, target_output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return state, cache

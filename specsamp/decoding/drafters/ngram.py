@@ -1,0 +1,70 @@
+"""Prompt lookup: propose what followed the last occurrence of the current n-gram in the context.
+
+A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the
+residual is the target's law without it (Leviathan et al., arXiv 2211.17192; the idea of copying from
+the prompt is Saxena's prompt lookup). The copy may run past the end of the context into what it has
+just copied, so a period of any length continues for all K tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.types import Draft, Output, Sampler, Verdict, Weights
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter:
+    """Looks the last ``max_ngram`` tokens up in the row's own context, then fewer, down to ``min_ngram``.
+
+    Attributes:
+      K: tokens per round; nothing is drafted where nothing matches.
+      max_ngram, min_ngram: lengths tried, longest first; among equal matches the most recent wins.
+    """
+
+    K: int
+    max_ngram: int = 3
+    min_ngram: int = 1
+    exact = True
+    hidden_layers = ()
+
+    def __post_init__(self):
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
+
+    def init(
+        self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return (), cache
+
+    def propose(
+        self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        slots = tokens_BS.shape[1]
+        ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
+        best_B = jnp.zeros_like(lengths_B)
+        matches_BS = (ends >= 1) & (ends < lengths_B[:, None])
+        for n in range(1, self.max_ngram + 1):
+            # The n-gram before `end` equals the last n tokens if the shorter one does and one more token agrees.
+            last_B1 = jnp.take_along_axis(tokens_BS, jnp.maximum(lengths_B - n, 0)[:, None], axis=1)
+            before_BS = jnp.pad(tokens_BS, ((0, 0), (n, 0)))[:, :slots]
+            matches_BS &= (before_BS == last_B1) & (ends >= n)
+            if n >= self.min_ngram:
+                found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
+                best_B = jnp.where(found_B > 0, found_B, best_B)
+        period_B1 = jnp.maximum(lengths_B - best_B, 1)[:, None]
+        copied_BK = jnp.arange(self.K)[None, :] % period_B1
+        tokens_BK = jnp.take_along_axis(tokens_BS, best_B[:, None] + copied_BK, axis=1)
+        num_drafted_B = jnp.where(best_B > 0, self.K, 0).astype(jnp.int32)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
+
+    def commit(
+        self, weights: Weights, state: Any, draft: Draft, verdict: Verdict, target_output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return state, cache

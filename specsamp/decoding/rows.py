@@ -1,0 +1,28 @@
+"""Reading and writing token buffers at every row's own offset."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def place(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None) -> Array:
+    """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of each row.
+
+    Selects rather than scatters: token buffers are small, and what would pass the end is dropped
+    instead of being moved back.
+    """
+    offsets_BS = jnp.arange(buffer_BS.shape[1])[None, :] - start_B[:, None]
+    for t in range(block_BT.shape[1]):
+        here_BS = offsets_BS == t
+        if count_B is not None:
+            here_BS &= (count_B > t)[:, None]
+        buffer_BS = jnp.where(here_BS, block_BT[:, t : t + 1], buffer_BS)
+    return buffer_BS
+
+
+def windows(tokens_BS: Array, start_B: Array, width: int) -> Array:
+    """``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]."""
+    return jnp.take_along_axis(tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1)

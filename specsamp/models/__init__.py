@@ -1,0 +1,1 @@
+"""The transformer and its memory. Arrays carry logical axis names; no mesh is known here."""

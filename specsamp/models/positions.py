@@ -1,0 +1,69 @@
+"""Position schemes: rotary, and the relative keys of Transformer-XL.
+
+Relative keys (Dai et al., arXiv 1901.02860): the score of query i on key j is
+
+    (q_i + u) . k_j + (q_i + v) . r_{i-j},      r_d = R sinusoid(d)
+
+with biases u, v per head. When decoding, R does not change, so ``r`` is computed once for every
+distance: the D^2 matrices of all layers need not be streamed for each token. The table is kept
+*reversed*, slot ``S-1-d`` for distance d; then the scores of a query on all slots are a contiguous
+slice of its scores on the whole table, and no keys are gathered.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+# Up to this many query rows are sliced one by one; more are skewed at once.
+MAX_SLICED_ROWS = 32
+
+
+def rotate(x_BNTH: Array, positions_BT: Array, base: float) -> Array:
+    """Rotary embedding (Su et al., arXiv 2104.09864), first half against second half, in float32."""
+    half = x_BNTH.shape[-1] // 2
+    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions_BT.astype(jnp.float32)[:, None, :, None] * frequencies[None, None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    x1, x2 = x_BNTH[..., :half].astype(jnp.float32), x_BNTH[..., half:].astype(jnp.float32)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BNTH.dtype)
+
+
+def sinusoids(slots: int, width: int) -> Array:
+    """Sine and cosine of the distances ``S-1 .. 0`` (reversed), ``[S, D]`` float32."""
+    distances = jnp.arange(slots - 1, -1, -1, dtype=jnp.float32)
+    frequencies = 10_000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = distances[:, None] * frequencies[None, :]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[:, :width]
+
+
+def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
+    """Scores by distance -> scores by slot.
+
+    Args:
+      scores_BXTS: ``[B, ..., T, S]``, of each query with the reversed table.
+      start_B: ``[B]`` slot of each row's first query; ``start_B + T <= S``.
+
+    Returns:
+      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``; zero where that
+      is negative, which attention masks anyway.
+    """
+    num_queries, slots = scores_BXTS.shape[-2:]
+    padded = jnp.pad(scores_BXTS, [(0, 0)] * (scores_BXTS.ndim - 1) + [(0, slots)])
+    # Distance start + t - s lies in column S-1-start-t + s: one slice per row serves all its queries.
+    width = slots + num_queries - 1
+    cut = lambda row, start: jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
+    if scores_BXTS.shape[0] == 1:
+        rows = cut(padded, start_B[0])
+    else:
+        rows = jax.vmap(cut)(padded, start_B)
+    if num_queries <= MAX_SLICED_ROWS:
+        queries = [rows[..., t, num_queries - 1 - t :][..., :slots] for t in range(num_queries)]
+        return jnp.stack(queries, axis=-2)
+    # The same for many queries: laid end to end with one column more, row t is shifted by t.
+    flat = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
+    flat = flat.reshape(rows.shape[:-2] + (num_queries * (width + 1),))[..., num_queries - 1 :]
+    flat = flat[..., : num_queries * width]
+    return flat.reshape(rows.shape[:-2] + (num_queries, width))[..., :slots]

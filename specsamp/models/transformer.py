@@ -1,0 +1,265 @@
+"""The decoder: Linen modules, and `TransformerLM`, which presents them as a `LanguageModel`.
+
+Weights of the attention keep one layout for every number of tokens: Q, K, V head-major ``[N, D, H]``
+and the output ``[N, H, D]``. With any other the TPU compiler lays weights out again for a loop that
+uses them at different T, and XLA's CPU backend transposes ``[D, N, H]`` in every call (four times
+slower for one row).
+
+Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied layer
+by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.interface import Output
+from specsamp.models.kv_cache import KVCache, write_rows
+from specsamp.models.positions import align_distances, rotate, sinusoids
+
+Array = jax.Array
+
+# Up to this many rows a projection is one small product per head; beyond, a single large one.
+MAX_BATCHED_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerLM:
+    """A `LanguageModel`. Hashable and static; parameters and weights travel beside it."""
+
+    config: TransformerConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.config.max_positions
+
+    def init(self, key: Array) -> Any:
+        """Random float32 parameters. ``jax.eval_shape(model.init, key)`` gives the shapes alone."""
+        return nn.meta.unbox(self._boxed(key))
+
+    def logical_axes(self) -> Any:
+        """The logical axis names of every parameter, as a tree of `PartitionSpec`."""
+        return nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
+
+    def _boxed(self, key: Array) -> Any:
+        tokens_BT = jnp.zeros((1, 1), jnp.int32)
+        return Transformer(self.config).init(key, tokens_BT, jnp.zeros((1,), jnp.int32))["params"]
+
+    def forward(self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()) -> Output:
+        """Scores whole sequences without a cache, for training and evaluation; logits [B, T, V] f32."""
+        start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
+        return Transformer(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
+
+    def prepare(self, params: Any, slots: int) -> Any:
+        """Casts to the compute dtype and folds the relative-position projection into a table of keys."""
+        cast = lambda tree: jax.tree.map(lambda x: x.astype(self.config.compute_dtype), tree)
+        if self.config.positions != "relative":
+            return {"params": cast(params), "relative_keys": None}
+        kept, tables = dict(params), []
+        for i in range(self.config.num_layers):
+            layer = dict(kept[f"layer_{i}"])
+            attention = dict(layer["attention"])
+            table = relative_keys(attention.pop("relative"), slots)
+            tables.append(table.astype(self.config.compute_dtype))
+            layer["attention"] = attention
+            kept[f"layer_{i}"] = layer
+        return {"params": cast(kept), "relative_keys": tuple(tables)}
+
+    def init_cache(self, batch: int, slots: int) -> KVCache:
+        return KVCache.zeros(self.config, batch, slots)
+
+    def __call__(
+        self, weights: Any, tokens_BT: Array, start_B: Array, cache: KVCache, *, hidden_layers: tuple[int, ...] = ()
+    ) -> Output:
+        """See `LanguageModel.__call__`."""
+        return Transformer(self.config).apply(
+            {"params": weights["params"]},
+            tokens_BT,
+            start_B,
+            cache,
+            weights["relative_keys"],
+            hidden_layers=hidden_layers,
+        )
+
+
+class Transformer(nn.Module):
+    """Embedding, pre-normalised layers, tied output."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: KVCache | None = None,
+        tables: tuple[Array, ...] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Output:
+        config = self.config
+        embedding_VD = _param(
+            self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
+        ).astype(config.compute_dtype)
+        x_BTD = embedding_VD[tokens_BT]
+        keys, values, hidden = [], [], {}
+        for i in range(config.num_layers):
+            memory = None if cache is None else (cache.keys[i], cache.values[i])
+            table = None if tables is None else tables[i]
+            x_BTD, (k_BMSH, v_BMSH) = Layer(config, name=f"layer_{i}")(x_BTD, start_B, memory, table)
+            keys.append(k_BMSH)
+            values.append(v_BMSH)
+            hidden[i] = x_BTD
+        x_BTD = RMSNorm(config.norm_epsilon, name="final_norm")(x_BTD)
+        with jax.named_scope("logits"):
+            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, embedding_VD, preferred_element_type=jnp.float32)
+        return Output(
+            logits_BTV=logits_BTV,
+            cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values)),
+            hidden=tuple(hidden[i] for i in hidden_layers),
+        )
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the stream."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, start_B, memory, table):
+        config = self.config
+        with jax.named_scope("attention"):
+            y_BTD = RMSNorm(config.norm_epsilon, name="attention_norm")(x_BTD)
+            y_BTD, memory = Attention(config, name="attention")(y_BTD, start_B, memory, table)
+            x_BTD = x_BTD + y_BTD
+        with jax.named_scope("mlp"):
+            y_BTD = RMSNorm(config.norm_epsilon, name="mlp_norm")(x_BTD)
+            x_BTD = x_BTD + FeedForward(config, name="mlp")(y_BTD)
+        return x_BTD, memory
+
+
+class RMSNorm(nn.Module):
+    """Zhang and Sennrich, arXiv 1910.07467; in float32."""
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.with_logical_partitioning(nn.initializers.ones, ("embed",)), x.shape[-1:])
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * _leading(scale.astype(jnp.float32), x.ndim)).astype(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """Ungated, width F."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        config = self.config
+        width, inner, dtype = config.width, config.feedforward_width, config.compute_dtype
+        up_DF = _param(self, "up", (width, inner), ("embed", "mlp"), fan_in=width).astype(dtype)
+        down_FD = _param(
+            self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner
+        ).astype(dtype)
+        activation: Callable[[Array], Array] = getattr(jax.nn, config.activation)
+        return jnp.einsum("BTF,FD->BTD", activation(jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)), down_FD)
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped or multi-query attention over the cache, or over the call alone."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, start_B, memory, table):
+        config = self.config
+        heads, kv_heads, size, width = config.num_heads, config.num_kv_heads, config.head_size, config.width
+        dtype = config.compute_dtype
+        batch, length = x_BTD.shape[:2]
+
+        def projection(name, count, axis):
+            return _param(self, name, (count, width, size), (axis, "embed", "head"), fan_in=width).astype(dtype)
+
+        q_BNTH = project(x_BTD, projection("query", heads, "heads"))
+        k_BMTH = project(x_BTD, projection("key", kv_heads, "kv_heads"))
+        v_BMTH = project(x_BTD, projection("value", kv_heads, "kv_heads"))
+        output_NHD = _param(
+            self, "output", (heads, size, width), ("heads", "head", "embed"),
+            fan_in=2 * config.num_layers * heads * size,
+        ).astype(dtype)  # fmt: skip
+
+        if config.positions == "rotary":
+            positions_BT = start_B[:, None] + jnp.arange(length)[None, :]
+            q_BNTH = rotate(q_BNTH, positions_BT, config.rotary_base)
+            k_BMTH = rotate(k_BMTH, positions_BT, config.rotary_base)
+        if memory is None:
+            keys_BMSH, values_BMSH = k_BMTH, v_BMTH
+        else:
+            keys_BMSH = write_rows(memory[0], k_BMTH, start_B)
+            values_BMSH = write_rows(memory[1], v_BMTH, start_B)
+        slots = keys_BMSH.shape[2]
+
+        # Queries that share a key head are extra rows of one product.
+        rows_shape = (batch, kv_heads, config.queries_per_kv_head * length, size)
+        if config.positions == "relative":
+            bias = lambda name: _param(self, name, (heads, size), ("heads", "head"), fan_in=size).astype(dtype)
+            content_BNTH = q_BNTH + bias("content_bias")[None, :, None, :]
+            distance_BNTH = q_BNTH + bias("distance_bias")[None, :, None, :]
+            if table is None:
+                table = relative_keys(projection("relative", kv_heads, "kv_heads"), slots)
+            by_distance = jnp.einsum(
+                "BMRH,MSH->BMRS", distance_BNTH.reshape(rows_shape), table, preferred_element_type=jnp.float32
+            )
+            by_slot = align_distances(by_distance.reshape(batch, heads, length, slots), start_B)
+        else:
+            content_BNTH, by_slot = q_BNTH, 0.0
+        scores = jnp.einsum(
+            "BMRH,BMSH->BMRS", content_BNTH.reshape(rows_shape), keys_BMSH, preferred_element_type=jnp.float32
+        ).reshape(batch, heads, length, slots)
+        scores = (scores + by_slot) * (1 / math.sqrt(size))
+
+        queries_BT = start_B[:, None] + jnp.arange(length)[None, :]
+        visible_BTS = jnp.arange(slots)[None, None, :] <= queries_BT[:, :, None]
+        probs = jax.nn.softmax(jnp.where(visible_BTS[:, None], scores, -jnp.inf), axis=-1).astype(dtype)
+        mixed = jnp.einsum("BMRS,BMSH->BMRH", probs.reshape(rows_shape[:3] + (slots,)), values_BMSH)
+        mixed_BTNH = mixed.reshape(batch, heads, length, size).swapaxes(1, 2)
+        return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, output_NHD), (keys_BMSH, values_BMSH)
+
+
+def project(x_BTD: Array, weight_NDH: Array) -> Array:
+    """``BTD,NDH -> BNTH``, without laying the weight out again for few rows."""
+    batch, length, width = x_BTD.shape
+    heads, _, size = weight_NDH.shape
+    if batch * length > MAX_BATCHED_ROWS:
+        return jnp.einsum("BTD,NDH->BNTH", x_BTD, weight_NDH)
+    rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
+    rows_NRH = jnp.einsum("NRD,NDH->NRH", rows_NRD, weight_NDH)
+    return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
+
+
+def relative_keys(weight_MDH: Array, slots: int) -> Array:
+    """``r`` for the distances ``S-1 .. 0``, ``[M, S, H]``; see positions.py."""
+    return jnp.einsum("SD,MDH->MSH", sinusoids(slots, weight_MDH.shape[1]).astype(weight_MDH.dtype), weight_MDH)
+
+
+def _param(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> Array:
+    init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), axes)
+    return module.param(name, init, shape)
+
+
+def _leading(x: Array, ndim: int) -> Array:
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)

@@ -1,0 +1,1 @@
+"""Logits -> distributions -> tokens. No model, no mesh, no collective."""

@@ -1,0 +1,87 @@
+"""Addressed randomness: every random number has an address and is a function of nothing else.
+
+A draw does not come from a stream that is consumed in order. It comes from
+
+    key(seed, prompt, sample, round_start, offset, purpose)
+
+so a sample does not depend on its batch neighbours, on padding, on how a run was cut into slices or
+on the mesh. ``round_start`` is the row's length when the round began, ``offset`` the position within
+the round, and ``purpose`` keeps the noise of drafting, accepting and the residual apart.
+
+Why ``round_start`` and not simply the absolute position: a position that is drafted a second time
+would see the noise of its discarded draft again. The token rule never looked at that draft; the block
+rule did, and becomes biased (tests/decoding/test_mutants.py measures it). The coupled rule wants just
+that reuse, has no other noise, and addresses by (seed, prompt, sample, position).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class Purpose(enum.IntEnum):
+    """What a random number decides."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+
+
+def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+    """One key per row, from the caller's global ids rather than from the row's place in the batch.
+
+    Args:
+      seed: of the call.
+      prompt_ids_B: ``[B]`` int, which prompt of the caller's data set.
+      sample_ids_B: ``[B]`` int, which sample of that prompt.
+
+    Returns:
+      ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
+    """
+    base = jax.random.key(seed, impl="threefry2x32")
+    return _fold(_fold(jnp.broadcast_to(base, prompt_ids_B.shape), prompt_ids_B), sample_ids_B)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundKeys:
+    """The addresses available to one round."""
+
+    rows_B: Array  # [B] keys, from row_keys
+    starts_B: Array  # [B] int, each row's length when the round began
+
+    def uniforms(self, purpose: Purpose, offsets_BT: Array, drafter: int = 0) -> Array:
+        """Two float32 uniforms in [0, 1) at each offset.
+
+        Args:
+          purpose: what they decide.
+          offsets_BT: ``[B, T]`` int, position within the round.
+          drafter: index of the drafter where several draft at once.
+
+        Returns:
+          ``[B, T, 2]``: an accept decision takes the first, a draw takes both.
+        """
+        rounds_B1 = _fold(self.rows_B, self.starts_B)[:, None]
+        keys_BT = _fold(jnp.broadcast_to(rounds_B1, offsets_BT.shape), offsets_BT)
+        keys_BT = _fold(keys_BT, jnp.full(offsets_BT.shape, purpose + len(Purpose) * drafter))
+        return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys_BT)
+
+    def position_gumbels(self, offset: int | Array, vocab_size: int) -> Array:
+        """``[B, V]`` float32 Gumbel noise of the *absolute position* ``starts_B + offset``."""
+        keys_B = _fold(self.rows_B, self.starts_B + offset)
+        # "high" spends a second word on the upper tail: with one, no token below 1e-7 is ever drawn.
+        return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high"))(keys_B)
+
+
+def _fold(keys: Array, data: Array) -> Array:
+    """``fold_in`` element by element."""
+    fold = jax.random.fold_in
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold)
+    return fold(keys, data)

@@ -1,0 +1,223 @@
+"""Warps: from a model's logits to the law that is sampled.
+
+A warp is a pytree of numbers that is called on logits and returns logits of the same shape, with
+``-inf`` where a token is excluded. Because its numbers are data, they can be turned between calls
+without recompiling, and each may be one number for all rows or one per row::
+
+    sampling = chain(temperature([0.0, 0.8]), top_p(0.95))     # row 0 greedy, row 1 sampled
+    log_probs_BTV = log_probs(sampling, logits_BTV)
+
+The same function serves the target, the draft and verification, so the law that was sampled is the
+law that is verified. Warps apply in the order in which they are chained.
+
+Ties. Every filter is a threshold on the value, so tokens of equal probability stay or go together:
+
+* ``top_k``: token x stays if fewer than k tokens are strictly more probable than x;
+* ``top_p``: token x stays if the tokens strictly more probable than x have mass below p;
+* ``min_p``: token x stays if its probability is at least ``min_p`` times the largest.
+
+Each keeps the most probable token. Greedy breaks ties towards the lowest index, as ``argmax`` does.
+
+The thresholds of ``top_k`` and ``top_p`` are found by bisection over the *bit pattern* of the
+threshold (floats of one sign are ordered like their bits), which is exact after as many halvings as
+there are bits and never sorts the vocabulary: sorting is the classic trap on a TPU, and on a CPU the
+bisection is 10 to 15 times faster too (V = 4,096 and 32,768).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+Warp = Callable[[Array], Array]  # logits [B, ..., V] -> logits [B, ..., V]
+
+# Below this temperature a draw differs from the argmax only where two logits agree to five digits.
+GREEDY_BELOW = 1e-5
+
+
+def chain(*warps: Warp) -> Chain:
+    """Applies ``warps`` from left to right; ``chain()`` leaves the model's own law."""
+    for warp in warps:
+        if not callable(warp):
+            raise TypeError(f"chain takes warps such as temperature(0.8), got {warp!r}")
+    return Chain(warps)
+
+
+def greedy() -> Greedy:
+    """All mass on the most probable token (lowest index on ties): temperature 0 for every row."""
+    return Greedy()
+
+
+def temperature(value: float | Sequence[float]) -> Temperature:
+    """Divides logits by ``value`` (>= 0, a scalar or one per row); rows below 1e-5 are greedy."""
+    return Temperature(_checked("temperature", value, np.float32, lambda v: v >= 0, "must be >= 0"))
+
+
+def top_k(value: int | Sequence[int]) -> TopK:
+    """Keeps the ``value`` (>= 1) most probable tokens, and all that tie with the last of them."""
+    return TopK(_checked("top_k", value, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
+
+
+def top_p(value: float | Sequence[float]) -> TopP:
+    """Keeps the nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv 1904.09751)."""
+    return TopP(_checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]"))
+
+
+def min_p(value: float | Sequence[float]) -> MinP:
+    """Keeps tokens at least ``value`` in [0, 1] times as probable as the most probable one."""
+    return MinP(_checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]"))
+
+
+def log_probs(warp: Warp, logits: Array) -> Array:
+    """The warped law as normalised log-probabilities, in float32 (float64 stays float64).
+
+    Args:
+      warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
+      logits: ``[B, ..., V]``.
+
+    Returns:
+      ``[B, ..., V]``; excluded tokens are ``-inf``.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.nn.log_softmax(warp(logits), axis=-1)
+
+
+def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
+    """Gives every number of ``warp`` one value per row, so that its shape never causes a recompile.
+
+    Args:
+      warp: numbers are scalars or have one value per prompt.
+      rows: how many prompts there are.
+      repeats: samples per prompt; prompt ``i`` becomes rows ``i * repeats`` and following.
+
+    Raises:
+      ValueError: a number has neither no axis nor ``rows`` values.
+    """
+
+    def expand(value: Any) -> np.ndarray:
+        value = np.asarray(value)
+        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != rows):
+            raise ValueError(
+                f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, or one per prompt"
+            )
+        return np.repeat(np.broadcast_to(value, (rows,)), repeats)
+
+    return jax.tree.map(expand, warp)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    warps: tuple[Warp, ...]
+
+    def __call__(self, logits: Array) -> Array:
+        for warp in self.warps:
+            logits = warp(logits)
+        return logits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+    def __call__(self, logits: Array) -> Array:
+        return _only_argmax(logits)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Temperature:
+    value: Array  # [] or [B]
+
+    def __call__(self, logits: Array) -> Array:
+        value = _per_row(self.value, logits)
+        is_greedy = value < GREEDY_BELOW
+        return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    value: Array  # [] or [B] int32
+
+    def __call__(self, logits: Array) -> Array:
+        k = _per_row(self.value, logits)
+        bits = _ordered_bits(logits)
+        lowest, highest = bits.min(-1, keepdims=True), bits.max(-1, keepdims=True)
+        threshold = _smallest(lambda t: jnp.sum(bits > t, axis=-1, keepdims=True) < k, lowest, highest)
+        return jnp.where(bits >= threshold, logits, -jnp.inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopP:
+    value: Array  # [] or [B]
+
+    def __call__(self, logits: Array) -> Array:
+        p = _per_row(self.value, logits)
+        probs = jax.nn.softmax(logits, axis=-1)
+        bits = _ordered_bits(probs)
+        mass_above = lambda t: jnp.sum(jnp.where(bits > t, probs, 0), axis=-1, keepdims=True)
+        # The search ends at the largest probability, so that one always stays.
+        threshold = _smallest(lambda t: mass_above(t) < p, jnp.zeros_like(bits[..., :1]), bits.max(-1, keepdims=True))
+        # A sum that rounds to just above one must not cost p = 1 its last tokens.
+        return jnp.where((bits >= threshold) | (p >= 1), logits, -jnp.inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MinP:
+    value: Array  # [] or [B]
+
+    def __call__(self, logits: Array) -> Array:
+        floor = logits.max(-1, keepdims=True) + jnp.log(_per_row(self.value, logits))
+        return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def _checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        return value
+    given = np.asarray(value)
+    if given.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf") or given.ndim > 1:
+        raise ValueError(f"{name} {requirement}, as one number or one per row; got {value!r}")
+    if not np.all(valid(given)):  # NaN compares false, so it is refused as well
+        raise ValueError(f"{name} {requirement}; got {value!r}")
+    return np.minimum(given, np.iinfo(dtype).max).astype(dtype) if dtype == np.int32 else given.astype(dtype)
+
+
+def _per_row(value: Array, logits: Array) -> Array:
+    """``[]`` or ``[B]`` -> something that broadcasts against ``[B, ..., V]``; never widens the dtype."""
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        value = value.astype(logits.dtype)
+    return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim))
+
+
+def _only_argmax(logits: Array) -> Array:
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    tokens = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
+    return jnp.where(tokens == best, jnp.zeros_like(logits), -jnp.inf)
+
+
+def _ordered_bits(x: Array) -> Array:
+    """Floats -> signed integers of the same width in the same order (-0.0 just below 0.0)."""
+    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
+    bits = jax.lax.bitcast_convert_type(x, integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+
+def _smallest(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
+    """The smallest integer in ``[low, high]`` from which a monotone ``holds`` is true; ``high`` if none."""
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # rounds down, cannot overflow
+        true = holds(middle)
+        return jnp.where(true, low, jnp.minimum(middle + 1, high)), jnp.where(true, middle, high)
+
+    return jax.lax.fori_loop(0, 8 * low.dtype.itemsize, halve, (low, high))[1]
