@@ -1,0 +1,97 @@
+"""A target and its draft: two models, their parameters, and how text becomes tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from specsamp.decoding.types import Weights
+from specsamp.models.interface import LanguageModel
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def token(self, index: int) -> str:
+        """The piece of text (or its escaped form) that an id stands for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Pair:
+    """What `generate` decodes with.
+
+    Attributes:
+      target, target_params: the model whose law is sampled.
+      draft, draft_params: the model that proposes; leave both out to decode without one. Parameters
+        without a model are handed to your own drafter as they are, as ``weights.draft``.
+      tokenizer: of the target; without one, prompts are token ids and completions have no text.
+      draft_tokenizer: only to be compared with the target's, where the draft came with its own.
+
+    Raises:
+      ValueError: vocabularies or tokenisers differ; the message says where.
+    """
+
+    target: LanguageModel
+    target_params: Any
+    draft: LanguageModel | None = None
+    draft_params: Any = None
+    tokenizer: Tokenizer | None = None
+    draft_tokenizer: Tokenizer | None = None
+    _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self):
+        if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "
+                f"{self.target.vocab_size}: they do not belong together"
+            )
+        if self.tokenizer is not None and self.draft_tokenizer is not None:
+            _check_same_tokens(self.tokenizer, self.draft_tokenizer)
+        if self.draft is None:
+            return
+        if self.draft_params is None:
+            raise ValueError("a draft model was given without draft_params")
+        if self.draft.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"draft vocabulary {self.draft.vocab_size} != target vocabulary {self.target.vocab_size}: "
+                f"first difference at id {min(self.draft.vocab_size, self.target.vocab_size)}, which only the "
+                f"{'draft' if self.draft.vocab_size > self.target.vocab_size else 'target'} has; "
+                "use a draft trained with the target's tokenizer"
+            )
+
+    def weights(self, slots: int) -> Weights:
+        """Decode-time weights for caches of ``slots`` slots; kept, since folding them costs time."""
+        if slots not in self._prepared:
+            self._prepared.clear()  # one set at a time: at 70B a second would not fit
+            draft = self.draft_params if self.draft is None else _prepare(self.draft, self.draft_params, slots)
+            self._prepared[slots] = Weights(target=_prepare(self.target, self.target_params, slots), draft=draft)
+        return self._prepared[slots]
+
+
+def _prepare(model: LanguageModel, params: Any, slots: int) -> Any:
+    return jax.jit(model.prepare, static_argnums=1)(params, slots)
+
+
+def _check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
+    for index in range(max(target.vocab_size, draft.vocab_size)):
+        ours = repr(target.token(index)) if index < target.vocab_size else "nothing"
+        theirs = repr(draft.token(index)) if index < draft.vocab_size else "nothing"
+        if ours != theirs:
+            raise ValueError(
+                f"draft and target tokenizers differ ({draft.vocab_size} and {target.vocab_size} tokens): first "
+                f"difference at id {index}, {theirs} in the draft and {ours} in the target; "
+                "use a draft trained with the target's tokenizer"
+            )

@@ -1,0 +1,53 @@
+"""Tokenizers: bytes, and any ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import tokenizers
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes, then an end-of-text token; for tests and for models without a vocabulary of their own."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+
+    def token(self, index: int) -> str:
+        return "<eos>" if index == self.eos_id else repr(bytes([index]))
+
+
+class JsonTokenizer:
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text of its end-of-text token, if it has one."""
+
+    def __init__(self, path: str | pathlib.Path, eos: str | None = None):
+        if not pathlib.Path(path).is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}")
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.eos_id = None
+        if eos is not None:
+            self.eos_id = self._tokenizer.token_to_id(eos)
+            if self.eos_id is None:
+                raise ValueError(f"{path} has no token {eos!r} to end texts with")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens))
+
+    def token(self, index: int) -> str:
+        return self._tokenizer.id_to_token(index) or ""
