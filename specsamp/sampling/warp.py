@@ -55,8 +55,9 @@ def greedy() -> Greedy:
 
 
 def temperature(value: float | Sequence[float]) -> Temperature:
-    """Divides logits by ``value`` (>= 0, a scalar or one per row); rows below 1e-5 are greedy."""
-    return Temperature(_checked("temperature", value, np.float32, lambda v: v >= 0, "must be >= 0"))
+    """Divides logits by ``value`` (>= 0, finite, a scalar or one per row); rows below 1e-5 are greedy."""
+    valid = lambda v: (v >= 0) & (v <= np.finfo(np.float32).max)
+    return Temperature(_checked("temperature", value, np.float32, valid, "must be >= 0 and finite"))
 
 
 def top_k(value: int | Sequence[int]) -> TopK:
@@ -205,10 +206,10 @@ def _only_argmax(logits: Array) -> Array:
 
 
 def _ordered_bits(x: Array) -> Array:
-    """Floats -> signed integers of the same width in the same order (-0.0 just below 0.0)."""
+    """Floats -> signed integers of the same width in the same order; -0.0 equals 0.0, as it must for ties."""
     integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
     bits = jax.lax.bitcast_convert_type(x, integer)
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+    return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
 def _smallest(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:

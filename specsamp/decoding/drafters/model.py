@@ -21,9 +21,7 @@ class ModelDrafter:
     Attributes:
       model: any `LanguageModel` with the target's vocabulary.
       K: tokens per round.
-      window: tokens fed per call, see `Loop.window`. The first call of a round always feeds two: after
-        a full acceptance the draft has not seen its own last token, and a hole in its cache would cost
-        acceptance silently. Feeding one known token again costs nothing and keeps shapes static.
+      window: tokens fed per call, see `Loop.window`.
     """
 
     model: LanguageModel
@@ -31,6 +29,15 @@ class ModelDrafter:
     window: int = 1
     exact = True
     hidden_layers = ()
+
+    @property
+    def first_window(self) -> int:
+        """Tokens fed by a round's first call: after a full acceptance the draft has not seen its last token.
+
+        Without the second one its cache would keep a hole there, which costs acceptance silently. If it
+        was seen, feeding it again costs nothing, and shapes stay static.
+        """
+        return max(self.window, 2)
 
     def init(
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
@@ -51,16 +58,11 @@ class ModelDrafter:
             tokens_B, log_probs_BV = sample(logits_BV, offset)
             return (output.cache, place(tokens_BS, tokens_B[:, None], end_B)), (tokens_B, log_probs_BV)
 
-        carry, first = step((state, tokens_BS), 0, max(self.window, 2))
-        stack = lambda x: x[None]
-        laws = jax.tree.map(stack, first)
-        if self.K > 1:
-            (state, _), rest = jax.lax.scan(
-                lambda carry, offset: step(carry, offset, self.window), carry, jnp.arange(1, self.K)
-            )
-            laws = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), laws, rest)
-        else:
-            state = carry[0]
+        carry, first = step((state, tokens_BS), 0, self.first_window)
+        (state, _), rest = jax.lax.scan(
+            lambda carry, offset: step(carry, offset, self.window), carry, jnp.arange(1, self.K)
+        )
+        laws = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
         tokens_BK, log_probs_BKV = jax.tree.map(lambda x: x.swapaxes(0, 1), laws)
         num_drafted_B = jnp.full_like(lengths_B, self.K)
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BKV=log_probs_BKV), state, cache

@@ -1,0 +1,136 @@
+"""The joint law of what the whole loop emits, over several rounds and ragged rows, against enumeration."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import FALSE_ALARM, TableLM, decode, joint_law, near, p_value, random_table, table_loop
+
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
+
+V = 3
+TARGET = random_table(0, V)
+NEAR = near(TARGET, 1, 0.5)
+FAR = random_table(2, V)
+PROMPTS = [[0], [1, 2], [2, 0, 1, 1]]  # lengths 1, 2 and 4 in one batch
+SAMPLES = 220_000
+FULL = chain()
+NUCLEUS = chain(temperature(0.8), top_p(0.9))
+
+
+def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLES, **options):
+    """The p-value of ``length`` tokens of every prompt; rows have budgets of their own."""
+    budgets = [length + i % 3 for i in range(len(prompts))]
+    run = decode(loop, TARGET, draft, prompts, budgets, sampling, samples=samples, **options)
+    emitted = run.emitted(length).reshape(len(prompts), samples, length)
+    return p_value([(rows, joint_law(TARGET, sampling, p, length)) for rows, p in zip(emitted, prompts)])
+
+
+@pytest.mark.parametrize(
+    "rule, K, draft, sampling",
+    [
+        (TokenRule(), 1, FAR, FULL),
+        (TokenRule(), 3, NEAR, NUCLEUS),
+        (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
+        (BlockRule(), 2, FAR, NUCLEUS),
+        (BlockRule(), 3, NEAR, FULL),
+        (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
+        (CoupledRule(), 3, NEAR, NUCLEUS),
+        (CoupledRule(), 2, FAR, FULL),
+    ],
+)
+def test_draft_model(rule, K, draft, sampling):
+    assert law_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), CoupledRule()])
+def test_autoregressive(rule):
+    assert law_test(table_loop(rule, NoDrafter()), None, NUCLEUS) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
+def test_prompt_lookup_of_ragged_length(rule):
+    """One-hot drafts; rows whose context has no match draft nothing."""
+    assert law_test(table_loop(rule, NgramDrafter(3)), None, FULL) > FALSE_ALARM
+
+
+def test_draft_with_a_warp_of_its_own():
+    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 3))
+    assert law_test(loop, NEAR, NUCLEUS, draft_sampling=chain(temperature(0.5), top_k(2))) > FALSE_ALARM
+
+
+def test_windows_wider_than_needed():
+    """The window of a TPU: one known token is fed again."""
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 1, window=3), window=4)
+    assert law_test(loop, NEAR, FULL) > FALSE_ALARM
+
+
+def test_six_tokens():
+    """Longer than a block, over at least two rounds."""
+    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 4))
+    flat = chain(temperature(2.0))
+    assert law_test(loop, NEAR, flat, length=6, prompts=[[1, 2]], samples=1_000_000) > FALSE_ALARM
+
+
+def test_rows_with_parameters_of_their_own():
+    """A greedy row beside two sampled ones: the greedy one is certain, the others keep their laws."""
+    temperatures = [0.0, 0.7, 1.5]
+    sampling = chain(temperature(temperatures), top_p([1.0, 0.9, 1.0]))
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
+    run = decode(loop, TARGET, NEAR, PROMPTS, 4, sampling, samples=400_000)
+    emitted = run.emitted(4).reshape(3, -1, 4)
+    alone = [chain(temperature(t), top_p(p)) for t, p in zip(temperatures, [1.0, 0.9, 1.0])]
+    laws = [joint_law(TARGET, warp, prompt, 4) for warp, prompt in zip(alone, PROMPTS)]
+    assert laws[0].max() == 1 and np.all(emitted[0] == np.argwhere(laws[0] == 1)[0])
+    assert p_value(list(zip(emitted[1:], laws[1:]))) > FALSE_ALARM
+
+
+def test_stop_token_inside_a_block():
+    """The law of texts cut at token 0: what follows the stop token is never emitted."""
+    length, stop = 4, 0
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
+    run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=800_000, stop_ids=(stop,))
+    emitted, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], length), stop)
+    assert p_value([(emitted, law)]) > FALSE_ALARM
+
+
+def cut_at_stop(run, law, stop):
+    """Samples and law of texts cut after ``stop``, both padded with ``stop``."""
+    length = law.ndim
+    lengths = np.asarray(run.state.lengths_B) - run.prompt_lengths
+    emitted = np.where(np.arange(length)[None, :] < lengths[:, None], run.emitted(length), stop)
+    cut = np.zeros_like(law)
+    for sequence in np.ndindex(law.shape):
+        kept = sequence[: sequence.index(stop) + 1] if stop in sequence else sequence
+        cut[kept + (stop,) * (length - len(kept))] += law[sequence]
+    return emitted, cut
+
+
+def test_statistics_add_up():
+    """Rounds, histogram, reached positions and emitted tokens tell one story."""
+    K = 3
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), K))
+    run = decode(loop, TARGET, NEAR, PROMPTS, [5, 9, 30], FULL, samples=2000)
+    stats = run.state.stats
+    accepted = jnp.sum(stats.accepted_BT * jnp.arange(K + 1)[None, :], axis=1)
+    assert jnp.all(stats.emitted_B == run.state.lengths_B - run.prompt_lengths)
+    assert jnp.all(stats.accepted_BT.sum(1) == stats.rounds_B)
+    from_draft = jnp.sum(run.state.from_draft_BS, axis=1)
+    assert jnp.all(accepted == from_draft)
+    # Every round emits one token of the target unless it was cut inside its draft.
+    assert jnp.all(stats.emitted_B - accepted <= stats.rounds_B)
+    assert jnp.all(stats.emitted_B - accepted >= stats.rounds_B - 1)
+    assert jnp.all(stats.reached_BK[:, 0] == stats.rounds_B)
+    assert jnp.all(stats.reached_BK[:, 1] <= stats.reached_BK[:, 0])
+    assert jnp.all(stats.drafted_B <= K * stats.rounds_B)
+
+
+def test_acceptance_is_the_overlap_of_the_laws():
+    """The first drafted token is kept with probability 1 - TV (facts: Leviathan's beta)."""
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
+    run = decode(loop, TARGET, NEAR, [[1, 2]], 8, FULL, samples=200_000)
+    first = joint_law(TARGET, FULL, [1, 2], 1)
+    overlap = np.minimum(first, joint_law(NEAR, FULL, [1, 2], 1)).sum()
+    kept = np.asarray(run.state.from_draft_BS)[:, 2].mean()
+    assert abs(kept - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / 200_000)

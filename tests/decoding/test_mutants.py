@@ -1,0 +1,207 @@
+"""Mutants: plausible mistakes, each of which the tests of the loop's law must catch.
+
+Every test here runs a deliberately broken rule, drafter or loop through the very statistic that the
+correct one passes in test_loop_law.py, and asserts that it fails by far.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
+from test_loop_law import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.sampling import rules
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import BlockRule, TokenRule
+
+K = 3
+# The statistic is astronomically far out for real mistakes; a factor of 1e6 keeps luck out of it.
+CAUGHT = FALSE_ALARM * 1e-6
+
+
+def caught(loop, draft=FAR, sampling=FULL, **options):
+    return law_test(loop, draft, sampling, **options) < CAUGHT
+
+
+def model_loop(rule, **options):
+    return table_loop(rule, ModelDrafter(TableLM(V), K), **options)
+
+
+def test_accept_always():
+    class Mutant(TokenRule):
+        def acceptance(self, draft, target_log_probs):
+            return draft.is_drafted_BK.astype(jnp.float32)
+
+    assert caught(model_loop(Mutant()))
+
+
+def test_reject_always():
+    class Mutant(TokenRule):
+        def acceptance(self, draft, target_log_probs):
+            return jnp.zeros_like(super().acceptance(draft, target_log_probs))
+
+    assert caught(model_loop(Mutant()))
+
+
+def test_residual_with_the_noise_of_the_draft():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class SharedNoise(RoundKeys):
+        def uniforms(self, purpose, offsets_BT, drafter=0):
+            return RoundKeys.uniforms(self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
+
+    class Mutant(TokenRule):
+        def verify(self, draft, target_log_probs, keys):
+            return super().verify(draft, target_log_probs, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
+
+    assert caught(model_loop(Mutant()))
+
+
+def test_residual_off_by_one_position():
+    class Mutant(TokenRule):
+        def residual(self, draft, target_log_probs, num_accepted_B):
+            return super().residual(draft, target_log_probs, jnp.minimum(num_accepted_B + 1, K))
+
+    assert caught(model_loop(Mutant()))
+
+
+def test_block_rule_with_c_of_the_next_index():
+    class Mutant(BlockRule):
+        def residual(self, draft, target_log_probs, num_accepted_B):
+            log_c = self.prefix_weights(draft, target_log_probs)
+            next_B = jnp.minimum(num_accepted_B + 1, K)
+            scale_B = jnp.exp(jnp.take_along_axis(log_c, next_B[:, None], axis=1)[:, 0])
+            return rules._residual(draft, target_log_probs, num_accepted_B, scale_B)
+
+    assert caught(model_loop(Mutant()))
+
+
+def test_block_rule_that_stops_at_the_first_refusal():
+    class Mutant(BlockRule):
+        def num_accepted(self, passed_BK):
+            return TokenRule().num_accepted(passed_BK)
+
+    assert caught(model_loop(Mutant()))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByPosition(RoundKeys):
+    """Noise addressed by absolute position: a position drafted again sees its old noise again."""
+
+    def uniforms(self, purpose, offsets_BT, drafter=0):
+        nowhere = RoundKeys(rows_B=self.rows_B, starts_B=jnp.zeros_like(self.starts_B))
+        return nowhere.uniforms(purpose, offsets_BT + self.starts_B[:, None], drafter)
+
+
+def by_position(rule):
+    class Mutant(rule):
+        def draw_draft(self, keys):
+            return super().draw_draft(ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
+
+        def verify(self, draft, target_log_probs, keys):
+            return super().verify(draft, target_log_probs, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
+
+    return Mutant()
+
+
+def test_noise_by_absolute_position_biases_the_block_rule():
+    assert caught(model_loop(by_position(BlockRule)))
+
+
+def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
+    """It never looked at what came after the refusal: the control of the test above."""
+    assert law_test(model_loop(by_position(TokenRule)), FAR, FULL) > FALSE_ALARM
+
+
+def test_draft_log_probs_before_warping():
+    class Mutant(ModelDrafter):
+        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+            def drawn_from_another_law(logits_BV, offset, drafter=0):
+                return sample(logits_BV, offset, drafter)[0], jax.nn.log_softmax(logits_BV, axis=-1)
+
+            return super().propose(weights, state, tokens_BS, lengths_B, cache, drawn_from_another_law)
+
+    assert caught(table_loop(TokenRule(), Mutant(TableLM(V), K)), sampling=NUCLEUS)
+
+
+def test_stop_token_ignored_inside_a_block():
+    class Mutant(Loop):
+        def commit(self, request, state, draft, verdict, output):
+            """Looks for stop tokens in the last emitted position only."""
+            last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
+            stops_B = jnp.any(last_B1 == request.stop_ids[None, :], axis=1)
+            nothing = dataclasses.replace(request, stop_ids=jnp.full_like(request.stop_ids, -1))
+            after = super().commit(nothing, state, draft, verdict, output)
+            return dataclasses.replace(after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B))
+
+    def p_of(loop):
+        run = decode(loop, TARGET, NEAR, [[1, 2]], 4, FULL, samples=800_000, stop_ids=(0,))
+        samples, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], 4), 0)
+        return p_value([(samples, law)])
+
+    assert p_of(model_loop(TokenRule(), loop=Mutant)) < CAUGHT
+
+
+def test_hole_in_the_draft_cache_after_full_acceptance():
+    """Output stays exact; what is lost is acceptance, and only a draft equal to the target shows all of it."""
+
+    class Mutant(ModelDrafter):
+        first_window = 1
+
+    def acceptance(drafter):
+        run = decode(table_loop(TokenRule(), drafter), TARGET, TARGET, PROMPTS, 40, FULL, samples=500)
+        stats = run.state.stats
+        return float(stats.accepted_BT[:, -1].sum() / stats.rounds_B.sum())
+
+    # All but the last round, which the budget may cut, accept everything.
+    rounds = -(-40 // (K + 1))
+    assert acceptance(ModelDrafter(TableLM(V), K)) >= (rounds - 1) / rounds
+    assert acceptance(Mutant(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
+    assert law_test(table_loop(TokenRule(), Mutant(TableLM(V), K)), NEAR, FULL) > FALSE_ALARM
+
+
+def test_length_of_a_neighbour():
+    class Mutant(Loop):
+        def score(self, weights, state, draft, cache):
+            neighbours = dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, 220_000))
+            return super().score(weights, neighbours, draft, cache)
+
+    assert caught(model_loop(TokenRule(), loop=Mutant), draft=NEAR)
+
+
+def test_lost_draft_of_the_last_round_under_a_budget():
+    """Clipping the draft by the remaining budget changes the prefix of a longer run (block rule)."""
+
+    class Clipped(Loop):
+        def draft(self, weights, request, state):
+            draft, drafter_state, cache = super().draft(weights, request, state)
+            room_B = jnp.maximum(request.limits_B - state.lengths_B, 0)
+            return (
+                dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, room_B)),
+                drafter_state,
+                cache,
+            )
+
+    def prefixes(loop_type, budget):
+        run = decode(model_loop(BlockRule(), loop=loop_type), TARGET, NEAR, PROMPTS, budget, FULL, samples=200)
+        return run.emitted(4)
+
+    assert np.array_equal(prefixes(Loop, 4), prefixes(Loop, 12))
+    assert not np.array_equal(prefixes(Clipped, 4), prefixes(Clipped, 12))
+
+
+def test_shared_uniforms_between_rows_are_seen_by_the_address():
+    """The control of invariance: a row keyed by its place in the batch changes with its neighbours."""
+    loop = model_loop(TokenRule())
+    keyed = [
+        decode(loop, TARGET, NEAR, [prompt], 8, FULL, prompt_ids=[i]).emitted(8)[0] for i, prompt in enumerate(PROMPTS)
+    ]
+    by_place = [decode(loop, TARGET, NEAR, [prompt], 8, FULL, prompt_ids=[0]).emitted(8)[0] for prompt in PROMPTS]
+    together = decode(loop, TARGET, NEAR, PROMPTS, 8, FULL).emitted(8)
+    assert np.array_equal(together, np.stack(keyed))
+    assert not np.array_equal(together, np.stack(by_place))

@@ -1,0 +1,146 @@
+"""Table models and the exact laws they imply: small enough to enumerate, honest enough to see cache bugs."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Output, Request, Weights
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.warp import for_rows, log_probs
+
+ORDER = 3  # tokens of context
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLM:
+    """Logits looked up by the last three tokens; all but the current call's are read from the cache.
+
+    Weights are a table ``[V+1, V+1, V+1, V]``; index V stands for "before the text".
+    """
+
+    vocab_size: int
+    max_positions: int | None = None
+
+    def prepare(self, params, slots):
+        return params
+
+    def init_cache(self, batch, slots):
+        return jnp.zeros((batch, slots), jnp.int32)
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,))
+        cache = jax.vmap(write)(cache, tokens_BT, start_B)
+        positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+        context = []
+        for back in range(ORDER - 1, -1, -1):
+            at_BT = positions_BT - back
+            seen_BT = jnp.take_along_axis(cache, jnp.maximum(at_BT, 0), axis=1)
+            context.append(jnp.where(at_BT >= 0, seen_BT, self.vocab_size))
+        return Output(logits_BTV=weights[tuple(context)], cache=cache)
+
+
+def random_table(seed, vocab_size, scale=1.0):
+    shape = (vocab_size + 1,) * ORDER + (vocab_size,)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
+
+
+def near(table, seed, scale):
+    """A table close to another one: a good draft."""
+    return table + scale * jnp.asarray(np.random.default_rng(seed).normal(size=table.shape), jnp.float32)
+
+
+def joint_law(table, warp, prompt, length):
+    """The law of the next ``length`` tokens, ``[V] * length`` float64, by enumeration."""
+    vocab_size = table.shape[-1]
+    laws = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(table.shape)
+    laws /= laws.sum(-1, keepdims=True)
+    joint = np.zeros((vocab_size,) * length)
+    for sequence in itertools.product(range(vocab_size), repeat=length):
+        tokens = [vocab_size] * ORDER + list(prompt)
+        probability = 1.0
+        for token in sequence:
+            probability *= laws[tuple(tokens[-ORDER:])][token]
+            tokens.append(token)
+        joint[sequence] = probability
+    return joint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Rows of a run on table models, prompt-major."""
+
+    state: object
+    prompt_lengths: np.ndarray
+
+    def emitted(self, length):
+        """The first ``length`` emitted tokens of each row."""
+        tokens = np.asarray(self.state.tokens_BS)
+        return np.take_along_axis(tokens, self.prompt_lengths[:, None] + np.arange(length)[None, :], axis=1)
+
+
+def decode(
+    loop, target, draft, prompts, budgets, sampling, *, draft_sampling=None, samples=1, seed=0, stop_ids=(-1,),
+    prompt_ids=None, padded_length=None, slots=None, slice_rounds=2**30,
+):  # fmt: skip
+    """Runs ``loop`` as `generate` would, on bare arrays."""
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    budgets = np.broadcast_to(np.asarray(budgets, np.int32), lengths.shape)
+    padded = np.full((len(prompts), padded_length or lengths.max()), 1, np.int32)
+    for row, prompt in zip(padded, prompts):
+        row[: len(prompt)] = prompt
+    repeat = lambda x: np.repeat(np.asarray(x, np.int32), samples)
+    request = Request(
+        sampling=for_rows(sampling, len(prompts), samples),
+        draft_sampling=for_rows(draft_sampling or sampling, len(prompts), samples),
+        row_keys_B=row_keys(
+            seed,
+            jnp.asarray(repeat(range(len(prompts)) if prompt_ids is None else prompt_ids)),
+            jnp.asarray(np.tile(np.arange(samples, dtype=np.int32), len(prompts))),
+        ),
+        limits_B=jnp.asarray(repeat(lengths + budgets)),
+        stop_ids=jnp.asarray(stop_ids, jnp.int32),
+    )
+    slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
+    weights = Weights(target=target, draft=draft)
+    state = loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
+    while True:
+        state = loop.run(weights, request, state, slice_rounds)
+        if not bool(jnp.any(state.running_B)):
+            return Run(state=state, prompt_lengths=repeat(lengths))
+
+
+def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
+    return loop(target=TableLM(vocab_size), drafter=drafter, rule=rule, **options)
+
+
+def chi_square(samples, law):
+    """Pearson's statistic of ``samples [N, L]`` against a joint law; returns (statistic, degrees)."""
+    cells = np.ravel_multi_index(samples.T, law.shape)
+    observed = np.bincount(cells, minlength=law.size)
+    expected = law.ravel() * len(samples)
+    possible = expected > 0
+    if observed[~possible].any():
+        return np.inf, 1
+    assert expected[possible].min() > 4, "cells too thin for Pearson's statistic: draw more"
+    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    return statistic, possible.sum() - 1
+
+
+FALSE_ALARM = 1e-6
+DETECTED_TV = 0.01
+
+
+def p_value(groups):
+    """The joint p-value of several (samples, law); checks that a TV error of 0.01 would have been seen."""
+    parts = [chi_square(samples, law) for samples, law in groups]
+    statistic, degrees = sum(s for s, _ in parts), sum(d for _, d in parts)
+    # A TV error e moves the statistic by at least 4 e^2 N.
+    shift = 4 * DETECTED_TV**2 * sum(len(samples) for samples, _ in groups)
+    power = scipy.stats.ncx2.sf(scipy.stats.chi2.isf(FALSE_ALARM, degrees), degrees, shift)
+    assert power > 0.999, f"power {power} at TV {DETECTED_TV}: draw more"
+    return scipy.stats.chi2.sf(statistic, degrees)
