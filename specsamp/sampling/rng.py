@@ -45,6 +45,11 @@ def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Arr
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
     base = jax.random.key(seed, impl="threefry2x32")
+    return _address_rows(base, prompt_ids_B, sample_ids_B)
+
+
+@jax.jit
+def _address_rows(base: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
     return _fold(_fold(jnp.broadcast_to(base, prompt_ids_B.shape), prompt_ids_B), sample_ids_B)
 
 
