@@ -37,9 +37,11 @@ class TransformerConfig:
 
     def __post_init__(self):
         set_default = lambda name, value: object.__setattr__(self, name, value)
-        for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a positive integer; got {getattr(self, name)!r}")
+        optional = ("num_kv_heads", "head_size", "feedforward_width")
+        for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions") + optional:
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
+                raise ValueError(f"{name} must be a positive integer; got {value!r}")
         if self.num_kv_heads is None:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
@@ -110,6 +112,6 @@ def tiny(**changes) -> TransformerConfig:
 
 
 def human_count(parameters: int) -> str:
-    """1234567 -> '1.23M'."""
+    """1234567 -> '1.235M'."""
     exponent = min(int(math.log10(max(parameters, 1))) // 3, 3)
     return f"{parameters / 1000**exponent:.4g}{['', 'k', 'M', 'B'][exponent]}"

@@ -46,9 +46,18 @@ def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array) -> Array:
     (An update that would pass the end is moved back by XLA and overwrites earlier slots: hence the
     headroom of the loop's buffers.)
     """
+    batch, _, slots, _ = cache_BMSH.shape
     zero = jnp.zeros((), start_B.dtype)
-    if cache_BMSH.shape[0] <= MAX_UNROLLED_ROWS:
-        for b in range(cache_BMSH.shape[0]):
+    if new_BMTH.shape[:3:2] == (1, 1) and slots > 1:
+        # A single slot of a single row is rewritten together with a neighbour. Written alone, XLA's CPU
+        # backend fuses the update into its reader and into the carry, and copies the cache for each
+        # (eight copies per layer and step; tests/decoding/test_compiled.py).
+        at = (zero, zero, jnp.minimum(start_B[0], slots - 2), zero)
+        old_BM2H = jax.lax.dynamic_slice(cache_BMSH, at, new_BMTH.shape[:2] + (2,) + new_BMTH.shape[3:])
+        here = (jnp.arange(2) + at[2] == start_B[0])[None, None, :, None]
+        return jax.lax.dynamic_update_slice(cache_BMSH, jnp.where(here, new_BMTH, old_BM2H), at)
+    if batch <= MAX_UNROLLED_ROWS:
+        for b in range(batch):
             at = (jnp.full((), b, start_B.dtype), zero, start_B[b], zero)
             cache_BMSH = jax.lax.dynamic_update_slice(cache_BMSH, new_BMTH[b : b + 1], at)
         return cache_BMSH

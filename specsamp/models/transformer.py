@@ -28,7 +28,7 @@ from specsamp.models.positions import align_distances, rotate, sinusoids
 Array = jax.Array
 
 # Up to this many rows a projection is one small product per head; beyond, a single large one.
-MAX_BATCHED_ROWS = 64
+MAX_BATCHED_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +236,10 @@ class Attention(nn.Module):
         visible_BTS = jnp.arange(slots)[None, None, :] <= queries_BT[:, :, None]
         probs = jax.nn.softmax(jnp.where(visible_BTS[:, None], scores, -jnp.inf), axis=-1).astype(dtype)
         mixed = jnp.einsum("BMRS,BMSH->BMRH", probs.reshape(rows_shape[:3] + (slots,)), values_BMSH)
-        mixed_BTNH = mixed.reshape(batch, heads, length, size).swapaxes(1, 2)
-        return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, output_NHD), (keys_BMSH, values_BMSH)
+        # One contraction over heads and their entries together: as two, the weight is transposed for it.
+        mixed_BTX = mixed.reshape(batch, heads, length, size).swapaxes(1, 2).reshape(batch, length, heads * size)
+        out_BTD = jnp.einsum("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
+        return out_BTD, (keys_BMSH, values_BMSH)
 
 
 def project(x_BTD: Array, weight_NDH: Array) -> Array:

@@ -12,6 +12,7 @@ from specsamp.decoding.rows import place, windows
 from specsamp.decoding.types import Draft, LanguageModel, Output, Sampler, Verdict, Weights
 
 Array = jax.Array
+_Carry = tuple[Any, Array, Array | None]  # draft cache, tokens, laws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,22 +49,25 @@ class ModelDrafter:
     def propose(
         self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
-        def step(carry: tuple[Any, Array], offset: Array | int, width: int) -> tuple[tuple[Any, Array], Any]:
-            state, tokens_BS = carry
+        def step(carry: _Carry, offset: Array | int, width: int) -> _Carry:
+            state, tokens_BS, log_probs_BKV = carry
             end_B = lengths_B + offset
             start_B = jnp.maximum(end_B - width, 0)
             output = self.model(weights.draft, windows(tokens_BS, start_B, width), start_B, state)
             last_B11 = (end_B - 1 - start_B)[:, None, None]
             logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
             tokens_B, log_probs_BV = sample(logits_BV, offset)
-            return (output.cache, place(tokens_BS, tokens_B[:, None], end_B)), (tokens_B, log_probs_BV)
+            if log_probs_BV is not None:
+                if log_probs_BKV is None:
+                    log_probs_BKV = jnp.zeros((len(tokens_BS), self.K, self.model.vocab_size), log_probs_BV.dtype)
+                log_probs_BKV = jax.lax.dynamic_update_index_in_dim(log_probs_BKV, log_probs_BV, offset, axis=1)
+            return output.cache, place(tokens_BS, tokens_B[:, None], end_B), log_probs_BKV
 
-        carry, first = step((state, tokens_BS), 0, self.first_window)
-        (state, _), rest = jax.lax.scan(
-            lambda carry, offset: step(carry, offset, self.window), carry, jnp.arange(1, self.K)
+        carry = step((state, tokens_BS, None), 0, self.first_window)
+        state, tokens_BS, log_probs_BKV = jax.lax.fori_loop(
+            1, self.K, lambda offset, carry: step(carry, offset, self.window), carry
         )
-        laws = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
-        tokens_BK, log_probs_BKV = jax.tree.map(lambda x: x.swapaxes(0, 1), laws)
+        tokens_BK = windows(tokens_BS, lengths_B, self.K)
         num_drafted_B = jnp.full_like(lengths_B, self.K)
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BKV=log_probs_BKV), state, cache
 

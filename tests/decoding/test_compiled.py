@@ -1,0 +1,89 @@
+"""What the compiled loop must not contain: read off the optimised program, on this platform."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Request, Weights
+from specsamp.models.config import draft_1m, target_38m
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.warp import chain, for_rows, temperature, top_k, top_p
+
+SLOTS = 256
+
+
+def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, **changes):
+    """`Loop.run`, compiled from abstract shapes."""
+    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes))
+    draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes))
+    loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
+    warp = for_rows(chain(temperature(0.8), top_k(50), top_p(0.95)), batch)
+    request = Request(
+        sampling=warp, draft_sampling=warp, limits_B=jnp.full((batch,), 100), stop_ids=jnp.array([-1]),
+        row_keys_B=row_keys(0, jnp.arange(batch), jnp.zeros(batch, jnp.int32)),
+    )  # fmt: skip
+    params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
+    weights = jax.eval_shape(
+        lambda t, d: Weights(target=target.prepare(t, SLOTS), draft=draft.prepare(d, SLOTS)), *params
+    )
+    prompts, lengths = jnp.zeros((batch, 16), jnp.int32), jnp.full((batch,), 16)
+    state = jax.eval_shape(lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights)
+    return loop.run.lower(loop, weights, request, state, 1000).compile()
+
+
+def moved(text, operation):
+    """Shapes that ``operation`` materialises anywhere in the program."""
+    found = re.findall(rf"= \w+\[([\d,]*)\]\S* {operation}\(", text)
+    return {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+@pytest.mark.parametrize("batch, K", [(1, 0), (1, 4), (2, 1), (4, 4)])
+def test_caches_and_weights_are_not_copied(batch, K, positions):
+    """Caches are updated in place, and weights have the layout that every call wants."""
+    text = compiled_run(batch, K, positions=positions).as_text()
+    copies = moved(text, "copy") | moved(text, "transpose")
+    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+    weights = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
+    assert not copies & weights
+
+
+def test_a_cache_that_is_read_after_it_was_written_is_seen():
+    """The control: keeping the old cache alive must show as a copy."""
+
+    def keeps_the_old(cache, new, start):
+        def body(i, caches):
+            cache, old = caches
+            return jax.lax.dynamic_update_slice(cache, new, (0, 0, start + i, 0)), cache
+
+        return jax.lax.fori_loop(0, 5, body, (cache, cache))
+
+    arguments = jnp.zeros((1, 8, SLOTS, 64)), jnp.ones((1, 8, 1, 64)), 3
+    text = jax.jit(keeps_the_old, donate_argnums=0).lower(*arguments).compile().as_text()
+    assert (1, 8, SLOTS, 64) in moved(text, "copy")
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
+def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
+    text = compiled_run(1, 3, rule, vocab_size=512).as_text()
+    assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
+
+
+def test_memory_grows_with_the_scored_laws_only():
+    """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
+
+    def temporaries(batch, K, vocab_size):
+        return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
+
+    for rule_of_growth in [((2, 2, 8192), (2, 2, 32768)), ((2, 2, 32768), (2, 8, 32768)), ((1, 4, 32768), (8, 4, 32768))]:
+        small, large = rule_of_growth
+        laws = [4 * batch * (K + 1) * vocab_size for batch, K, vocab_size in (small, large)]
+        growth = (temporaries(*large) - temporaries(*small)) / (laws[1] - laws[0])
+        assert growth < 8, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"
