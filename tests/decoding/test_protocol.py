@@ -1,0 +1,151 @@
+"""Drafters that need more than a prefix: what the protocol promises them, on table models."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import FALSE_ALARM, TableLM, decode, table_loop
+from test_loop_law import FULL, NEAR, PROMPTS, TARGET, V, law_test
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.rows import place, windows
+from specsamp.sampling.rules import BlockRule, Draft, TokenRule
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowsTokens(TableLM):
+    """A table model whose "hidden states" are the tokens it was fed, per layer asked for."""
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        output = super().__call__(weights, tokens_BT, start_B, cache)
+        hidden = tuple(tokens_BT[..., None] * 10.0**layer for layer in hidden_layers)
+        return dataclasses.replace(output, hidden=hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter:
+    """Repeats the token that its feature shows; its feature is the last known hidden state (as in EAGLE)."""
+
+    K: int
+    exact = True
+    hidden_layers = (0, 2)
+
+    def init(self, weights, tokens_BP, lengths_B, slots, target_output, cache):
+        shallow, deep = target_output.hidden
+        last_B11 = (lengths_B - 1)[:, None, None]
+        feature = jnp.take_along_axis(shallow, last_B11, axis=1)[:, 0, 0]
+        agree = jnp.all(deep == 100 * shallow, axis=(1, 2))
+        return (feature, agree), cache
+
+    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+        feature_B, _ = state
+        tokens_BK = jnp.broadcast_to(feature_B[:, None].astype(jnp.int32), (len(lengths_B), self.K))
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(lengths_B, self.K)), state, cache
+
+    def commit(self, weights, state, draft, verdict, target_output, cache):
+        shallow, deep = target_output.hidden
+        assert shallow.shape[1] == self.K + 1
+        last = jnp.take_along_axis(shallow, verdict.num_accepted_B[:, None, None], axis=1)[:, 0, 0]
+        fed_BT = jnp.concatenate([shallow[:, :1, 0], draft.tokens_BK], axis=1)
+        agree = state[1] & jnp.all(deep == 100 * shallow, axis=(1, 2)) & jnp.all(shallow[..., 0] == fed_BT, axis=1)
+        return (last, agree), cache
+
+
+@pytest.mark.parametrize("window", [1, 6])
+def test_hidden_states_belong_to_the_scored_rows(window):
+    """Row 0 is the pending token's, row i that of the i-th drafted one, however wide the window."""
+    loop = dataclasses.replace(table_loop(TokenRule(), FeatureDrafter(3), window=window), target=ShowsTokens(V))
+    whole_rounds = 0
+    for seed in range(20):  # one row: the loop ends with its last round, and so does the drafter's state
+        run = decode(loop, TARGET, None, [[1, 2]], 9, FULL, seed=seed)
+        feature, agree = run.state.drafter_state
+        assert agree[0]
+        end = int(run.state.lengths_B[0])
+        if not run.state.from_draft_BS[0, end - 1]:  # else the budget cut the round
+            whole_rounds += 1
+            # The last known hidden state is that of the token before the one the target appended.
+            assert feature[0] == run.state.tokens_BS[0, end - 2]
+    assert whole_rounds > 5
+
+
+def test_feature_drafter_is_exact():
+    loop = dataclasses.replace(table_loop(BlockRule(), FeatureDrafter(3)), target=ShowsTokens(V))
+    assert law_test(loop, None, FULL) > FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDrafter:
+    """Drafts with the target's own weights in the target's own cache (as early exit does)."""
+
+    K: int
+    exact = True
+    hidden_layers = ()
+
+    def init(self, weights, tokens_BP, lengths_B, slots, target_output, cache):
+        return (), cache
+
+    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+        tokens, laws = [], []
+        for offset in range(self.K):
+            start_B = lengths_B + offset - 1
+            output = TableLM(V)(weights.target, windows(tokens_BS, start_B, 1), start_B, cache)
+            token_B, law_BV = sample(output.logits_BTV[:, 0], offset)
+            tokens_BS, cache = place(tokens_BS, token_B[:, None], lengths_B + offset), output.cache
+            tokens.append(token_B)
+            laws.append(law_BV)
+        draft = Draft(
+            tokens_BK=jnp.stack(tokens, 1), log_probs_BKV=jnp.stack(laws, 1),
+            num_drafted_B=jnp.full_like(lengths_B, self.K),
+        )  # fmt: skip
+        return draft, state, cache
+
+    def commit(self, weights, state, draft, verdict, target_output, cache):
+        return state, cache
+
+
+def test_self_drafting_in_the_targets_cache():
+    """Nothing is refused, and what was written while drafting harms nothing."""
+    loop = table_loop(TokenRule(), SelfDrafter(3))
+    stats = decode(loop, TARGET, None, PROMPTS, 20, FULL, samples=100).state.stats
+    assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
+    assert law_test(loop, None, FULL) > FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfidentDrafter(ModelDrafter):
+    """Adaptive length: stops after the first token it was unsure of (a rule on drafted tokens and laws)."""
+
+    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+        draft, state, cache = super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
+        sure_BK = draft.log_probs_BKV.max(-1) > np.log(0.5)
+        num_drafted_B = 1 + jnp.sum(jnp.cumprod(sure_BK[:, :-1], axis=1), axis=1)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B.astype(jnp.int32)), state, cache
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
+def test_length_decided_on_device(rule):
+    """Ragged ``num_drafted``: stopping after an unsure token, which is still sent to verification, is exact."""
+    loop = table_loop(rule, ConfidentDrafter(TableLM(V), 4))
+    assert law_test(loop, NEAR, FULL) > FALSE_ALARM
+
+
+def test_dropping_a_drafted_token_by_its_value_is_biased():
+    """The control of the test above: an unsure *token* that is not sent to verification."""
+
+    class Dropping(ModelDrafter):
+        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+            draft, state, cache = super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
+            taken = jnp.take_along_axis(draft.log_probs_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+            kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
+            return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
+
+    assert law_test(table_loop(TokenRule(), Dropping(TableLM(V), 3)), NEAR, FULL) < 1e-12
+
+
+def test_drafter_state_follows_its_row():
+    """Several samples of a prompt start from one copy of the drafter's state each."""
+    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 2)), TARGET, TARGET, PROMPTS, 12, FULL, samples=3)
+    assert jax.tree.leaves(run.state.drafter_state)[0].shape[0] == 9
+    assert jnp.all(run.state.stats.accepted_BT[:, 2] == 4)
