@@ -255,7 +255,11 @@ def project(x_BTD: Array, weight_NDH: Array) -> Array:
 
 def relative_keys(weight_MDH: Array, slots: int) -> Array:
     """``r`` for the distances ``S-1 .. 0``, ``[M, S, H]``; see positions.py."""
-    return jnp.einsum("SD,MDH->MSH", sinusoids(slots, weight_MDH.shape[1]).astype(weight_MDH.dtype), weight_MDH)
+    waves_SD = sinusoids(slots, weight_MDH.shape[1]).astype(weight_MDH.dtype)
+    # One product per head: its result needs no transpose, which XLA's CPU backend would fold into the
+    # product that uses the table and then refuse to run in bfloat16.
+    waves_MSD = jnp.broadcast_to(waves_SD[None], (weight_MDH.shape[0], *waves_SD.shape))
+    return jnp.einsum("MSD,MDH->MSH", waves_MSD, weight_MDH)
 
 
 def _param(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> Array:

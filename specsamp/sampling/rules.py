@@ -132,7 +132,7 @@ class BlockRule:
         # A_i looks one position ahead, so it exists for every drafted token but the last.
         mass = self._mass_ahead(draft, target_log_probs, c_BK[:, :-1])
         mass_BK = jnp.pad(mass, ((0, 0), (0, 1)))
-        total_BK = mass_BK + 1 - c_BK
+        total_BK = mass_BK + (1 - c_BK)  # in this order: at c = 1 the prefix is kept for sure
         h_BK = jnp.where(total_BK > 0, mass_BK / jnp.where(total_BK > 0, total_BK, 1), 1)
         return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)
 
@@ -297,19 +297,15 @@ def _draft_log_probs(draft: Draft, like_BKV: Array) -> Array:
 def _coupling_integral(p_BV: Array, q_BV: Array) -> Array:
     """``G(p/q)`` of `CoupledRule.residual` for every token, [B, V]."""
     ratios_BV = jnp.where(q_BV > 0, p_BV / jnp.where(q_BV > 0, q_BV, 1), jnp.inf)
+    # Phi(r) >= r: beyond 1e18 the integral grows by less than 1e-18, and Phi^2 would overflow float32.
+    ratios_BV = jnp.minimum(ratios_BV, 1e18)
     order_BV = jnp.argsort(ratios_BV, axis=-1)
     sort = lambda x: jnp.take_along_axis(x, order_BV, axis=-1)
-    r, p, q = sort(ratios_BV), sort(p_BV), sort(q_BV)
-    # On the interval that ends at r[k], tokens before k count with q and the others with p.
+    end, p, q = sort(ratios_BV), sort(p_BV), sort(q_BV)
+    # On the interval that ends at end[k], tokens before k count with q and the others with p.
     p_mass = jnp.flip(jnp.cumsum(jnp.flip(p, -1), axis=-1), -1)
     q_mass = jnp.cumsum(q, axis=-1) - q
-    start = jnp.pad(r[:, :-1], ((0, 0), (1, 0)))
-    left = p_mass + q_mass * start
-    safe_end = jnp.where(jnp.isfinite(r), r, 0)
-    pieces = jnp.where(
-        jnp.isfinite(r),
-        (safe_end - start) / (left * (p_mass + q_mass * safe_end)),
-        jnp.where(jnp.isfinite(start), 1 / (q_mass * left), 0),
-    )
+    start = jnp.pad(end[:, :-1], ((0, 0), (1, 0)))
+    pieces = (end - start) / ((p_mass + q_mass * start) * (p_mass + q_mass * end))
     integral = jnp.cumsum(pieces, axis=-1)
     return jnp.take_along_axis(integral, jnp.argsort(order_BV, axis=-1), axis=-1)

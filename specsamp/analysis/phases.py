@@ -1,0 +1,157 @@
+"""The phases of a round, as programs that can be timed one by one.
+
+Each phase of `Loop.round` runs n times inside one `lax.fori_loop`, so that the cost of dispatching a
+program does not count. All phases have one signature: they take a `Board`, on which everything lies that
+passes between the phases of a round, and return it with their own result replaced. The board is donated
+from call to call, so caches are written in place.
+
+Two things keep the measurement honest (and `specsamp.analysis.split` checks them):
+
+* the board passes an `optimization_barrier` in every iteration: nothing that depends on it can be moved
+  out of the loop, and since every result lies on the board, nothing can be left out either;
+* lengths are put back after a commit, so every iteration does the same work and no cache runs over.
+
+Drawing a token happens inside the drafter, between two calls of its model. It is measured as the
+difference between drafting with the real sampler, `draft`, and with one that reads a single logit,
+`draft_model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import DecodeState, Draft, Output, Request, Verdict, Weights
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Board:
+    """All that passes between the phases of one round."""
+
+    state: DecodeState
+    draft: Draft
+    logits_BTV: Array  # float32 [B, K+1, V], of the target
+    verdict: Verdict
+    sink: Any = None  # results that no later phase reads
+
+
+Phase = Callable[[Loop, Weights, Request, Board], Board]
+
+
+def first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+    """Runs one round, except for the commit, on a state whose rows are running; keeps what it made.
+
+    ``state`` is donated.
+    """
+    return _first_board(loop, weights, request, state)
+
+
+@functools.partial(jax.jit, static_argnames="loop", donate_argnames="state")
+def _first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+    proposed, drafter_state, cache = loop.draft(weights, request, state)
+    output = loop.score(weights, state, proposed, cache)
+    verdict = loop.verify(request, state, proposed, output)
+    state = dataclasses.replace(state, cache=output.cache, drafter_state=drafter_state)
+    return Board(state=state, draft=proposed, logits_BTV=output.logits_BTV, verdict=verdict, sink=state.lengths_B)
+
+
+def draft(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """The drafter: calls of its model, warps and draws."""
+    result, drafter_state, cache = loop.draft(weights, request, board.state)
+    return _replace(board, draft=result, cache=cache, drafter_state=drafter_state)
+
+
+def draft_model(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """The drafter without its sampler."""
+    state = board.state
+    result, drafter_state, cache = loop.drafter.propose(
+        weights, state.drafter_state, state.tokens_BS, state.lengths_B, state.cache, _read_one_logit
+    )
+    last_B = result.tokens_BK[:, -1] if result.tokens_BK.shape[1] else result.num_drafted_B
+    return _replace(board, cache=cache, drafter_state=drafter_state, sink=last_B)
+
+
+def score(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """The call of the target."""
+    output = loop.score(weights, board.state, board.draft, board.state.cache)
+    return _replace(board, cache=output.cache, logits_BTV=output.logits_BTV)
+
+
+def verify(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """Warping the target's logits, and the rule."""
+    output = Output(logits_BTV=board.logits_BTV, cache=board.state.cache)
+    return _replace(board, verdict=loop.verify(request, board.state, board.draft, output))
+
+
+def commit(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """Bookkeeping: tokens, lengths, stops, statistics."""
+    output, state = Output(logits_BTV=board.logits_BTV, cache=board.state.cache), board.state
+    drafter_state, cache = loop.drafter.commit(
+        weights, state.drafter_state, board.draft, board.verdict, output, state.cache
+    )
+    state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
+    return _stand_still(board, loop.commit(request, state, board.draft, board.verdict, output))
+
+
+def whole_round(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
+    """All of it, as the loop compiles it."""
+    return _stand_still(board, loop.round(weights, request, board.state))
+
+
+def _stand_still(board: Board, state: DecodeState) -> Board:
+    """Keeps a committed state but for its lengths and ends."""
+    before = board.state
+    still = dataclasses.replace(state, lengths_B=before.lengths_B, finish_B=before.finish_B)
+    return dataclasses.replace(board, state=still, sink=state.lengths_B + state.finish_B)
+
+
+def _replace(board: Board, **changes: Any) -> Board:
+    fields = {field.name for field in dataclasses.fields(DecodeState)}
+    state = dataclasses.replace(board.state, **{k: v for k, v in changes.items() if k in fields})
+    return dataclasses.replace(board, state=state, **{k: v for k, v in changes.items() if k not in fields})
+
+
+def _read_one_logit(logits_BV: Array, offset: Array | int, drafter: int = 0) -> tuple[Array, None]:
+    del offset, drafter
+    logits_BV = jax.lax.optimization_barrier(logits_BV)
+    return (logits_BV[:, 0] > 0).astype(jnp.int32), None
+
+
+@functools.partial(jax.jit, static_argnames=("phase", "loop"), donate_argnames="board")
+def repeat(
+    phase: Phase, loop: Loop, weights: Weights, request: Request, board: Board, iterations: Array | int
+) -> Board:
+    """Runs ``phase`` ``iterations`` times, one after the other."""
+    step = lambda _, board: phase(loop, weights, request, jax.lax.optimization_barrier(board))
+    return jax.lax.fori_loop(0, iterations, step, board)
+
+
+@functools.partial(jax.jit, static_argnames="rows")
+def stream(weights: Any, iterations: Array | int, *, rows: int) -> Array:
+    """Multiplies ``rows`` rows by every matrix of ``weights``, one after the other: the least a call can take.
+
+    Matrices keep the layout they have; each product waits for the one before.
+    """
+
+    def step(_: Any, x: Array) -> Array:
+        for matrix in matrices_of(weights):
+            rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, matrix.dtype)
+            rows_out = jax.lax.optimization_barrier(rows_in @ matrix)
+            x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
+        return x
+
+    return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
+
+
+def matrices_of(weights: Any) -> list[Array]:
+    """All leaves with two axes or more."""
+    return [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]

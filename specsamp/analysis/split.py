@@ -1,0 +1,157 @@
+"""Where a round's time goes: the phases of `specsamp.analysis.phases`, measured in turn.
+
+Every repeat measures every phase once before the next repeat starts, so that a machine which is busy
+for a while is busy for all of them; shares and differences are taken within a repeat, and what is
+reported is their median. Two checks come with the result. Each phase is measured at n iterations and at
+n / 2: per iteration the two agree (`PhaseTime.linearity` is 1) if every iteration did the work. And the
+parts are compared with the round as the loop compiles it: `RoundSplit.unexplained`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from specsamp.analysis import phases
+from specsamp.analysis.spread import Spread
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import DecodeState, Request, Weights
+
+SECONDS_PER_SAMPLE = 0.06  # long against the dispatch of a program, short enough for many repeats
+MOST_ITERATIONS = 1 << 15
+
+Run = Callable[[int], float]  # iterations -> seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """One phase, per round."""
+
+    ms: Spread
+    iterations: int  # n, per sample
+    linearity: float  # time per iteration at n over that at n / 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundSplit:
+    """One round of the speculative loop, and beside it what it competes with.
+
+    The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
+    """
+
+    draft_model: PhaseTime  # calls of the draft model
+    draft: PhaseTime  # the same with warps and draws
+    draft_sampling: Spread  # ms: draft less draft_model
+    score: PhaseTime  # the call of the target
+    verify: PhaseTime  # warping its logits, and the rule
+    commit: PhaseTime  # bookkeeping
+    round: PhaseTime  # the whole, as the loop compiles it
+    unexplained: Spread  # ms: the round less its five parts
+    sampling_share: Spread  # (draft_sampling + verify + commit) / round
+    step: PhaseTime  # one round of the autoregressive loop
+    break_even: Spread  # round / step: emitted per round from which on the draft pays
+    stream_step: PhaseTime  # as many rows as a step feeds, times every matrix of the target: a floor of `step`
+    stream_score: PhaseTime  # the same for `score`
+    streamed_bytes: int  # of those matrices
+    step_gb_per_s: Spread  # streamed_bytes / step
+    stream_gb_per_s: Spread  # streamed_bytes / stream_step
+
+
+def split_round(
+    speculative: tuple[Loop, Weights, Request, DecodeState],
+    autoregressive: tuple[Loop, Weights, Request, DecodeState],
+    repeats: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RoundSplit:
+    """Measures both loops from states whose rows are running; the states are donated.
+
+    Raises:
+      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to time.
+    """
+    if jax.config.jax_disable_jit:
+        raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")
+    spec, auto = _Bench(*speculative), _Bench(*autoregressive)
+    runs: dict[str, Run] = {
+        name: spec.run(phase)
+        for name, phase in [
+            ("draft_model", phases.draft_model), ("draft", phases.draft), ("score", phases.score),
+            ("verify", phases.verify), ("commit", phases.commit), ("round", phases.whole_round),
+        ]
+    }  # fmt: skip
+    runs["step"] = auto.run(phases.whole_round)
+    runs["stream_step"], runs["stream_score"] = auto.run_stream(), spec.run_stream()
+    iterations = {}
+    for name, run in runs.items():
+        progress(f"compiling: {name.replace('_', ' ')}")
+        iterations[name] = _iterations(run)
+    seconds = {name: np.zeros((repeats, 2)) for name in runs}  # per iteration, at n and at n / 2
+    for repeat in range(repeats):
+        progress(f"phases: repeat {repeat + 1} of {repeats}")
+        for name, run in runs.items():
+            n = iterations[name]
+            seconds[name][repeat] = run(n) / n, run(n // 2) / (n // 2)
+    streamed = sum(matrix.nbytes for matrix in phases.matrices_of(spec.weights.target))
+    return _summary({name: s * 1e3 for name, s in seconds.items()}, iterations, streamed)
+
+
+def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_bytes: int) -> RoundSplit:
+    at_n = {name: samples[:, 0] for name, samples in ms.items()}
+    sampling = at_n["draft"] - at_n["draft_model"]
+    own = sampling + at_n["verify"] + at_n["commit"]
+    return RoundSplit(
+        **{
+            name: PhaseTime(
+                ms=Spread.of(at_n[name]), iterations=iterations[name],
+                linearity=float(np.median(samples[:, 0] / samples[:, 1])),
+            )
+            for name, samples in ms.items()
+        },
+        draft_sampling=Spread.of(sampling),
+        unexplained=Spread.of(at_n["round"] - at_n["draft_model"] - at_n["score"] - own),
+        sampling_share=Spread.of(own / at_n["round"]),
+        break_even=Spread.of(at_n["round"] / at_n["step"]),
+        streamed_bytes=streamed_bytes,
+        step_gb_per_s=Spread.of(streamed_bytes / at_n["step"] / 1e6),
+        stream_gb_per_s=Spread.of(streamed_bytes / at_n["stream_step"] / 1e6),
+    )  # fmt: skip
+
+
+class _Bench:
+    """A loop and the board that its phases hand on."""
+
+    def __init__(self, loop: Loop, weights: Weights, request: Request, state: DecodeState):
+        self.loop, self.weights, self.request = loop, weights, request
+        self.board = phases.first_board(loop, weights, request, state)
+
+    def run(self, phase: phases.Phase) -> Run:
+        def seconds(iterations: int) -> float:
+            start = time.perf_counter()
+            board = phases.repeat(phase, self.loop, self.weights, self.request, self.board, iterations)
+            self.board = jax.block_until_ready(board)
+            return time.perf_counter() - start
+
+        return seconds
+
+    def run_stream(self) -> Run:
+        batch, tokens = self.board.logits_BTV.shape[:2]
+        rows = batch * max(tokens, self.loop.window)
+
+        def seconds(iterations: int) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(phases.stream(self.weights.target, iterations, rows=rows))
+            return time.perf_counter() - start
+
+        return seconds
+
+
+def _iterations(run: Run) -> int:
+    """Compiles, then finds how many iterations take about `SECONDS_PER_SAMPLE`; even."""
+    run(1)
+    n = 2
+    while n < MOST_ITERATIONS and (seconds := run(n)) < SECONDS_PER_SAMPLE / 2:
+        n = 2 * int(n * min(max(SECONDS_PER_SAMPLE / seconds, 2), 16) / 2)
+    return min(n, MOST_ITERATIONS)

@@ -1,0 +1,240 @@
+"""The benchmark's arithmetic and its file; never its times."""
+
+import dataclasses
+import json
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fakes
+from specsamp.analysis import memory, phases, report, split
+from specsamp.analysis.benchmark import Acceptance, Workload, benchmark
+from specsamp.analysis.spread import Spread
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.generate import RowStats
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import Request, Weights
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.warp import chain, for_rows, temperature
+
+K = 3
+WORK = Workload(batch=2, prompt_length=5, max_new_tokens=11, repeats=2, seed=4)
+SAMPLING = chain(temperature(0.8))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Table models: quick to compile."""
+    table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
+    return Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5))
+
+
+@pytest.fixture(scope="module")
+def result(pair):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "SECONDS_PER_SAMPLE", 1e-4)
+        said = []
+        result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)
+        assert any("phases" in text for text in said)
+        return result
+
+
+@pytest.fixture(scope="module")
+def setting():
+    """A loop of two rows, with its weights and request."""
+    target, draft = TransformerLM(tiny(num_layers=1)), TransformerLM(tiny(num_layers=1, num_kv_heads=2))
+    loop = Loop(target=target, drafter=ModelDrafter(draft, K), rule=TokenRule())
+    init = lambda model, seed: jax.jit(lambda key: model.prepare(model.init(key), 32))(jax.random.key(seed))
+    request = Request(
+        sampling=for_rows(SAMPLING, 2), draft_sampling=for_rows(SAMPLING, 2), limits_B=jnp.array([20, 20]),
+        row_keys_B=row_keys(0, jnp.arange(2), jnp.zeros(2, jnp.int32)), stop_ids=jnp.array([-1]),
+    )  # fmt: skip
+    return loop, Weights(target=init(target, 0), draft=init(draft, 1)), request
+
+
+@pytest.fixture
+def board(setting):
+    """What passes between the phases, in the middle of a text."""
+    loop, weights, request = setting
+    state = loop.prefill(weights, request, jnp.array([[1, 2, 3], [4, 5, 6]]), jnp.array([3, 2]), slots=32)
+    return phases.first_board(loop, weights, request, state)
+
+
+def numbers(tree):
+    """All numbers of a JSON document."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [n for x in tree for n in numbers(x)] if isinstance(tree, list) else [tree]
+
+
+def test_every_field_is_finite_and_survives_json(result, tmp_path):
+    path = tmp_path / "new folder" / "result.json"
+    report.write_json(path, {"environment": report.environment(), "result": result})
+    read = json.loads(path.read_text(encoding="utf-8"))["result"]
+    assert read == json.loads(json.dumps(dataclasses.asdict(result)))
+    assert all(math.isfinite(n) for n in numbers(read) if n is not None)
+    for side in ("autoregressive", "speculative"):
+        assert read[side]["ms_per_token"]["lower"] <= read[side]["ms_per_token"]["median"]
+        assert read[side]["ms_per_token"]["median"] <= read[side]["ms_per_token"]["upper"]
+    assert os.listdir(path.parent) == ["result.json"]
+
+
+def test_statistics_are_consistent(result):
+    counts = result.acceptance
+    assert counts.emitted == WORK.batch * WORK.max_new_tokens * WORK.repeats
+    assert sum(counts.accepted_counts) == counts.rounds and len(counts.accepted_counts) == K + 1
+    assert counts.emitted_per_round == counts.emitted / counts.rounds
+    assert result.speculative.draft_length == K and result.autoregressive.draft_length == 0
+
+
+def test_acceptance_and_its_errors():
+    stats = RowStats(rounds=10, emitted=19, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
+    counts = Acceptance.of(stats)
+    assert counts.by_position == (0.6, 0.5)
+    assert counts.rate == 9 / 16
+    np.testing.assert_allclose(counts.by_position_error, [math.sqrt(0.24 / 10), math.sqrt(0.25 / 6)])
+    np.testing.assert_allclose(counts.rate_error, math.sqrt(9 * 7 / 16**3))
+    nothing = Acceptance.of(RowStats(rounds=3, emitted=3, drafted=0, reached=(0,), accepted_counts=(3, 0)))
+    assert nothing.rate is None and nothing.by_position == nothing.by_position_error == (None,)
+
+
+def test_all_phases_are_measured(result):
+    measured = {name for name, value in vars(result.split).items() if isinstance(value, split.PhaseTime)}
+    assert measured == {
+        "draft_model", "draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score"
+    }  # fmt: skip
+    for name in measured:
+        assert getattr(result.split, name).iterations >= 2 and getattr(result.split, name).linearity > 0
+
+
+def test_the_parts_and_the_unexplained_make_the_round():
+    ms = {
+        "draft_model": [1.0, 3.0], "draft": [1.5, 3.5], "score": [5.0, 5.0], "verify": [0.25, 0.25],
+        "commit": [0.25, 0.25], "round": [8.0, 10.0], "step": [4.0, 5.0], "stream_step": [2.0, 2.0],
+        "stream_score": [3.0, 3.0],
+    }  # fmt: skip
+    samples = {name: np.array([[at_n, 2 * at_n] for at_n in values]) for name, values in ms.items()}
+    summary = split._summary(samples, dict.fromkeys(ms, 4), streamed_bytes=8_000_000)
+    assert summary.draft_sampling == Spread(median=0.5, lower=0.5, upper=0.5)
+    assert summary.unexplained == Spread(median=1.0, lower=1.0, upper=1.0)
+    assert summary.sampling_share.median == (1 / 8 + 1 / 10) / 2
+    assert summary.break_even.median == 2.0
+    assert summary.stream_gb_per_s.median == 4.0
+    assert summary.score.linearity == 0.5
+
+
+@pytest.mark.parametrize(
+    "phase, products, warps",
+    [
+        (phases.draft, True, True),
+        (phases.draft_model, True, False),
+        (phases.score, True, False),
+        (phases.verify, False, True),
+        (phases.commit, False, False),
+        (phases.whole_round, True, True),
+    ],
+)
+def test_a_phase_stands_still_and_stays_in_its_loop(setting, board, phase, products, warps):
+    """However often it runs no row gets longer; its work is in the loop, and the caches are not copied."""
+    before = jax.tree.map(np.array, board)
+    compiled = phases.repeat.lower(phase, *setting, board, 7).compile()
+    after = compiled(*setting[1:], board, 7)
+    np.testing.assert_array_equal(after.state.lengths_B, before.state.lengths_B)
+    np.testing.assert_array_equal(after.state.finish_B, before.state.finish_B)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
+
+    lines = compiled.as_text().splitlines()
+    in_loop = " ".join(line for line in lines if "/while/body" in line)
+    assert ("dot_general" in in_loop) == products
+    assert ("log_softmax" in in_loop) == warps
+    shape = ",".join(map(str, before.state.cache.keys[0].shape))
+    assert not [line for line in lines if f"f32[{shape}]" in line.split(" copy(")[0] and " copy(" in line]
+
+
+def test_the_phases_together_are_a_round(setting, board):
+    """Run in order, they emit what the loop's own round emits."""
+    state = jax.tree.map(jnp.array, board.state)
+    for phase in (phases.draft, phases.score, phases.verify):
+        board = phases.repeat(phase, *setting, board, 1)
+    loop, *arguments = setting
+    expected = jax.jit(loop.round)(*arguments, state)
+    emitted_B = np.array(board.verdict.num_accepted_B) + 1
+    np.testing.assert_array_equal(expected.lengths_B - state.lengths_B, emitted_B)
+    for row, (start, count) in enumerate(zip(np.array(state.lengths_B), emitted_B)):
+        np.testing.assert_array_equal(
+            expected.tokens_BS[row, start : start + count], board.verdict.tokens_BT[row, :count]
+        )
+
+
+@pytest.mark.parametrize("drafter, draft_length", [(NoDrafter(), 0), (NgramDrafter(K=2), 2)])
+def test_other_drafters(pair, drafter, draft_length, monkeypatch):
+    monkeypatch.setattr(split, "SECONDS_PER_SAMPLE", 1e-5)
+    work = Workload(batch=1, prompt_length=4, max_new_tokens=4, repeats=1)
+    result = benchmark(pair, drafter, BlockRule(), SAMPLING, work)
+    assert len(result.acceptance.accepted_counts) == draft_length + 1
+    assert report.result_tables(result)
+
+
+def test_without_jit_there_are_no_phases():
+    with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT"):
+        split.split_round(None, None, 1)
+
+
+def test_workloads_are_checked(pair):
+    with pytest.raises(ValueError, match="repeats must be an integer >= 1; got 0"):
+        Workload(repeats=0)
+    long = dataclasses.replace(WORK, max_new_tokens=60)
+    with pytest.raises(ValueError, match="65 positions, but the target has 64"):
+        benchmark(pair, NoDrafter(), TokenRule(), SAMPLING, long)
+
+
+@pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])
+def test_what_has_no_json_form_leaves_the_old_file(tmp_path, document):
+    path = tmp_path / "result.json"
+    report.write_json(path, {"x": 1})
+    with pytest.raises((TypeError, ValueError)):
+        report.write_json(path, document)
+    assert os.listdir(tmp_path) == ["result.json"] and json.loads(path.read_text()) == {"x": 1}
+
+
+def test_a_failed_replacement_leaves_no_partial_file(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        report.write_json(tmp_path / "result.json", {"x": 1})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_tables_hold_the_numbers(result, plain):
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=open(os.devnull, "w", encoding="utf-8"))
+    with console.file:
+        report.show(report.result_tables(result), console, plain)
+        text = console.export_text()
+    assert f"{result.acceptance.emitted_per_round:.3f}" in text
+    assert f"{result.split.round.ms.median:.3g}" in text
+    for words in ("draft: warp and draw", "unexplained", "the whole round"):
+        assert words in text
+
+
+def test_memory_counts_what_the_loop_adds():
+    """Twice the vocabulary costs twice the laws, to within a factor that the compiler may choose."""
+    grid = ((1, 2, 4096), (1, 2, 8192))
+    model = tiny(num_layers=1)
+    small, large = memory.memory_grid(model, model, TokenRule(), SAMPLING, slots=32, grid=grid)
+    assert small.logits_bytes == 4 * 3 * 4096 and large.logits_bytes == 2 * small.logits_bytes
+    added = (large.temp_bytes - small.temp_bytes) / (large.logits_bytes - small.logits_bytes)
+    assert 1 <= added <= 16
+    assert small.cache_bytes == large.cache_bytes == 4 * 2 * 2 * 32 * 32

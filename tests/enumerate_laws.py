@@ -1,0 +1,210 @@
+"""The exact law of what speculative sampling emits, by enumeration: an oracle that knows no loop.
+
+A rule splits into an acceptance law, a map from yes/no answers to ``n``, and a residual law. Over a
+small vocabulary everything else can be summed: all ``V^K`` drafts, weighted with the law they are drawn
+from, all ``2^K`` patterns of answers, weighted with the acceptance law, all appended tokens. That is one
+round from one prefix, and the rounds are chained until ``length`` tokens are out. Nothing is drawn, so
+an exact rule reproduces the target's own joint law to rounding, here in float64.
+
+The same holds for the coupled rule, whose answers are not independent coins but the agreement of two
+races: its acceptance is conditional on the drafted token, its residual on the refusal of that token,
+positions have noise of their own, and what a position's noise said about a discarded draft never decided
+which tokens were emitted before it. (As drawn, the coupled rule never looks at the draft's laws nor at
+withheld tokens, so it survives wrong laws and tokens dropped for their value. Its split describes a
+drafter without such mistakes and cannot show that.)
+
+Laws are tables that see the *whole* prefix. ``laws[n]`` is ``[S, V**n, V]``, the log-probabilities after
+each prefix of length n, read as a number in base V; S counts independent scenarios, which share the
+few jitted calls of one fixed shape in which the rule is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.sampling.rules import Draft, Rule
+
+Laws = Sequence[np.ndarray]
+
+CHUNK = 4096  # rows per jitted call
+
+
+def autoregressive(target: Laws, length: int) -> np.ndarray:
+    """The target's own joint law of ``length`` tokens, ``[S, V**length]``."""
+    joint = np.ones((target[0].shape[0], 1))
+    for table in target[:length]:
+        joint = (joint[..., None] * np.exp(table)).reshape(joint.shape[0], -1)
+    return joint
+
+
+def joint_law(
+    rule: Rule,
+    target: Laws,
+    draft: Laws,
+    *,
+    num_tokens: int,
+    length: int,
+    num_drafted: Sequence[np.ndarray] | None = None,
+    one_hot: bool = False,
+    shown: Laws | None = None,
+    dtype: type = np.float64,
+) -> np.ndarray:
+    """The joint law of the first ``length`` tokens that rounds of ``rule`` emit, ``[S, V**length]``.
+
+    Args:
+      rule: the rule; only its split is used.
+      target, draft: tables for every prefix shorter than ``length + num_tokens``.
+      num_tokens: K.
+      length: how many tokens; a round that emits more is cut.
+      num_drafted: one entry for each length of prefix; this and the rest as in `enumerate_round`.
+    """
+    scenarios, _, vocab_size = target[0].shape
+    reached = [np.zeros((scenarios, vocab_size**m)) for m in range(length + 1)]
+    reached[0][:] = 1  # the probability that a round starts at each prefix
+    for m in range(length):
+        rounds = enumerate_round(
+            rule,
+            target[m:],
+            draft[m:],
+            num_tokens=num_tokens,
+            num_drafted=None if num_drafted is None else num_drafted[m],
+            one_hot=one_hot,
+            shown=None if shown is None else shown[m:],
+            dtype=dtype,
+        )
+        for n in range(num_tokens + 1):
+            law = reached[m][..., None] * rounds.emitted(n)
+            end = min(m + n + 1, length)
+            reached[end] += law.reshape(scenarios, vocab_size**end, -1).sum(-1)
+    return reached[length]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """One round from each of X prefixes of one length: D = V**K drafts, N = K + 1 outcomes."""
+
+    drafted_SXD: np.ndarray  # the probability of each draft
+    num_accepted_SXDN: np.ndarray  # the law of n, given the draft
+    last_SXDNV: np.ndarray  # the law of the appended token, given the draft and n
+
+    @property
+    def joint_SXDNV(self) -> np.ndarray:
+        """The law of (draft, n, appended token)."""
+        drafted = self.drafted_SXD[..., None, None]
+        # Drafts that are never drawn may leave a rule undefined; those that are drawn may not.
+        return np.where(drafted > 0, drafted * self.num_accepted_SXDN[..., None] * self.last_SXDNV, 0)
+
+    @property
+    def expected_accepted_SX(self) -> np.ndarray:
+        return self.joint_SXDNV.sum((2, 4)) @ np.arange(self.num_accepted_SXDN.shape[-1])
+
+    def emitted(self, n: int) -> np.ndarray:
+        """The joint probability of accepting n tokens and of the n + 1 tokens emitted, [S, X, V**(n+1)]."""
+        joint = self.joint_SXDNV[:, :, :, n]
+        scenarios, prefixes, _, vocab_size = joint.shape
+        shape = (scenarios, prefixes, vocab_size**n, -1, vocab_size)
+        return joint.reshape(shape).sum(3).reshape(scenarios, prefixes, -1)
+
+
+def enumerate_round(
+    rule: Rule,
+    target: Laws,
+    draft: Laws,
+    *,
+    num_tokens: int,
+    num_drafted: np.ndarray | None = None,
+    one_hot: bool = False,
+    shown: Laws | None = None,
+    dtype: type = np.float64,
+) -> Rounds:
+    """One round from every prefix of ``target[0]``, whose length need not be zero.
+
+    Args:
+      rule: the rule; only its split is used.
+      target, draft: ``target[i]`` conditions on the prefix and i drafted tokens; i up to K, or K - 1.
+      num_tokens: K.
+      num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens as a
+        stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it is
+        drafted all the same, handed to the rule, and must not matter.
+      one_hot: ``draft`` holds one-hot laws; the rule is given no laws.
+      shown: the laws shown to the rule where they are not those drawn from (a bug, for negative controls).
+      dtype: in which the rule computes; the sums over its answers are in float64 in any case.
+    """
+    scenarios, prefixes, vocab_size = target[0].shape
+    drafts_DK = np.array(list(itertools.product(range(vocab_size), repeat=num_tokens)), np.int32)
+    num_drafts = vocab_size**num_tokens
+    shape = (scenarios, prefixes, num_drafts)
+
+    def along_drafts(laws: Laws, steps: int) -> np.ndarray:  # [S, X, D, steps, V]
+        rows = [np.repeat(laws[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
+        stacked = np.stack(rows, axis=2) if rows else np.zeros((scenarios, prefixes * num_drafts, 0, vocab_size))
+        return stacked.reshape(shape + (steps, vocab_size))
+
+    target_rows = along_drafts(target, num_tokens + 1)
+    draft_rows = along_drafts(draft, num_tokens)
+    drafted = np.exp(np.take_along_axis(draft_rows, drafts_DK[None, None, :, :, None], axis=-1)).prod((-2, -1))
+    seen = None if one_hot else draft_rows if shown is None else along_drafts(shown, num_tokens)
+
+    def flat(x: np.ndarray, rank: int) -> np.ndarray:  # one row per scenario, prefix and draft
+        tail = x.shape[x.ndim - rank :]
+        return np.broadcast_to(x, shape + tail).reshape((np.prod(shape),) + tail)
+
+    num_drafted = np.asarray(num_tokens if num_drafted is None else num_drafted, np.int32)
+    acceptance, residual = split(
+        rule,
+        flat(drafts_DK, 1),
+        flat(num_drafted, 0),
+        None if seen is None else flat(seen, 2),
+        flat(target_rows, 2),
+        dtype,
+    )
+    acceptance, residual = acceptance.astype(np.float64), residual.astype(np.float64)
+    # From independent yes/no answers to the law of n, by the rule's own reading of them.
+    patterns_PK = np.array(list(itertools.product([False, True], repeat=num_tokens)), bool)
+    n_P = np.asarray(rule.num_accepted(jnp.asarray(patterns_PK)))
+    patterns_RP = np.where(patterns_PK, acceptance[:, None], 1 - acceptance[:, None]).prod(-1)
+    num_accepted = patterns_RP @ np.eye(num_tokens + 1)[n_P]
+    mass = residual.sum(-1, keepdims=True)
+    last = np.where(mass > 0, residual / np.where(mass > 0, mass, 1), np.exp(flat(target_rows, 2)))
+    return Rounds(
+        drafted_SXD=drafted,
+        num_accepted_SXDN=num_accepted.reshape(shape + (num_tokens + 1,)),
+        last_SXDNV=last.reshape(shape + (num_tokens + 1, vocab_size)),
+    )
+
+
+def split(
+    rule: Rule,
+    tokens: np.ndarray,
+    num_drafted: np.ndarray,
+    log_probs: np.ndarray | None,
+    target: np.ndarray,
+    dtype: type = np.float64,
+) -> tuple[np.ndarray, np.ndarray]:
+    """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in ``dtype``."""
+    log_probs = None if log_probs is None else log_probs.astype(dtype)
+    draft, target = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs), target.astype(dtype)
+    rows = len(tokens)
+    pieces = []
+    with jax.enable_x64(True):
+        for start in range(0, rows, CHUNK):
+            chosen = np.minimum(np.arange(start, start + CHUNK), rows - 1)
+            pieces.append(jax.device_get(_split(rule, *jax.tree.map(lambda x: x[chosen], (draft, target)))))
+    acceptance, residual = (np.concatenate(parts)[:rows] for parts in zip(*pieces))
+    assert acceptance.dtype == residual.dtype == dtype
+    return acceptance, residual
+
+
+# Tests wait for the compiler here, not for the result.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def _split(rule: Rule, draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    batch, outcomes, _ = target.shape
+    residual = lambda n: rule.residual(draft, target, jnp.full(batch, n))
+    return rule.acceptance(draft, target), jax.vmap(residual, out_axes=1)(jnp.arange(outcomes, dtype=jnp.int32))

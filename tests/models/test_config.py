@@ -1,0 +1,100 @@
+"""Counts and shapes of the presets, and what a wrong shape is told."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from specsamp.models.config import chinchilla_70b, draft_1m, draft_4b, human_count, target_38m, tiny
+from specsamp.models.transformer import TransformerLM
+
+SHAPES = dict(
+    multi_head={}, grouped=dict(num_kv_heads=2), multi_query=dict(num_kv_heads=1), wide_head=dict(head_size=14),
+    narrow=dict(feedforward_width=24, vocab_size=7, num_layers=3),
+)  # fmt: skip
+
+
+@functools.cache
+def shapes_of(config):
+    return jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
+
+
+def count(config):
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes_of(config)))
+
+
+@pytest.mark.parametrize(
+    "config, published",
+    [(chinchilla_70b(), 70.06e9), (draft_4b(), 4.12e9), (target_38m(), 39.9e6), (draft_1m(), 0.72e6)],
+    ids=["chinchilla_70b", "draft_4b", "target_38m", "draft_1m"],
+)
+def test_presets_have_the_published_size(config, published):
+    """Within 0.1% for the paper's two; within the digits given for ours."""
+    tolerance = 1e-3 if published > 1e9 else 1e-2
+    assert abs(count(config) / published - 1) < tolerance, human_count(count(config))
+    assert config.num_parameters == count(config)
+
+
+@pytest.mark.parametrize("positions", ["relative", "rotary"])
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_num_parameters_equals_the_module(positions, changes):
+    config = tiny(positions=positions, **changes)
+    assert config.num_parameters == count(config)
+
+
+@pytest.mark.parametrize("positions", ["relative", "rotary"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_every_parameter_has_logical_axes_of_its_rank(positions, num_kv_heads):
+    config = tiny(positions=positions, num_kv_heads=num_kv_heads)
+    axes = TransformerLM(config).logical_axes()
+    shapes = shapes_of(config)
+    size_of = dict(
+        vocab=config.vocab_size, embed=config.width, mlp=config.feedforward_width, heads=config.num_heads,
+        kv_heads=num_kv_heads, head=config.head_size,
+    )  # fmt: skip
+    jax.tree.map(lambda spec, leaf: np.testing.assert_equal([size_of[name] for name in spec], leaf.shape), axes, shapes)
+    assert jax.tree.structure(axes) == jax.tree.structure(shapes)
+
+
+def test_defaults_follow_from_the_width():
+    config = tiny(width=48, num_heads=3)
+    assert (config.head_size, config.num_kv_heads, config.feedforward_width) == (16, 3, 192)
+    assert tiny(num_kv_heads=2).queries_per_kv_head == 2
+    assert tiny() == tiny() and hash(tiny()) == hash(tiny()) and tiny() != tiny(width=64)
+
+
+def test_cache_bytes_of_a_token():
+    """2 x 80 layers x 64 heads x 128 x 2 bytes: 2.6 MB for each token of Chinchilla, and a 64th for one key head."""
+    assert chinchilla_70b().kv_bytes_per_token == 2 * 80 * 64 * 128 * 2
+    assert chinchilla_70b(num_kv_heads=1).kv_bytes_per_token == 2 * 80 * 128 * 2
+
+
+@pytest.mark.parametrize("number, text", [(7, "7"), (1234567, "1.235M"), (70_057_992_192, "70.06B")])
+def test_human_count(number, text):
+    assert human_count(number) == text
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(width=0), "width must be a positive integer; got 0"),
+        (dict(num_layers=2.0), r"num_layers must be a positive integer; got 2\.0"),
+        (dict(vocab_size="64"), "vocab_size must be a positive integer; got '64'"),
+        (dict(max_positions=-1), "max_positions must be a positive integer; got -1"),
+        (dict(num_kv_heads=0), "num_kv_heads must be a positive integer; got 0"),
+        (dict(num_kv_heads=-1), "num_kv_heads must be a positive integer; got -1"),
+        (dict(head_size=0), "head_size must be a positive integer; got 0"),
+        (dict(feedforward_width=-8), "feedforward_width must be a positive integer; got -8"),
+        (dict(width=34), "width 34 is no multiple of num_heads 4: set head_size"),
+        (dict(num_kv_heads=3), "num_heads 4 is no multiple of num_kv_heads 3"),
+        (dict(positions="absolute"), "positions must be one of relative, rotary; got 'absolute'"),
+        (dict(activation="tanh"), "activation must be one of gelu, relu, silu; got 'tanh'"),
+        (dict(dtype="float16"), "dtype must be one of float32, bfloat16; got 'float16'"),
+        (dict(positions="rotary", head_size=7), "head_size must be even; got 7"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_value_and_the_fix(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)

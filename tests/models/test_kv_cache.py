@@ -1,0 +1,65 @@
+"""The cache is written where it should be, and nowhere else; it can be donated whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.config import tiny
+from specsamp.models.kv_cache import LOGICAL_AXES, MAX_UNROLLED_ROWS, KVCache, write_rows
+
+HEADS, SLOTS, SIZE = 2, 12, 3
+
+
+@pytest.mark.parametrize("length", [1, 4, SLOTS])
+@pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS, MAX_UNROLLED_ROWS + 1])
+def test_write_rows_writes_just_its_slots(batch, length):
+    """Each row at its own offset, the first and the last possible among them; on both sides of the unrolling."""
+    rng = np.random.default_rng(batch)
+    cache = rng.normal(size=(batch, HEADS, SLOTS, SIZE)).astype(np.float32)
+    new = rng.normal(size=(batch, HEADS, length, SIZE)).astype(np.float32)
+    starts = rng.integers(0, SLOTS - length + 1, size=batch)
+    starts[0], starts[-1] = 0, SLOTS - length
+    expected = cache.copy()
+    for b, start in enumerate(starts):
+        expected[b, :, start : start + length] = new[b]
+    written = jax.jit(write_rows)(cache, new, jnp.asarray(starts, jnp.int32))
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])
+def test_a_write_past_the_end_moves_back(batch):
+    """Why buffers have headroom: 5 slots at slot 10 of 12 overwrite slots 7 to 11."""
+    cache, new = jnp.zeros((batch, HEADS, SLOTS, SIZE)), jnp.ones((batch, HEADS, 5, SIZE))
+    written = jax.jit(write_rows)(cache, new, jnp.full((batch,), 10, jnp.int32))
+    np.testing.assert_array_equal(written[:, 0, :, 0], np.broadcast_to(np.arange(SLOTS) >= 7, (batch, SLOTS)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
+    config = tiny(num_kv_heads=2, dtype=dtype, num_layers=3)
+    leaves = jax.tree.leaves(KVCache.zeros(config, batch=5, slots=9))
+    assert len(leaves) == 2 * config.num_layers
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    for leaf in leaves:
+        assert leaf.shape == (5, 2, 9, config.head_size) and leaf.dtype == dtype and not leaf.any()
+        assert len(LOGICAL_AXES) == leaf.ndim and leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])
+def test_the_whole_cache_is_donated(batch):
+    """Every buffer is given up and used again by the result (an unusable donation warns, which is an error here)."""
+    config = tiny()
+    cache = KVCache.zeros(config, batch, SLOTS)
+    new = jnp.ones((batch, config.num_kv_heads, 2, config.head_size))
+    start = jnp.arange(batch, dtype=jnp.int32) % SLOTS // 2
+
+    def write(cache):
+        return jax.tree.map(lambda array: write_rows(array, new, start), cache)
+
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    written = jax.jit(write, donate_argnums=0)(cache)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == before
+    for leaf in jax.tree.leaves(written):
+        np.testing.assert_array_equal(leaf.sum((1, 2, 3)), 2 * config.num_kv_heads * config.head_size)

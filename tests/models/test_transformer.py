@@ -1,0 +1,347 @@
+"""One model, many ways to call it: all must give the logits of one uncached pass, and that pass an oracle's."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models import positions, transformer
+from specsamp.models.config import tiny
+from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache
+from specsamp.models.transformer import TransformerLM
+
+VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
+every_variant = pytest.mark.parametrize("scheme, kv_heads", VARIANTS)
+both_schemes = pytest.mark.parametrize("scheme", ["relative", "rotary"])
+LENGTH, SLOTS, CHUNK = 14, 20, 5  # of the sequences; of the cache, with headroom; of a round
+CLOSE = 1e-5  # absolute, on logits of size one to five in float32
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, static_argnames="hidden_layers")
+forward = jax.jit(TransformerLM.forward, static_argnums=0, static_argnames="hidden_layers")
+
+
+@functools.cache
+def model_and_params(scheme, kv_heads=4, **changes):
+    """Every parameter is random, the biases and norm scales included, so that none can be forgotten unnoticed."""
+    model = TransformerLM(tiny(positions=scheme, num_kv_heads=kv_heads, **changes))
+    rng = np.random.default_rng(kv_heads)
+
+    def fill(path, leaf):
+        noise = rng.normal(size=leaf.shape)
+        name = path[-1].key
+        if name == "scale":
+            noise = 1 + 0.3 * noise
+        elif not name.endswith("bias"):
+            noise = noise / math.sqrt(model.config.width)
+        return jnp.asarray(noise, jnp.float32)
+
+    return model, jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def some_tokens(batch, length, seed=0):
+    return np.random.default_rng(seed).integers(0, 64, size=(batch, length), dtype=np.int32)
+
+
+def stale_cache(model, batch=3, slots=SLOTS, size=10.0):
+    """A cache full of what earlier, rejected tokens may have left."""
+    rng = np.random.default_rng(9)
+    garbage = lambda leaf: jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
+    return jax.tree.map(garbage, model.init_cache(batch, slots))
+
+
+def at(*starts):
+    return jnp.asarray(starts, jnp.int32)
+
+
+def assert_close(actual, expected, atol=CLOSE):
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=atol, rtol=0)
+
+
+# Every way of cutting a sequence into calls.
+
+
+@every_variant
+def test_one_cached_call_equals_the_uncached_pass(scheme, kv_heads):
+    model, params = model_and_params(scheme, kv_heads)
+    tokens = some_tokens(3, LENGTH)
+    output = call(model, model.prepare(params, SLOTS), tokens, at(0, 0, 0), stale_cache(model))
+    expected = forward(model, params, tokens)
+    assert output.logits_BTV.shape == (3, LENGTH, 64) and output.logits_BTV.dtype == jnp.float32
+    assert expected.cache is None and isinstance(output.cache, KVCache)
+    assert np.std(expected.logits_BTV) > 0.5  # logits that differ
+    assert_close(output.logits_BTV, expected.logits_BTV)
+
+
+@every_variant
+def test_token_by_token_equals_the_uncached_pass(scheme, kv_heads):
+    model, params = model_and_params(scheme, kv_heads)
+    tokens = some_tokens(3, LENGTH)
+    weights, cache, logits = model.prepare(params, SLOTS), stale_cache(model), []
+    for t in range(LENGTH):
+        output = call(model, weights, tokens[:, t : t + 1], at(t, t, t), cache)
+        cache = output.cache
+        logits.append(output.logits_BTV)
+    assert_close(jnp.concatenate(logits, axis=1), forward(model, params, tokens).logits_BTV)
+
+
+@every_variant
+def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
+    """Rows as in speculative decoding: each at its own start, with rejected tokens behind what it keeps."""
+    model, params = model_and_params(scheme, kv_heads)
+    rng, rows = np.random.default_rng(44), np.arange(3)
+    tokens = np.concatenate([some_tokens(3, LENGTH), some_tokens(3, SLOTS - LENGTH, seed=1)], axis=1)
+    expected = np.asarray(forward(model, params, tokens[:, :LENGTH]).logits_BTV)
+    weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+    lengths, widths_seen, spreads = np.zeros(3, int), set(), set()
+    while (lengths < LENGTH).any():
+        width = int(rng.choice([1, CHUNK]))
+        starts = np.minimum(np.maximum(lengths - rng.integers(0, 2, size=3), 0), LENGTH - 1)
+        kept = np.minimum(rng.integers(1, width + 1, size=3), LENGTH - starts)
+        fed = tokens[rows[:, None], starts[:, None] + np.arange(width)]
+        fed = np.where(np.arange(width) < kept[:, None], fed, (fed + 1 + some_tokens(3, width, seed=7) % 63) % 64)
+        output = call(model, weights, fed, at(*starts), cache)
+        cache = output.cache
+        for b in rows:
+            assert_close(output.logits_BTV[b, : kept[b]], expected[b, starts[b] : starts[b] + kept[b]])
+        lengths = np.maximum(lengths, starts + kept)
+        widths_seen.add(width)
+        spreads.add(int(np.ptp(starts)))
+    assert widths_seen == {1, CHUNK} and max(spreads) >= 5
+
+
+@every_variant
+def test_rolling_back_equals_never_having_gone_there(scheme, kv_heads):
+    """Other tokens from an earlier start, at another place in each row: only the starts move."""
+    model, params = model_and_params(scheme, kv_heads)
+    weights = model.prepare(params, SLOTS)
+    first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
+    cache = call(model, weights, first, at(0, 0, 0), stale_cache(model)).cache
+    logits = call(model, weights, other, at(*starts), cache).logits_BTV
+    straight = first.copy()
+    for b, start in enumerate(starts):
+        straight[b, start : start + CHUNK] = other[b]
+    expected = forward(model, params, straight).logits_BTV
+    for b, start in enumerate(starts):
+        assert_close(logits[b], expected[b, start : start + CHUNK])
+
+
+@both_schemes
+def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
+    model, params = model_and_params(scheme, 2)
+    tokens = some_tokens(3, LENGTH)
+    changed = np.where(np.arange(LENGTH) < [[5], [13], [9]], tokens, (tokens + 1) % 64)
+    weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+    cached = lambda tokens: call(model, weights, tokens, at(0, 0, 0), cache).logits_BTV
+    for score in (lambda tokens: forward(model, params, tokens).logits_BTV, cached):
+        before, after = np.asarray(score(tokens)), np.asarray(score(changed))
+        for b, t in enumerate((5, 13, 9)):
+            np.testing.assert_array_equal(after[b, :t], before[b, :t])
+            assert np.abs(after[b, t:] - before[b, t:]).max(-1).min() > 1e-2  # everything from there on is another
+    assert_close(cached(tokens)[:, :CHUNK], cached(tokens[:, :CHUNK]))
+
+
+# Every branch that depends on a size.
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [1, 7, 20])
+def test_align_distances_on_both_sides_of_the_branch(batch, length, monkeypatch):
+    """Against the definition, for the sliced form and the skewed one, from the first start to the last possible."""
+    slots = 20
+    scores = np.random.default_rng(0).normal(size=(batch, 2, length, slots)).astype(np.float32)
+    starts = np.linspace(slots - length, 0, batch).astype(np.int32)
+    distance = starts[:, None, None] + np.arange(length)[:, None] - np.arange(slots)
+    column = np.broadcast_to(np.clip(slots - 1 - distance, 0, slots - 1)[:, None], scores.shape)
+    expected = np.where(distance[:, None] >= 0, np.take_along_axis(scores, column, axis=-1), 0)
+    for limit in (0, 64):
+        monkeypatch.setattr(positions, "MAX_SLICED_ROWS", limit)
+        align = jax.jit(lambda *args: positions.align_distances(*args))  # a new one: the limit is no argument
+        np.testing.assert_array_equal(align(scores, starts), expected)
+
+
+def test_a_chunk_that_is_skewed_equals_two_that_are_sliced():
+    """More than 32 tokens in one call, and the same in two, behind prefixes of different lengths."""
+    model, params = model_and_params("relative", 2)
+    half = positions.MAX_SLICED_ROWS // 2 + 1
+    slots = 2 * half + 10
+    weights, tokens, starts = model.prepare(params, slots), some_tokens(3, 2 * half), at(0, 6, 10)
+    prefix = stale_cache(model, slots=slots, size=1.0)
+    whole = call(model, weights, tokens, starts, prefix).logits_BTV
+    first = call(model, weights, tokens[:, :half], starts, prefix)
+    second = call(model, weights, tokens[:, half:], starts + half, first.cache)
+    assert_close(whole, jnp.concatenate([first.logits_BTV, second.logits_BTV], axis=1))
+
+
+def test_more_rows_than_are_unrolled_equal_few_rows():
+    """Together they are written by a vmapped update and projected by one product, in two halves by neither."""
+    model, params = model_and_params("rotary", 2)
+    batch = MAX_UNROLLED_ROWS + 1
+    length = transformer.MAX_BATCHED_ROWS // batch + 1
+    slots = length + batch
+    weights, tokens = model.prepare(params, slots), some_tokens(batch, length)
+    starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
+    together = call(model, weights, tokens, starts, cache)
+    for rows in (slice(0, batch // 2 + 1), slice(batch // 2, batch)):
+        part = call(model, weights, tokens[rows], starts[rows], jax.tree.map(lambda leaf: leaf[rows], cache))
+        assert_close(together.logits_BTV[rows], part.logits_BTV)
+        jax.tree.map(lambda whole, leaf: assert_close(whole[rows], leaf), together.cache, part.cache)
+
+
+@pytest.mark.parametrize("batch, length", [(1, 65), (13, 5)])
+def test_project_on_both_sides_of_the_branch(batch, length, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, 8), (3, 8, 5)))
+    for limit in (64, 65):  # one large product, a small one per head
+        monkeypatch.setattr(transformer, "MAX_BATCHED_ROWS", limit)
+        assert_close(jax.jit(lambda *args: transformer.project(*args))(x, weight), np.einsum("btd,ndh->bnth", x, weight))
+
+
+# What the model computes.
+
+
+def oracle(config, params, tokens):
+    """One layer in NumPy float64 with a loop over queries, keys and heads, from the raw parameters."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    layer, attention = p["layer_0"], p["layer_0"]["attention"]
+    length, size = len(tokens), config.head_size
+
+    def norm(x, name):
+        scale = (p if name == "final_norm" else layer)[name]["scale"]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+
+    def turned(vector, position):  # rotary: pairs (h, h + H/2) are complex numbers
+        z = vector[: size // 2] + 1j * vector[size // 2 :]
+        z = z * np.exp(1j * position * config.rotary_base ** (-np.arange(size // 2) / (size // 2)))
+        return np.concatenate([z.real, z.imag])
+
+    def sinusoid(distance):
+        angles = distance * 10_000.0 ** (-np.arange(0, config.width, 2) / config.width)
+        return np.concatenate([np.sin(angles), np.cos(angles)])
+
+    x = p["embedding"][tokens]
+    normed, mixed = norm(x, "attention_norm"), np.zeros_like(x)
+    for n in range(config.num_heads):
+        m = n // (config.num_heads // config.num_kv_heads)
+        for i in range(length):
+            scores, values = [], []
+            query = normed[i] @ attention["query"][n]
+            for j in range(i + 1):
+                key = normed[j] @ attention["key"][m]
+                if config.positions == "relative":
+                    relative_key = sinusoid(i - j) @ attention["relative"][m]
+                    u, v = attention["content_bias"][n], attention["distance_bias"][n]
+                    scores.append((query + u) @ key + (query + v) @ relative_key)
+                else:
+                    scores.append(turned(query, i) @ turned(key, j))
+                values.append(normed[j] @ attention["value"][m])
+            probs = np.exp(np.array(scores) / np.sqrt(size))
+            mixed[i] += probs / probs.sum() @ np.array(values) @ attention["output"][n]
+    x = x + mixed
+    inner = norm(x, "mlp_norm") @ layer["mlp"]["up"]
+    inner = 0.5 * inner * (1 + np.tanh(np.sqrt(2 / np.pi) * (inner + 0.044715 * inner**3)))
+    x = x + inner @ layer["mlp"]["down"]
+    return norm(x, "final_norm") @ p["embedding"].T
+
+
+@every_variant
+def test_one_layer_equals_the_naive_loop(scheme, kv_heads):
+    model, params = model_and_params(scheme, kv_heads, num_layers=1)
+    tokens = some_tokens(3, LENGTH)
+    logits = forward(model, params, tokens).logits_BTV
+    for b in range(2):
+        assert_close(logits[b], oracle(model.config, params, tokens[b]))
+
+
+def test_prepare_folds_the_relative_keys():
+    """With the tables and without: the same logits; the D x D matrices are no longer among the weights."""
+    model, params = model_and_params("relative", 2)
+    folded = model.prepare(params, SLOTS)
+    names = lambda tree: {path[-1].key for path, _ in jax.tree.leaves_with_path(tree)}
+    assert names(params) - names(folded["params"]) == {"relative"}
+    assert "relative" in params["layer_0"]["attention"]  # the caller's own are left alone
+    assert [table.shape for table in folded["relative_keys"]] == [(2, SLOTS, 8)] * 2
+    tokens, starts, cache = some_tokens(3, CHUNK), at(0, 5, SLOTS - CHUNK), stale_cache(model, size=1.0)
+    unfolded = {"params": params, "relative_keys": None}
+    with_tables = call(model, folded, tokens, starts, cache).logits_BTV
+    assert_close(with_tables, call(model, unfolded, tokens, starts, cache).logits_BTV)
+    wrong = folded | {"relative_keys": folded["relative_keys"][::-1]}
+    assert np.abs(call(model, wrong, tokens, starts, cache).logits_BTV - with_tables).max() > 1e-2
+
+
+def test_prepare_leaves_rotary_parameters_as_they_are():
+    model, params = model_and_params("rotary")
+    weights = model.prepare(params, SLOTS)
+    assert weights["relative_keys"] is None
+    jax.tree.map(np.testing.assert_array_equal, weights["params"], params)
+
+
+def test_the_number_of_slots_does_not_matter():
+    model, params = model_and_params("relative", 2)
+    few, many = (
+        call(
+            model, model.prepare(params, slots), some_tokens(3, CHUNK), at(0, 0, 0), stale_cache(model, slots=slots)
+        ).logits_BTV
+        for slots in (CHUNK, SLOTS)
+    )
+    assert_close(few, many)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    rng = np.random.default_rng(0)
+    query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
+    score = lambda i, j: jnp.sum(positions.rotate(query, at(i)[None], 1e4) * positions.rotate(key, at(j)[None], 1e4), -1)
+    for shift in (1, 17, 200):
+        assert_close(score(11 + shift, 4 + shift), score(11, 4), atol=1e-4)  # angles of float32 at 200
+    assert np.abs(score(12, 4) - score(11, 4)).max() > 0.1
+    assert_close(score(0, 0), jnp.sum(query * key, axis=-1))
+
+
+@both_schemes
+def test_logits_are_the_same_wherever_equal_slots_begin(scheme):
+    """A prompt that repeats one token shows each head the same keys at every distance, however long it is: only
+    distance can tell its positions apart, and one token's own logits do not depend on where it stands."""
+    model, params = model_and_params(scheme, 2)
+    weights, cache, token_B1 = model.prepare(params, SLOTS), stale_cache(model), some_tokens(3, 1)
+    one = call(model, weights, token_B1, at(0, 0, 0), cache).logits_BTV
+    many = call(model, weights, token_B1.repeat(LENGTH, axis=1), at(0, 0, 0), cache).logits_BTV
+    assert_close(many, jnp.broadcast_to(one, many.shape))
+
+
+@pytest.mark.parametrize("scheme, kv_heads", [("relative", 4), ("relative", 2), ("rotary", 1)])
+def test_bfloat16_is_close_to_float32(scheme, kv_heads):
+    """8 bits of mantissa: the error's root mean square is below 2% of the logits' own."""
+    model, params = model_and_params(scheme, kv_heads, num_layers=1)
+    half, _ = model_and_params(scheme, kv_heads, num_layers=1, dtype="bfloat16")
+    weights, tokens = half.prepare(params, SLOTS), some_tokens(3, LENGTH)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    output = call(half, weights, tokens, at(0, 0, 0), stale_cache(half))
+    assert output.logits_BTV.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(output.cache)} == {jnp.dtype("bfloat16")}
+    expected = forward(model, params, tokens).logits_BTV
+    for logits in (output.logits_BTV, forward(half, params, tokens).logits_BTV):
+        assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.02 * np.std(expected)
+        assert np.abs(logits - expected).max() > 1e-4  # it did compute in bfloat16
+
+
+def test_hidden_layers_returns_what_is_asked():
+    model, params = model_and_params("rotary")
+    tokens = some_tokens(3, LENGTH)
+    output = forward(model, params, tokens, hidden_layers=(1, 0))
+    last, first = output.hidden
+    assert first.shape == last.shape == (3, LENGTH, 32)
+    assert forward(model, params, tokens).hidden == ()
+    # The last one's is what the logits are made from; layer 0's what those of a model of one layer are made from.
+    shallow, _ = model_and_params("rotary", num_layers=1)
+    shallow_params = {name: leaf for name, leaf in params.items() if name != "layer_1"}
+    scale, embedding = np.asarray(params["final_norm"]["scale"]), np.asarray(params["embedding"], np.float64)
+    for x, expected in ((last, output.logits_BTV), (first, forward(shallow, shallow_params, tokens).logits_BTV)):
+        normed = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
+        assert_close(np.asarray(normed) * scale @ embedding.T, expected)
+    # A cached call returns the same.
+    weights = model.prepare(params, SLOTS)
+    cached = call(model, weights, tokens, at(0, 0, 0), stale_cache(model), hidden_layers=(1, 0))
+    for a, b in zip(cached.hidden, output.hidden, strict=True):
+        assert_close(a, b)

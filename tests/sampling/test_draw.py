@@ -1,0 +1,145 @@
+"""The inverse-CDF draw: exhaustive sweeps of its uniforms instead of samples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.sampling.draw import BLOCK, draw
+
+drawn = jax.jit(draw)
+LARGEST = np.float32(1 - 2**-24)  # the largest float32 below 1
+EXTREMES = np.float32([0, 2**-126, 2**-23, 0.5, 1 - 2**-23, LARGEST])
+CORNERS = np.stack(np.meshgrid(EXTREMES, EXTREMES), axis=-1).reshape(-1, 2)
+UNIFORM_BITS = 23  # of a float32 uniform
+
+
+def positive_weights(size, seed=0, spread=2.0):
+    """[V] float32 summing to 1, of very different sizes."""
+    weights = np.exp(spread * np.random.default_rng(seed).normal(size=size))
+    return (weights / weights.sum()).astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 300, 4096, 32000])
+def test_never_a_token_of_weight_zero(vocab_size):
+    """Sparse weights of every density and scale, at the corners of the unit square and at random."""
+    rng, rows = np.random.default_rng(vocab_size), 24
+    shape, density = (rows, vocab_size), np.geomspace(1 / vocab_size, 1, rows)[:, None]
+    sizes = np.exp(rng.normal(size=shape) * rng.choice([0.1, 3, 8], size=(rows, 1))) * 10 ** rng.uniform(-15, 15, (rows, 1))
+    weights = np.where(rng.random(shape) < density, sizes, 0).astype(np.float32)
+    weights[np.arange(rows), rng.integers(vocab_size, size=rows)] = 1  # not all zero
+    weights[:2] = np.arange(vocab_size) == [[0], [vocab_size - 1]]
+    pairs = np.concatenate([CORNERS, rng.random((12, 2), np.float32)])
+    on_device = jnp.asarray(weights)
+    tokens = np.stack([drawn(on_device, np.broadcast_to(pair, (rows, 2))) for pair in pairs])
+    assert tokens.dtype == np.int32 and tokens.min() >= 0 and tokens.max() < vocab_size
+    assert (weights[np.arange(rows), tokens] > 0).all()
+    assert (tokens[:, 0] == 0).all() and (tokens[:, 1] == vocab_size - 1).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 127, 128])
+def test_law_of_one_block(vocab_size):
+    """Every second uniform on a grid of 2^14; the first has nothing to decide."""
+    points = 2**14
+    weights = positive_weights(vocab_size)
+    for first in (0.0, 0.4, LARGEST):
+        pairs = np.stack([np.full(points, first), np.arange(points) / points], axis=-1).astype(np.float32)
+        tokens = drawn(np.broadcast_to(weights, (points, vocab_size)), pairs)
+        counts = np.bincount(tokens, minlength=vocab_size)
+        # Fewer than one point too many or too few at a token's two edges; rounding may move one more.
+        np.testing.assert_allclose(counts / points, weights, atol=2 / points, rtol=0)
+        assert (np.diff(tokens) >= 0).all()
+
+
+@pytest.mark.parametrize("vocab_size", [129, 300, 1000])
+def test_law_of_several_blocks(vocab_size):
+    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's law, and the token's law in its block."""
+    firsts, seconds = 2**8, 2**9
+    weights = positive_weights(vocab_size)
+    weights[-1] = 0.1  # so that the last block is met even if it has one token
+    weights /= weights.sum()
+    draw_all = jax.jit(jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(None, 0)))
+    pairs = np.stack(np.meshgrid(np.arange(firsts) / firsts, np.arange(seconds) / seconds, indexing="ij"), axis=-1)
+    tokens = np.asarray(draw_all(weights, pairs.astype(np.float32)))
+    padded = lambda x: np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
+    counts, laws = padded(np.bincount(tokens.ravel(), minlength=vocab_size)), padded(weights)
+    np.testing.assert_allclose(counts.sum(-1) / tokens.size, laws.sum(-1), atol=2 / firsts, rtol=0)
+    assert (counts.sum(-1) > 0).all()
+    given_block = lambda x: x / x.sum(-1, keepdims=True)
+    np.testing.assert_allclose(given_block(counts), given_block(laws), atol=2 / seconds, rtol=0)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300])
+def test_weights_need_not_be_normalised(vocab_size):
+    rng = np.random.default_rng(1)
+    weights = np.broadcast_to(positive_weights(vocab_size), (500, vocab_size))
+    uniforms = rng.random((500, 2), np.float32)
+    expected = drawn(weights, uniforms)
+    assert len(set(np.asarray(expected).tolist())) > 3
+    for scale in (2.0**-60, 8.0, 2.0**60):  # powers of two round nothing
+        np.testing.assert_array_equal(drawn(weights * np.float32(scale), uniforms), expected)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4)])
+def test_batch_shapes(shape, vocab_size):
+    """[], [B] and [B, T]: each draw is the draw alone."""
+    rng = np.random.default_rng(2)
+    weights = rng.random(shape + (vocab_size,), np.float32)
+    uniforms = rng.random(shape + (2,), np.float32)
+    tokens = drawn(weights, uniforms)
+    assert tokens.shape == shape and tokens.dtype == jnp.int32
+    for at in np.ndindex(shape):
+        assert tokens[at] == drawn(weights[at], uniforms[at])
+
+
+@pytest.mark.parametrize("tiny", [1e-30, 1.2e-38])
+@pytest.mark.parametrize("at", [0, 127, 128, 299])
+def test_a_tiny_weight_alone_is_drawn(at, tiny):
+    weights = np.where(np.arange(300) == at, np.float32(tiny), np.float32(0))
+    tokens = drawn(np.broadcast_to(weights, (len(CORNERS), 300)), CORNERS)
+    np.testing.assert_array_equal(tokens, at)
+
+
+def law_of_level(weights_RV, level, outcomes):
+    """[R, outcomes]: how many of the 2^23 values of a uniform ``level`` turns into each outcome, over 2^23.
+
+    Counted exactly: an outcome never falls as the uniform rises, so bisection finds its first grid point.
+    """
+
+    def first_point(weights_V, outcome):
+        def halve(_, bounds):
+            low, high = bounds
+            middle = (low + high) // 2
+            reached = level(weights_V, middle.astype(jnp.float32) * 2.0**-UNIFORM_BITS) >= outcome
+            return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+
+        return jax.lax.fori_loop(0, UNIFORM_BITS + 1, halve, (jnp.int32(0), jnp.int32(2**UNIFORM_BITS)))[1]
+
+    edges_of_row = lambda weights_V: jax.vmap(first_point, in_axes=(None, 0))(weights_V, jnp.arange(outcomes))
+    edges = np.asarray(jax.jit(lambda rows: jax.lax.map(edges_of_row, rows))(weights_RV), np.float64)
+    return np.diff(edges, axis=-1, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
+
+
+def test_two_uniforms_resolve_a_large_vocabulary_ten_times_better_than_one():
+    """Total variation from the weights at V = 32768, by counting grid points; both have 23 bits a uniform."""
+    vocab_size = 32768
+    weights = np.random.default_rng(3).gamma(0.5, size=vocab_size)  # a Dirichlet, once divided
+    weights = (weights / weights.sum()).astype(np.float32)
+    exact = weights.astype(np.float64) / weights.astype(np.float64).sum()
+
+    # One uniform over the whole vocabulary, with an exact sum: boundaries move up to the next grid point.
+    edges = np.ceil(np.cumsum(exact)[:-1] * 2**UNIFORM_BITS)
+    one = np.diff(edges, prepend=0, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
+
+    # Two uniforms, as `draw` itself uses them, with its rounding: the product of the laws of its levels.
+    blocks = weights.reshape(-1, BLOCK)
+    block_law = law_of_level(weights[None], lambda w, u: draw(w, jnp.stack([u, 0 * u])) // BLOCK, len(blocks))
+    token_law = law_of_level(blocks, lambda w, u: draw(w, jnp.stack([0 * u, u])), BLOCK)
+    two = (block_law.reshape(-1, 1) * token_law).reshape(-1)
+
+    assert abs(one.sum() - 1) < 1e-12 and abs(two.sum() - 1) < 1e-12
+    one_error, two_error = (0.5 * np.abs(law - exact).sum() for law in (one, two))
+    message = f"total variation: one uniform {one_error:.2e}, two uniforms {two_error:.2e}"
+    assert one_error < vocab_size * 2.0**-24, message  # the bound of the docstring
+    assert 10 * two_error < one_error, message

@@ -1,0 +1,157 @@
+"""Addressed randomness: the address determines the number, and every part of it counts."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
+
+SEED = 11
+
+
+@jax.jit
+def uniforms(seed, prompts_B, samples_B, starts_B, offsets_BT, purpose, drafter):
+    keys = RoundKeys(rows_B=row_keys(seed, prompts_B, samples_B), starts_B=starts_B)
+    return keys.uniforms(purpose, offsets_BT, drafter)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def position_gumbels(seed, prompts_B, samples_B, starts_B, offset, vocab_size=9):
+    keys = RoundKeys(rows_B=row_keys(seed, prompts_B, samples_B), starts_B=starts_B)
+    return keys.position_gumbels(offset, vocab_size)
+
+
+def ids(*values):
+    return jnp.asarray(values, jnp.int32)
+
+
+PROMPTS, SAMPLES, STARTS = ids(3, 3, 0, 900_000), ids(0, 1, 1, 7), ids(5, 5, 17, 2000)
+OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
+
+
+def test_the_order_of_rows_does_not_matter():
+    order = np.array([2, 0, 3, 1])
+    all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
+    permuted = uniforms(SEED, PROMPTS[order], SAMPLES[order], STARTS[order], OFFSETS, Purpose.DRAFT, 0)
+    np.testing.assert_array_equal(permuted, all_rows[order])
+    gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)
+    np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS[order], SAMPLES[order], STARTS[order], 2), gumbels[order])
+
+
+def test_the_size_of_the_batch_does_not_matter():
+    all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
+    gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)
+    for b in range(4):
+        row = slice(b, b + 1)
+        alone = uniforms(SEED, PROMPTS[row], SAMPLES[row], STARTS[row], OFFSETS[row], Purpose.DRAFT, 0)
+        np.testing.assert_array_equal(alone, all_rows[row])
+        np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS[row], SAMPLES[row], STARTS[row], 2), gumbels[row])
+
+
+def test_the_number_and_place_of_offsets_do_not_matter():
+    all_offsets = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.ACCEPT, 1)
+    for offset in (0, 5):
+        one = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS[:, offset : offset + 1], Purpose.ACCEPT, 1)
+        np.testing.assert_array_equal(one, all_offsets[:, offset : offset + 1])
+    ragged = ids(4, 0, 2, 5)[:, None]
+    one_each = uniforms(SEED, PROMPTS, SAMPLES, STARTS, ragged, Purpose.ACCEPT, 1)
+    np.testing.assert_array_equal(one_each, np.take_along_axis(np.asarray(all_offsets), ragged[..., None], axis=1))
+
+
+def test_sharding_does_not_matter():
+    mesh = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(
+        (PROMPTS, SAMPLES, STARTS, OFFSETS), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    )
+    over_devices = uniforms(SEED, *sharded, Purpose.DRAFT, 0)
+    assert len(over_devices.sharding.device_set) == 4
+    np.testing.assert_array_equal(over_devices, uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0))
+
+
+def test_every_part_of_the_address_counts():
+    """No two of 3,888 addresses share a number, however their parts are exchanged."""
+    seeds, purposes, drafters = (0, 1), tuple(Purpose), (0, 1, 2)
+    prompts, samples, starts = (ids(*column) for column in zip(*itertools.product(range(3), repeat=3), strict=True))
+    offsets = jnp.broadcast_to(jnp.arange(4), (27, 4))
+    numbers = np.stack(
+        [
+            uniforms(seed, prompts, samples, starts, offsets, purpose, drafter)
+            for seed, purpose, drafter in itertools.product(seeds, purposes, drafters)
+        ]
+    ).reshape(-1, 2)
+    assert len(numbers) == 2 * 3 * 3 * 27 * 4
+    assert len(np.unique(numbers, axis=0)) == len(numbers)  # 46 bits: a chance of 1e-7 that two agree
+    assert (numbers[:, 0] != numbers[:, 1]).all()
+
+
+def test_uniforms_are_uniform():
+    """In [0, 1) with the mean, variance and correlation of two independent uniforms, within five deviations."""
+    rows, columns = 200, 400
+    offsets = jnp.broadcast_to(jnp.arange(columns), (rows, columns))
+    prompts = jnp.arange(rows)
+    numbers = np.asarray(uniforms(SEED, prompts, prompts % 3, prompts + 9, offsets, Purpose.ACCEPT, 0), np.float64)
+    assert numbers.shape == (rows, columns, 2)
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert numbers.min() < 1e-3 and numbers.max() > 1 - 1e-3
+    count = rows * columns
+    np.testing.assert_allclose(numbers.mean((0, 1)), 0.5, atol=5 * np.sqrt(1 / 12 / count))
+    np.testing.assert_allclose(numbers.var((0, 1)), 1 / 12, atol=5 * np.sqrt(1 / 180 / count))
+    assert abs(np.corrcoef(numbers[..., 0].ravel(), numbers[..., 1].ravel())[0, 1]) < 5 / np.sqrt(count)
+    neighbours = np.corrcoef(numbers[:, :-1, 0].ravel(), numbers[:, 1:, 0].ravel())[0, 1]
+    assert abs(neighbours) < 5 / np.sqrt(count)
+
+
+def test_position_gumbels_depend_on_the_absolute_position_only():
+    first = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 0)
+    for offset in (1, 4):
+        np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - offset, offset), first)
+    moved = ids(0, 1, 0, 5)  # one offset per row
+    np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - moved, moved), first)
+
+
+def test_position_gumbels_differ_between_seeds_rows_and_positions():
+    gumbels = [position_gumbels(seed, ids(1, 1, 2, 1), ids(0, 1, 0, 0), ids(5, 5, 5, 6), 0) for seed in (SEED, SEED + 1)]
+    assert gumbels[0].shape == (4, 9) and gumbels[0].dtype == jnp.float32
+    assert len(np.unique(gumbels)) == 2 * 4 * 9
+
+
+NUM_DRAWS = 400_000
+
+
+@pytest.fixture(scope="module")
+def gumbels():
+    """[400000, 4], as many positions of one row's stream."""
+    same = jnp.zeros((NUM_DRAWS,), jnp.int32)
+    return np.asarray(position_gumbels(SEED, same, same, jnp.arange(NUM_DRAWS), 0, 4))
+
+
+def chi_square(noise, sampled, expected):
+    counts = np.bincount(np.argmax(np.log(sampled) + noise, axis=-1), minlength=4)
+    return stats.chisquare(counts, expected * NUM_DRAWS).statistic
+
+
+def test_argmax_with_gumbels_draws_from_the_law(gumbels):
+    law = np.array([0.6, 0.3, 0.09, 0.01])
+    limit = stats.chi2.isf(1e-6, df=3)
+    assert chi_square(gumbels, law, law) < limit
+    # It would notice: a law off by 0.01, and noise that is not Gumbel.
+    assert chi_square(gumbels, np.array([0.61, 0.29, 0.09, 0.01]), law) > limit
+    assert chi_square(np.random.default_rng(0).logistic(size=gumbels.shape), law, law) > limit
+
+
+def test_the_upper_tail_of_gumbels_has_more_than_one_word(gumbels):
+    """With one word exp(-gumbel) is a multiple of 2^-23 in the upper tail: no token below 1e-7 is ever drawn."""
+
+    def distance_to_grid(numbers):
+        tail = np.exp(-numbers[numbers > 9].astype(np.float64)) * 2**23
+        assert len(tail) > 100
+        return np.abs(tail - np.round(tail)).mean()
+
+    one_word = jax.random.gumbel(jax.random.key(0), gumbels.shape, jnp.float32, mode="low")
+    assert distance_to_grid(np.asarray(one_word)) < 0.1
+    assert distance_to_grid(gumbels) > 0.2  # 1/4 when the tail is continuous

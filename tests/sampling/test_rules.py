@@ -1,0 +1,430 @@
+"""The rules' laws, enumerated in float64: nothing here is drawn, so an exact rule is exact to rounding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from enumerate_laws import autoregressive, enumerate_round, joint_law, split
+from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
+from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
+
+warp_and_normalise = jax.jit(log_probs)
+
+EXACT = 1e-12
+BIASED = 1e-3
+
+RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+rules_with_coins = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
+
+one_warp = {
+    "as it is": chain(),
+    "greedy": temperature(0.0),
+    "cold": temperature(0.5),
+    "hot": temperature(1.7),
+    "top-k": top_k(2),
+    "top-p": top_p(0.6),
+    "min-p": min_p(0.3),
+    "chain": chain(temperature(0.8), top_k(3), top_p(0.9)),
+}
+WARPS = {name: (warp, warp) for name, warp in one_warp.items()} | {
+    "greedy target": (temperature(0.0), chain()),
+    "greedy draft": (chain(), temperature(0.0)),
+    "different": (chain(temperature(0.8), top_p(0.8)), chain(temperature(1.5), top_k(2))),
+}
+
+
+def log(probs):
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(probs, np.float64))
+
+
+def warped(warp, logits):
+    """The laws in float64."""
+    with jax.enable_x64(True):
+        return np.asarray(warp_and_normalise(warp, logits))
+
+
+def kinds_of_logits(rng, shape):
+    """Target and draft logits, by the way in which they differ."""
+    target = rng.normal(size=shape) * 1.5
+    other = rng.normal(size=shape) * 2
+    one_hot = np.where(np.arange(shape[-1]) == rng.normal(size=shape).argmax(-1)[:, None], 0, -np.inf)
+    most = lambda: rng.integers(shape[-1], size=shape[:-1] + (1,))
+    some = lambda: np.where(rng.random(shape).argsort(-1) <= most(), 0, -np.inf)  # one token or more
+    half = rng.random(shape).argsort(-1) < 2
+    return {
+        "near": (target, target + 0.3 * other),
+        "far": (target, other),
+        "equal": (target, target),
+        "draft lacks tokens": (target, other + some()),
+        "target lacks tokens": (target + some(), other),
+        "both lack tokens": (target + some(), other + some()),
+        "disjoint": (np.where(half, target, -np.inf), np.where(half, -np.inf, other)),
+        "one-hot": (target, one_hot),
+        "one-hot, target lacks tokens": (target + some(), one_hot),
+    }
+
+
+@functools.cache
+def grid(vocab_size):
+    """Scenario names, target laws, draft laws: every kind of pair under every warp."""
+    lengths = [vocab_size**n for n in range({3: 7, 4: 5}[vocab_size])]
+    kinds = kinds_of_logits(np.random.default_rng(vocab_size), (sum(lengths), vocab_size))
+    targets, drafts = (np.stack(logits) for logits in zip(*kinds.values()))
+    laws = [(warped(target_warp, targets), warped(draft_warp, drafts)) for target_warp, draft_warp in WARPS.values()]
+    names = [f"{kind}, {warp}" for warp in WARPS for kind in kinds]
+    target, draft = (np.split(np.concatenate(side), np.cumsum(lengths)[:-1], axis=1) for side in zip(*laws))
+    return names, target, draft
+
+
+def one_hots(names, *sides):
+    keep = [i for i, name in enumerate(names) if name.startswith("one-hot")]
+    return [names[i] for i in keep], *([table[keep] for table in laws] for laws in sides)
+
+
+def random_laws(seed, scenarios, vocab_size, depth):
+    rng = np.random.default_rng(seed)
+    return [log_softmax(1.5 * rng.normal(size=(scenarios, vocab_size**n, vocab_size)), -1) for n in range(depth)]
+
+
+def constant(probs, depth):
+    """The law ``probs`` after every prefix; a batch of laws is a batch of scenarios."""
+    log_probs_SV = log(np.atleast_2d(probs))
+    return [np.repeat(log_probs_SV[:, None], log_probs_SV.shape[-1] ** n, axis=1) for n in range(depth)]
+
+
+def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EXACT, **kwargs):
+    law = joint_law(rule, target, draft, num_tokens=num_tokens, length=length, **kwargs)
+    error = np.abs(law - autoregressive(target, length)).max(-1)
+    worst = error.argmax()  # a nan, if there is one
+    assert error[worst] < tolerance, names[worst]
+
+
+# The law of what is emitted.
+
+
+@pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)])
+@every_rule
+def test_emitted_tokens_have_the_targets_joint_law(rule, vocab_size, num_tokens, length):
+    names, target, draft = grid(vocab_size)
+    assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length)
+
+
+@pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)])
+@every_rule
+def test_a_draft_without_laws_is_one_hot(rule, vocab_size, num_tokens, length):
+    names, target, draft = one_hots(*grid(vocab_size))
+    assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length, one_hot=True)
+
+
+@every_rule
+def test_float32_rounds_but_does_not_bias(rule):
+    names, target, draft = grid(3)
+    assert_exact(rule, names, target, draft, num_tokens=3, length=3, dtype=np.float32, tolerance=1e-6)
+
+
+def drafted_per_prefix(rng, names, vocab_size, num_tokens, length):
+    return [rng.integers(num_tokens + 1, size=(len(names), vocab_size**m, 1)) for m in range(length)]
+
+
+def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
+    """A stopping time: whether to draft one more depends on the prefix and on all that is drafted."""
+    num_drafted = []
+    for m in range(length):
+        num = np.full((len(names), vocab_size**m, vocab_size**num_tokens), num_tokens)
+        for i in reversed(range(num_tokens)):
+            stops = rng.random((len(names), vocab_size**m, vocab_size**i)) < 0.3
+            num = np.where(np.repeat(stops, vocab_size ** (num_tokens - i), axis=-1), i, num)
+        num_drafted.append(num)
+    return num_drafted
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("drafted", [drafted_per_prefix, drafted_until_told_to_stop])
+@every_rule
+def test_any_number_of_tokens_may_be_drafted(rule, drafted, one_hot):
+    length, num_tokens = 3, 3
+    names, target, draft = grid(3)
+    if one_hot:
+        names, target, draft = one_hots(names, target, draft)
+    num_drafted = drafted(np.random.default_rng(0), names, 3, num_tokens, length)
+    assert {0, 1, 2, 3} <= set(num_drafted[0].ravel()) | set(num_drafted[1].ravel())
+    assert_exact(
+        rule, names, target, draft, num_tokens=num_tokens, length=length, one_hot=one_hot, num_drafted=num_drafted
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@every_rule
+def test_without_a_draft_the_target_is_drawn(rule, one_hot, num_tokens):
+    _, target, draft = grid(3)
+    rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens, num_drafted=0, one_hot=one_hot)
+    assert np.all(rounds.num_accepted_SXDN[..., 0] == 1)
+    assert np.all(np.abs(rounds.last_SXDNV[..., 0, :] - np.exp(target[0])[:, :, None]) < EXACT)
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@every_rule
+def test_padding_is_not_looked_at(rule, one_hot):
+    rng, rows, num_tokens, vocab_size = np.random.default_rng(1), 500, 3, 4
+    tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
+    num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
+    draft = log_softmax(rng.normal(size=(rows, num_tokens, vocab_size)), -1)
+    target = log_softmax(rng.normal(size=(rows, num_tokens + 1, vocab_size)), -1)
+    padding = np.arange(num_tokens + 1) >= num_drafted[:, None]
+    other_tokens = np.where(padding[:, :-1], (tokens + 1) % vocab_size, tokens)
+    other_draft = np.where(padding[:, :-1, None], np.nan, draft)
+    other_target = np.where(np.arange(num_tokens + 1)[None, :, None] > num_drafted[:, None, None], np.nan, target)
+    laws = lambda x: None if one_hot else x
+    acceptance, residual = split(rule, tokens, num_drafted, laws(draft), target)
+    other_acceptance, other_residual = split(rule, other_tokens, num_drafted, laws(other_draft), other_target)
+    np.testing.assert_array_equal(other_acceptance, acceptance)
+    reachable = np.arange(num_tokens + 1) <= num_drafted[:, None]
+    np.testing.assert_array_equal(other_residual[reachable], residual[reachable])
+    assert np.all(acceptance[padding[:, :-1]] == 0)
+
+
+@every_rule
+def test_a_one_hot_draft_may_be_written_out(rule):
+    rng, rows, num_tokens, vocab_size = np.random.default_rng(2), 2000, 3, 4
+    tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
+    num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
+    logits = rng.normal(size=(rows, num_tokens + 1, vocab_size)) * 2
+    target = np.concatenate([log_softmax(logits[::2], -1), warped(top_k(2), logits[1::2])])
+    written_out = log(np.eye(vocab_size)[tokens])
+    for implied, explicit in zip(
+        split(rule, tokens, num_drafted, None, target), split(rule, tokens, num_drafted, written_out, target)
+    ):
+        np.testing.assert_allclose(implied, explicit, rtol=0, atol=EXACT)
+
+
+# Broken rules, which the enumeration must catch.
+
+
+def always(answer):
+    def acceptance(self, draft, target_log_probs):
+        return jnp.where(draft.is_drafted_BK, answer, 0.0).astype(target_log_probs.dtype)
+
+    return acceptance
+
+
+def residual_at(step):
+    def residual(self, draft, target_log_probs, num_accepted_B):
+        other_B = jnp.clip(num_accepted_B + step, 0, draft.tokens_BK.shape[1])
+        return super(type(self), self).residual(draft, target_log_probs, other_B)
+
+    return residual
+
+
+def block_residual(choose_scale):
+    """The block rule's residual under another scale, by scaling q in the token rule's."""
+
+    def residual(self, draft, target_log_probs, num_accepted_B):
+        log_scale_B = choose_scale(self.prefix_weights(draft, target_log_probs), num_accepted_B)
+        refused_B = num_accepted_B < draft.num_drafted_B
+        scaled = target_log_probs + jnp.where(refused_B, log_scale_B, 0)[:, None, None]
+        return TokenRule().residual(draft, scaled, num_accepted_B)
+
+    return residual
+
+
+def take(log_c, index_B):
+    return jnp.take_along_axis(log_c, jnp.clip(index_B, 0, log_c.shape[1] - 1)[:, None], axis=1)[:, 0]
+
+
+def stops_at_a_refusal(self, passed_BK):
+    return TokenRule().num_accepted(passed_BK)
+
+
+def broken(rule, **methods):
+    return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
+
+
+BROKEN = {
+    f"{rule.__name__}: {name}": broken(rule, **methods)
+    for rule in (TokenRule, BlockRule, CoupledRule)
+    for name, methods in {
+        "accepts always": {"acceptance": always(1)},
+        "refuses always": {"acceptance": always(0)},
+        "residual of the next position": {"residual": residual_at(1)},
+        "residual of the last position": {"residual": residual_at(-1)},
+    }.items()
+} | {
+    "BlockRule: stops at the first refusal": broken(BlockRule, num_accepted=stops_at_a_refusal),
+    "BlockRule: scale c_(n+1)": broken(BlockRule, residual=block_residual(lambda c, n: take(c, n + 1))),
+    "BlockRule: scale c_(n-1)": broken(BlockRule, residual=block_residual(lambda c, n: take(c, n - 1))),
+    "BlockRule: scale 1": broken(BlockRule, residual=block_residual(lambda c, n: 0 * take(c, n))),
+    "BlockRule: accepts like the token rule": broken(BlockRule, acceptance=TokenRule.acceptance),
+    "TokenRule: keeps the longest": broken(TokenRule, num_accepted=BlockRule.num_accepted),
+}
+
+
+def is_harmless(name, one_hot):
+    return one_hot and name.startswith("BlockRule: scale")  # a one-hot residual is the same under any scale
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_caught(name, one_hot):
+    target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
+    if one_hot:
+        draft = [log(np.eye(3)[table.argmax(-1)]) for table in draft]
+    law = joint_law(BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot)
+    error = np.abs(law - autoregressive(target, 3)).max()
+    if is_harmless(name, one_hot):
+        assert error < EXACT
+    else:
+        assert error > BIASED
+
+
+def test_a_mutant_that_mutates_nothing_is_exact():
+    target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
+    same = broken(BlockRule, residual=block_residual(take))
+    assert_exact(same, "0123", target, draft, num_tokens=3, length=3)
+
+
+@rules_with_coins
+def test_the_laws_shown_must_be_those_drawn_from(rule):
+    target, raw = random_laws(5, 4, 3, 5), random_laws(6, 4, 3, 5)
+    draft = [log_softmax(2 * table, -1) for table in raw]
+    law = joint_law(rule, target, draft, num_tokens=2, length=3, shown=raw)
+    assert np.all(np.abs(law - autoregressive(target, 3)).max(-1) > BIASED)
+
+
+@rules_with_coins
+def test_a_token_must_not_be_dropped_for_its_probability(rule):
+    target, draft = random_laws(7, 4, 3, 5), random_laws(8, 4, 3, 5)
+    drop = [np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2) for m in range(3)]
+    law = joint_law(rule, target, draft, num_tokens=2, length=3, num_drafted=drop)
+    assert np.all(np.abs(law - autoregressive(target, 3)).max(-1) > BIASED)
+
+
+def test_an_argmax_draft_with_its_soft_law_is_biased():
+    target, soft = constant([0.2, 0.3, 0.5], 2), constant([0.5, 0.3, 0.2], 2)
+    drawn = constant([1.0, 0.0, 0.0], 2)
+    law = joint_law(TokenRule(), target, drawn, num_tokens=1, length=1, shown=soft)
+    np.testing.assert_allclose(law[0], [0.4, 0, 0.6], atol=EXACT)
+
+
+# Values known in closed form.
+
+
+@pytest.mark.parametrize(
+    "draft, target, acceptance, residual, accepted",
+    [
+        ([0.6, 0.3, 0.1], [0.2, 0.3, 0.5], [1 / 3, 1, 1], [0, 0, 1], 0.6),
+        ([0.7, 0.2, 0.1], [0.1, 0.2, 0.7], [1 / 7, 1, 1], [0, 0, 1], 0.4),
+    ],
+)
+@rules_with_coins
+def test_one_token(rule, draft, target, acceptance, residual, accepted):
+    rounds = enumerate_round(rule, constant(target, 2), constant(draft, 1), num_tokens=1)
+    np.testing.assert_allclose(rounds.num_accepted_SXDN[0, 0, :, 1], acceptance, atol=EXACT)
+    np.testing.assert_allclose(rounds.last_SXDNV[0, 0, 0, 0], residual, atol=EXACT)
+    np.testing.assert_allclose(rounds.expected_accepted_SX, accepted, atol=EXACT)
+
+
+def test_block_rule_step_by_step():
+    q, p = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
+    drafts = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32)
+    num_drafted = np.full(4, 2, np.int32)
+    draft_laws, target_laws = (np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3)))
+    acceptance, residual = split(BlockRule(), drafts, num_drafted, draft_laws, target_laws)
+    with jax.enable_x64(True):
+        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BKV=draft_laws)
+        c = np.exp(BlockRule().prefix_weights(draft, jnp.asarray(target_laws)))
+    np.testing.assert_allclose(c, [[1, 0.5, 0.25], [1, 0.5, 1], [1, 1, 0.5], [1, 1, 1]], atol=EXACT)
+    np.testing.assert_allclose(acceptance, [[0, 0.25], [0, 1], [1, 0.5], [1, 1]], atol=EXACT)
+    np.testing.assert_allclose(residual[:, 1].sum(-1), [0, 0, 1 / 3, 1 / 3], atol=EXACT)  # A_1
+
+
+@pytest.mark.parametrize(
+    "num_tokens, token, block", [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)]
+)
+def test_expected_accepted(num_tokens, token, block):
+    target, draft = constant([1 / 3, 2 / 3], num_tokens + 1), constant([2 / 3, 1 / 3], num_tokens)
+    for rule, expected in ((TokenRule(), token), (BlockRule(), block)):
+        rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens)
+        np.testing.assert_allclose(rounds.expected_accepted_SX, expected, atol=EXACT)
+
+
+def test_coupled_rule_accepts_as_often_as_two_races_agree():
+    rng = np.random.default_rng(9)
+    q, p = rng.dirichlet(np.full(5, 0.7), size=(2, 300))
+    q[0], p[0] = [0.6, 0.3, 0.1, 0, 0], [0.1, 0.3, 0.6, 0, 0]
+    accepted = enumerate_round(CoupledRule(), constant(q, 2), constant(p, 1), num_tokens=1).expected_accepted_SX[:, 0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        larger = np.fmax(q[:, None] / q[:, :, None], p[:, None] / p[:, :, None])  # [:, x, y]
+        agree = np.nansum(1 / larger.sum(-1), axis=-1)
+    variation = np.abs(q - p).sum(-1) / 2
+    np.testing.assert_allclose(accepted, agree, atol=EXACT)
+    np.testing.assert_allclose(accepted[0], 0.4, atol=EXACT)
+    assert np.all(accepted >= (1 - variation) / (1 + variation) - EXACT)
+    assert np.all(accepted <= 1 - variation + EXACT)
+
+
+# What sets the block rule apart.
+
+
+def test_block_rule_keeps_a_prefix_with_its_weight():
+    num_tokens, scenarios = 3, 20
+    target, draft = random_laws(10, scenarios, 3, num_tokens + 1), random_laws(11, scenarios, 3, num_tokens)
+    rounds = enumerate_round(BlockRule(), target, draft, num_tokens=num_tokens)
+    joint = rounds.joint_SXDNV.sum(-1)[:, 0]  # [S, D, N]
+    for i in range(1, num_tokens + 1):
+        by_prefix = joint.reshape(scenarios, 3**i, -1, num_tokens + 1)
+        kept = by_prefix[..., i:].sum((-2, -1)) / by_prefix.sum((-2, -1))  # P(n >= i | d_1 .. d_i)
+        weight = np.ones((scenarios, 1))
+        for j in range(i):
+            ratio = np.exp(target[j] - draft[j])
+            weight = np.minimum(1, weight[..., None] * ratio).reshape(scenarios, -1)
+        np.testing.assert_allclose(kept, weight, atol=EXACT)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_block_rule_never_keeps_fewer_tokens(num_tokens):
+    target, draft = random_laws(12, 300, 3, num_tokens + 1), random_laws(13, 300, 3, num_tokens)
+    token, block = (
+        enumerate_round(rule, target, draft, num_tokens=num_tokens).expected_accepted_SX
+        for rule in (TokenRule(), BlockRule())
+    )
+    if num_tokens == 1:
+        np.testing.assert_allclose(block, token, atol=EXACT)
+    else:
+        assert np.all(block >= token - EXACT)
+        assert np.mean(block > token + 0.01) > 0.5
+
+
+@every_rule
+def test_equal_laws_are_always_accepted(rule):
+    laws = random_laws(14, 20, 3, 4)
+    rounds = enumerate_round(rule, laws, laws, num_tokens=3)
+    np.testing.assert_allclose(rounds.num_accepted_SXDN[..., 3], 1, atol=EXACT)
+
+
+@every_rule
+def test_a_token_the_target_excludes_is_refused(rule):
+    target, draft = constant([[0.0, 0.25, 0.75], [0.0, 1.0, 0.0]], 3), constant(np.full((2, 3), 1 / 3), 3)
+    for one_hot in (False, True):
+        rounds = enumerate_round(rule, target, draft, num_tokens=2, one_hot=one_hot)
+        assert np.all(rounds.num_accepted_SXDN[:, :, :3, 0] == 1)  # drafts that begin with token 0
+        assert np.all(rounds.num_accepted_SXDN[:, :, ::3, 2] == 0)  # drafts that end with it
+
+
+@every_rule
+def test_a_greedy_target_accepts_its_argmax_and_nothing_else(rule):
+    target, draft = constant([0.0, 0.0, 1.0], 3), constant([0.5, 0.4, 0.1], 3)
+    for one_hot in (False, True):
+        rounds = enumerate_round(rule, target, draft, num_tokens=2, one_hot=one_hot)
+        expected = np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])  # of drafts 00, 01, .. 22
+        np.testing.assert_array_equal(rounds.num_accepted_SXDN[0, 0], np.eye(3)[expected])
+        for d, n in enumerate(expected):
+            np.testing.assert_array_equal(rounds.last_SXDNV[0, 0, d, n], [0, 0, 1])

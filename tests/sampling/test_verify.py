@@ -1,0 +1,410 @@
+"""What the rules draw, in float32: against the enumerated laws, on known vectors, at the edges."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.stats
+from scipy.special import log_softmax
+
+from enumerate_laws import enumerate_round, split
+from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
+from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
+
+ROWS = 200_000
+NUM_TOKENS = 3
+VOCAB_SIZE = 3
+FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has laws of its own
+ALARM = 1e-6  # p-value: no false alarm in a million runs
+
+RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def some_keys(rows, keys=RoundKeys):
+    ids = jnp.arange(rows)
+    return keys(rows_B=row_keys(20, ids, jnp.zeros_like(ids)), starts_B=3 + ids % 5)
+
+
+def drafted(draw, laws_KXV, rows):
+    """Draws K tokens per row: the index of each draft among all, its tokens and the laws it was drawn from."""
+    num_tokens, _, vocab_size = laws_KXV.shape
+
+    def step(index_B, at):
+        offset, laws_XV = at
+        law_BV = laws_XV[index_B]
+        tokens_B = draw(law_BV, offset, 0)
+        return index_B * vocab_size + tokens_B, (tokens_B, law_BV)
+
+    index_B, rest = jax.lax.scan(step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), laws_KXV))
+    return index_B, *(x.swapaxes(0, 1) for x in rest)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "drafted_by", "keys", "one_hot"))
+def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
+    """Drafts and verifies one round in ROWS rows; counts [draft, n, appended token]."""
+    num_tokens, _, vocab_size = draft_KXV.shape
+    round_keys = some_keys(ROWS, keys)
+    index_B, tokens_BK, laws_BKV = drafted(drafted_by.draw_draft(round_keys), draft_KXV, ROWS)
+    log_probs_BKV = None if one_hot else laws_BKV
+    draft = Draft(tokens_BK=tokens_BK, num_drafted_B=stop_D[index_B], log_probs_BKV=log_probs_BKV)
+    scored = [target_TXV[i][index_B // vocab_size ** (num_tokens - i)] for i in range(num_tokens + 1)]
+    verdict = rule.verify(draft, jnp.stack(scored, axis=1), round_keys)
+    n_B1 = verdict.num_accepted_B[:, None]
+    last_B = jnp.take_along_axis(verdict.tokens_BT, n_B1, axis=1)[:, 0]
+    positions = jnp.arange(num_tokens + 1)[None, :]
+    accepted = jnp.where(positions < n_B1, jnp.pad(tokens_BK, ((0, 0), (0, 1))), -1)
+    well_formed = jnp.all(verdict.tokens_BT == jnp.where(positions == n_B1, last_B[:, None], accepted))
+    cell_B = (index_B * (num_tokens + 1) + n_B1[:, 0]) * vocab_size + last_B
+    shape = (vocab_size**num_tokens, num_tokens + 1, vocab_size)
+    return jnp.bincount(cell_B, length=np.prod(shape)).reshape(shape), well_formed
+
+
+def side_by_side(laws):
+    """The one scenario's tables, [steps, X, V] float32, where short prefixes leave rows unused."""
+    tables = [table[0].astype(np.float32) for table in laws]
+    return np.stack([np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables])
+
+
+def without_withheld(joint_DNV, stop):
+    """Sums over drafted tokens that the rule was not given; the coupled rule's noise still knows them."""
+    drafts, outcomes, vocab_size = joint_DNV.shape
+    withheld_D = vocab_size ** (outcomes - 1 - np.broadcast_to(stop, drafts))
+    summed = np.zeros_like(joint_DNV)
+    np.add.at(summed, np.arange(drafts) // withheld_D * withheld_D, joint_DNV)
+    return summed
+
+
+def count(rule, target, draft, *, stop=None, drafted_by=None, keys=RoundKeys, one_hot=False):
+    stop = len(draft) if stop is None else stop
+    counts, well_formed = drawn(
+        rule,
+        side_by_side(target),
+        side_by_side(draft),
+        np.broadcast_to(np.int32(stop), draft[0].shape[-1] ** len(draft)),
+        drafted_by=drafted_by or rule,
+        keys=keys,
+        one_hot=one_hot,
+    )
+    assert well_formed
+    return without_withheld(np.asarray(counts), stop)
+
+
+def enumerated(rule, target, draft, *, stop=None, one_hot=False):
+    stop = len(draft) if stop is None else stop
+    rounds = enumerate_round(rule, target, draft, num_tokens=len(draft), num_drafted=stop, one_hot=one_hot)
+    return without_withheld(rounds.joint_SXDNV[0, 0], stop)
+
+
+def p_value(counts, law):
+    """Chi-square, with the rare cells pooled; 0 if something happened that cannot."""
+    np.testing.assert_allclose(law.sum(), 1, atol=1e-9)
+    expected, counts = law.ravel() * counts.sum(), counts.ravel()
+    if np.any(counts[expected < 1e-9] > 0):
+        return 0.0
+    rare = expected < 10
+    pool = lambda x: np.append(x[~rare], x[rare].sum())
+    counts, expected = pool(counts), pool(expected)
+    keep = expected > 1e-9
+    return scipy.stats.chisquare(counts[keep], expected[keep], sum_check=False).pvalue
+
+
+def some_laws(seed, depth, vocab_size=VOCAB_SIZE):
+    rng = np.random.default_rng(seed)
+    return [log_softmax(1.2 * rng.normal(size=(1, vocab_size**n, vocab_size)), -1) for n in range(depth)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def verify(rule, draft, target, keys):
+    return rule.verify(draft, target, keys)
+
+
+def hostile_laws(rng, steps):
+    """Laws with excluded tokens, tokens near and below the least float32, and laws of a single token."""
+    shape = (FEW_ROWS, steps, WIDE_VOCAB_SIZE)
+    logits = rng.normal(size=shape) * rng.choice([0.3, 2, 30], size=shape[:2] + (1,))
+    logits = np.where(rng.random(shape) < 0.2, rng.choice([-15, -87.5, -104, -1e4], size=shape), logits)
+    stays = np.arange(WIDE_VOCAB_SIZE) == rng.integers(WIDE_VOCAB_SIZE, size=shape[:2] + (1,))
+    return log_softmax(np.where(stays | (rng.random(shape) < 0.7), logits, -np.inf), -1).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def draft_each_row(rule, laws_BKV, keys):
+    """Tokens [B, K] from laws that differ by row."""
+    draw = rule.draw_draft(keys)
+    by_step = laws_BKV.swapaxes(0, 1), jnp.arange(laws_BKV.shape[1])
+    return jax.lax.map(lambda at: draw(at[0], at[1], 0), by_step).T
+
+
+TARGET, DRAFT = some_laws(0, NUM_TOKENS + 1), some_laws(1, NUM_TOKENS)
+ONE_HOT = [np.where(np.eye(VOCAB_SIZE)[table.argmax(-1)], 0, -np.inf) for table in DRAFT]
+FIRST, SECOND = np.arange(27) // 9, np.arange(27) // 3 % 3
+STOP = np.where(FIRST == 0, 1, np.where(SECOND == 1, 2, 3))  # decided by what is drafted
+
+SETTINGS = {
+    "laws": {"draft": DRAFT},
+    "laws, ragged": {"draft": DRAFT, "stop": STOP},
+    "one-hot": {"draft": ONE_HOT, "one_hot": True},
+    "nothing": {"draft": DRAFT, "stop": 0},
+}
+
+
+# Draws against laws.
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@every_rule
+def test_verify_draws_the_enumerated_law(rule, setting):
+    setting = SETTINGS[setting]
+    assert p_value(count(rule, TARGET, **setting), enumerated(rule, TARGET, **setting)) > ALARM
+
+
+class ResidualReusesDraftNoise(RoundKeys):
+    def uniforms(self, purpose, offsets_BT, drafter=0):
+        return super().uniforms(Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT, drafter)
+
+
+class AcceptReusesDraftNoise(RoundKeys):
+    def uniforms(self, purpose, offsets_BT, drafter=0):
+        if purpose != Purpose.ACCEPT:
+            return super().uniforms(purpose, offsets_BT, drafter)
+        return super().uniforms(Purpose.DRAFT, offsets_BT, drafter)[..., ::-1]  # a small vocabulary uses the second
+
+
+def broken(rule, **methods):
+    return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
+
+
+def accepts_always(self, draft, target_log_probs):
+    return draft.is_drafted_BK.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "rule, mistake",
+    [
+        (TokenRule(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
+        (BlockRule(), {"rule": broken(BlockRule, acceptance=accepts_always)}),
+        (BlockRule(), {"rule": broken(BlockRule, num_accepted=TokenRule.num_accepted)}),
+        (BlockRule(), {"rule": TokenRule(), "drafted_by": TokenRule()}),
+        (TokenRule(), {"keys": ResidualReusesDraftNoise}),
+        (TokenRule(), {"keys": AcceptReusesDraftNoise}),
+        (CoupledRule(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
+        (CoupledRule(), {"drafted_by": TokenRule()}),
+    ],
+)
+def test_a_mistake_is_caught(rule, mistake):
+    arguments = {"rule": rule, "target": TARGET, "draft": DRAFT, "drafted_by": rule} | mistake
+    assert p_value(count(**arguments), enumerated(rule, TARGET, DRAFT)) < ALARM
+
+
+def test_a_residual_without_mass_falls_back_to_the_target():
+    refuses = broken(TokenRule, acceptance=lambda self, draft, target: jnp.zeros_like(draft.tokens_BK, jnp.float32))
+    counts = count(refuses, TARGET, TARGET[:-1])
+    assert counts[:, 1:].sum() == 0
+    law = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(TARGET[0][0])
+    assert p_value(counts[:, 0], law) > ALARM
+
+
+# The coupled rule: two races over the same noise.
+
+
+def overlap(p, q, r):
+    return np.maximum(p, np.multiply.outer(r, q)).sum(-1)
+
+
+def integral_to(p, q, end):
+    """``int_0^end dr / Phi(r)^2``; between two ratios Phi is a + b r, of antiderivative -1 / (b (a + b r))."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = p / q
+    inner = [r for r in ratios if 0 < r < min(end, np.inf)]
+    total = 0.0
+    for low, high in zip([0.0, *sorted(inner)], [*sorted(inner), end]):
+        middle = (low + high) / 2 if np.isfinite(high) else low + 1
+        by_q = middle * q > p
+        a, b = p[~by_q].sum(), q[by_q].sum()
+        if b == 0:
+            total += (high - low) / a**2
+        else:
+            total += 1 / (b * (a + b * low)) - (0 if np.isinf(high) else 1 / (b * (a + b * high)))
+    return total
+
+
+def two_races(p, q):
+    """The joint law [x, y] of the draft's and the target's choice."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(q > 0, p / q, np.inf)
+    integrals = np.array([integral_to(p, q, r) for r in ratios])
+    joint = np.outer(p, q) * np.maximum(integrals[:, None] - integrals[None, :], 0)
+    for x in np.flatnonzero((p > 0) & (q > 0)):
+        joint[x, x] = 1 / np.maximum(p / p[x], q / q[x]).sum()
+    return joint
+
+
+def pairs_of_laws():
+    rng = np.random.default_rng(2)
+    pairs = list(rng.dirichlet(np.full(5, 0.8), size=(40, 2)))
+    return pairs + [
+        np.array([[0.1, 0.3, 0.6], [0.6, 0.3, 0.1]]),
+        np.array([[0.5, 0.5, 0, 0], [0, 0.2, 0.3, 0.5]]),
+        np.array([[0, 1, 0], [0.2, 0.3, 0.5]]),
+        np.array([[0.2, 0.3, 0.5], [0, 1, 0]]),
+        np.array([[0.25, 0.75, 0], [0.25, 0.75, 0]]),
+        np.array([[1.0, 0], [0, 1.0]]),
+    ]
+
+
+def test_the_law_of_two_races_has_the_two_laws_as_its_margins():
+    for p, q in pairs_of_laws():
+        joint = two_races(p, q)
+        np.testing.assert_allclose(joint.sum(1), p, atol=1e-12)
+        np.testing.assert_allclose(joint.sum(0), q, atol=1e-12)
+
+
+def test_the_integral_of_two_races_by_quadrature():
+    for p, q in pairs_of_laws():
+        knots = np.unique([0, *(p[q > 0] / q[q > 0]), 2.5])
+        pieces = [
+            scipy.integrate.quad(lambda r: overlap(p, q, r) ** -2, low, high, epsabs=1e-13)[0]
+            for low, high in zip(knots[:-1], knots[1:])
+        ]
+        for knot, integral in zip(knots[1:], np.cumsum(pieces)):
+            np.testing.assert_allclose(integral_to(p, q, knot), integral, atol=1e-10)
+
+
+def test_coupled_rule_splits_the_law_of_two_races():
+    with np.errstate(divide="ignore"):
+        for p, q in pairs_of_laws():
+            target, draft = [np.log(q)[None, None], np.log(np.tile(q, (1, len(q), 1)))], [np.log(p)[None, None]]
+            rounds = enumerate_round(CoupledRule(), target, draft, num_tokens=1)
+            joint = rounds.joint_SXDNV[0, 0]
+            pair = joint[:, 0] + np.diag(joint[:, 1].sum(-1))
+            np.testing.assert_allclose(pair, two_races(p, q), atol=1e-12)
+
+
+def count_pairs(target, draft, **kwargs):
+    """What the draft and the target choose at the first position, [x, y]."""
+    counts = count(CoupledRule(), target, draft, **kwargs)
+    vocab_size = counts.shape[-1]
+    by_first = counts.reshape((vocab_size, -1) + counts.shape[1:]).sum(1)
+    return by_first[:, 0] + np.diag(by_first[:, 1:].sum((1, 2)))
+
+
+def test_coupled_rule_draws_two_races():
+    law = two_races(np.exp(DRAFT[0][0, 0]), np.exp(TARGET[0][0, 0]))
+    assert p_value(count_pairs(TARGET, DRAFT), law) > ALARM
+    assert p_value(count_pairs(TARGET, DRAFT, drafted_by=TokenRule()), law) < ALARM
+    p, q = np.array([0.6, 0.4, 0.0]), np.array([0.0, 0.3, 0.7])
+    with np.errstate(divide="ignore"):
+        target, draft = ([np.log(x)[None, None], *laws[1:]] for x, laws in ((q, TARGET), (p, DRAFT)))
+    assert p_value(count_pairs(target, draft), two_races(p, q)) > ALARM
+
+
+def test_coupled_rule_emits_the_targets_own_choices():
+    rng, keys = np.random.default_rng(3), some_keys(FEW_ROWS)
+    target, laws = hostile_laws(rng, NUM_TOKENS + 1), hostile_laws(rng, NUM_TOKENS)
+    own = np.asarray(draft_each_row(CoupledRule(), target, keys))
+    guesses = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS))
+    tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(np.int32)
+    for log_probs in (None, laws):
+        num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
+        draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs)
+        verdict = verify(CoupledRule(), draft, target, keys)
+        assert set(np.asarray(verdict.num_accepted_B)) == {0, 1, 2, 3}
+        emitted = np.arange(NUM_TOKENS + 1) < np.asarray(verdict.num_emitted_B)[:, None]
+        np.testing.assert_array_equal(verdict.tokens_BT, np.where(emitted, own, -1))
+
+
+# Known vectors and edges.
+
+VECTORS = [  # drafted, the target's argmax, emitted: as other implementations test it
+    ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),
+    ([1, 2, 3], [1, 5, 3, 4], [1, 5, -1, -1]),
+    ([1, 2], [1, 2, 5], [1, 2, 5]),
+    ([3], [3, 4], [3, 4]),
+    ([], [5], [5]),
+    ([1], [2, 3], [2, -1]),
+    ([1, 2, 3], [1, 2, 7, 6], [1, 2, 7, -1]),
+    ([4, 5, 6], [4, 8, 6, 9], [4, 8, -1, -1]),
+]
+
+
+@pytest.mark.parametrize("laws", ["none", "written out", "soft"])
+@every_rule
+def test_greedy_targets(rule, laws):
+    often = FEW_ROWS // len(VECTORS)
+    pad = lambda vector, width, value: vector + [value] * (width - len(vector))
+    column = lambda i, *to: np.tile(np.array([pad(row[i], *to) for row in VECTORS], np.int32), (often, 1))
+    one_hot = lambda tokens: np.where(np.eye(WIDE_VOCAB_SIZE)[tokens], 0, -np.inf).astype(np.float32)
+    tokens_BK, argmax_BT, emitted_BT = column(0, 3, 0), column(1, 4, 0), column(2, 4, -1)
+    soft = np.full(tokens_BK.shape + (WIDE_VOCAB_SIZE,), -np.log(WIDE_VOCAB_SIZE), np.float32)
+    draft = Draft(
+        tokens_BK=tokens_BK,
+        num_drafted_B=np.tile(np.array([len(row[0]) for row in VECTORS], np.int32), often),
+        log_probs_BKV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[laws],
+    )
+    verdict = verify(rule, draft, one_hot(argmax_BT), some_keys(FEW_ROWS))
+    np.testing.assert_array_equal(verdict.tokens_BT, emitted_BT)
+    np.testing.assert_array_equal(verdict.num_emitted_B, (emitted_BT >= 0).sum(-1))
+
+
+@every_rule
+def test_no_room_for_a_draft(rule):
+    law = log_softmax(np.random.default_rng(7).normal(size=4))
+    target = np.tile(law, (ROWS, 1, 1)).astype(np.float32)
+    draft = Draft(tokens_BK=np.zeros((ROWS, 0), np.int32), num_drafted_B=np.zeros(ROWS, np.int32))
+    verdict = verify(rule, draft, target, some_keys(ROWS))
+    assert verdict.tokens_BT.shape == (ROWS, 1)
+    assert np.all(verdict.num_accepted_B == 0)
+    assert p_value(np.bincount(verdict.tokens_BT[:, 0], minlength=4), np.exp(law)) > ALARM
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@every_rule
+def test_nothing_but_numbers_comes_out(rule, one_hot):
+    rng, keys = np.random.default_rng(4), some_keys(FEW_ROWS)
+    target, laws = hostile_laws(rng, NUM_TOKENS + 1), hostile_laws(rng, NUM_TOKENS)
+    laws[::4] = target[::4, :NUM_TOKENS]
+    tokens = np.asarray(draft_each_row(rule, laws, keys))
+    num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
+    log_probs = None if one_hot else laws
+    in_32, in_64 = (split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64))
+    for acceptance, residual in (in_32, in_64):
+        assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
+        assert np.all(np.isfinite(residual) & (residual >= 0))
+    np.testing.assert_allclose(in_32[1], in_64[1], rtol=0, atol=1e-6)
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs)
+    verdict = verify(rule, draft, target, keys)
+    n, emitted = np.asarray(verdict.num_accepted_B), np.asarray(verdict.tokens_BT)
+    assert np.all((0 <= n) & (n <= num_drafted))
+    is_emitted = np.arange(NUM_TOKENS + 1) <= n[:, None]
+    assert np.all(np.where(is_emitted, (0 <= emitted) & (emitted < WIDE_VOCAB_SIZE), emitted == -1))
+    chosen = np.take_along_axis(target, np.where(is_emitted, emitted, 0)[..., None], axis=-1)[..., 0]
+    assert np.all(chosen[is_emitted] > -np.inf)
+
+
+@every_rule
+def test_equal_laws_are_accepted_whatever_the_noise(rule):
+    laws, keys = hostile_laws(np.random.default_rng(5), NUM_TOKENS + 1), some_keys(FEW_ROWS)
+    draft_laws, num_drafted = laws[:, :NUM_TOKENS], np.full(FEW_ROWS, NUM_TOKENS, np.int32)
+    tokens = np.asarray(draft_each_row(rule, draft_laws, keys))
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=draft_laws)
+    assert np.all(verify(rule, draft, laws, keys).num_accepted_B == NUM_TOKENS)
+    if not isinstance(rule, CoupledRule):
+        acceptance, residual = split(rule, tokens, num_drafted, draft_laws, laws, np.float32)
+        assert np.all(acceptance == 1)
+        assert np.all(residual[:, :NUM_TOKENS] == 0)
+
+
+def test_a_block_prefix_of_weight_one_is_kept_for_sure():
+    rng = np.random.default_rng(6)
+    shape = (FEW_ROWS, NUM_TOKENS, WIDE_VOCAB_SIZE)
+    laws = log_softmax(rng.normal(size=shape) * rng.uniform(0, 12, size=(FEW_ROWS, 1, 1)), -1)
+    best = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS + 1)).astype(np.int32)
+    target = np.where(np.eye(WIDE_VOCAB_SIZE)[best], 0, -np.inf)
+    num_drafted = np.full(FEW_ROWS, NUM_TOKENS, np.int32)
+    acceptance, _ = split(BlockRule(), best[:, :NUM_TOKENS], num_drafted, laws, target, np.float32)
+    assert np.all(acceptance == 1)

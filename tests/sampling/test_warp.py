@@ -1,0 +1,274 @@
+"""Warps against the rules in their docstring, written out in NumPy float64 with a sort."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.sampling.warp import chain, for_rows, greedy, log_probs, min_p, temperature, top_k, top_p
+
+WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
+TOP_PS = (1e-30, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)
+MIN_PS = (0.0, 1e-30, 1e-3, 0.02, 0.1, 0.4, 0.9, 1.0)
+VOCAB_SIZES = (5, 130, 4096)
+NEAR = 1e-6  # float32 may put a token this near to the threshold of top_p or min_p on either side
+
+warped = jax.jit(log_probs)  # a warp's numbers are data: one compilation per shape
+
+
+def top_ks(vocab_size):
+    return 1, 2, 3, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1, 10**12
+
+
+def some_logits(vocab_size):
+    """[6, V] float32 in multiples of 1/64: values are equal, or apart by far more than rounding."""
+    rng = np.random.default_rng(vocab_size)
+    spread = 2.5 * rng.normal(size=vocab_size)
+    peaked = 0.5 * rng.normal(size=vocab_size)
+    peaked[vocab_size // 2] += 9
+    tied = -(np.minimum(rng.permutation(vocab_size) + 2, vocab_size) // 3) / 4  # 2, 3, 3, .. equal ones
+    some_excluded = np.where(rng.random(vocab_size) < 0.5, -np.inf, spread)
+    some_excluded[1] = 1.0
+    one_left = np.where(np.arange(vocab_size) == vocab_size - 1, 3.0, -np.inf)
+    rows = np.stack([np.zeros(vocab_size), spread, peaked, tied, some_excluded, one_left])
+    return (np.round(rows * 64) / 64).astype(np.float32)
+
+
+def oracle(logits, *steps, dtype=np.float32):
+    """The law of the chained ``steps``, float64, and the rows where rounding may decide."""
+    x = logits.astype(np.float64)
+    rows = lambda array: array.reshape(-1, x.shape[-1])
+    undecided = np.zeros(x.shape[:-1], bool)
+    for name, value in steps:
+        value = float(np.asarray(value, dtype)) if name != "top_k" else value
+        probs = np.exp(x - x.max(-1, keepdims=True))
+        probs /= probs.sum(-1, keepdims=True)
+        descending = -np.sort(-probs, axis=-1)
+        # How many tokens are strictly more probable.
+        more_probable = np.stack([np.searchsorted(-row, -p) for row, p in zip(rows(descending), rows(probs))])
+        more_probable = more_probable.reshape(x.shape)
+        if name == "temperature":
+            if value < 1e-5:
+                best = np.argmax(x, axis=-1)[..., None]
+                x = np.where(np.arange(x.shape[-1]) == best, 0.0, -np.inf)
+            else:
+                x = x / value
+            continue
+        margin = np.full(x.shape, np.inf)
+        if name == "top_k":
+            keep = more_probable < value
+        elif name == "top_p":
+            mass_to = np.concatenate([np.zeros(x.shape[:-1] + (1,)), np.cumsum(descending, axis=-1)], axis=-1)
+            margin = value - np.take_along_axis(mass_to, more_probable, axis=-1)
+            keep = (margin > 0) | (value == 1)  # the others' mass is below 1, however it rounds
+            margin = np.where((value == 1) | (more_probable == 0), np.inf, margin)
+        else:
+            margin = probs / probs.max(-1, keepdims=True) - value
+            keep = margin >= 0
+            margin = np.where(probs == probs.max(-1, keepdims=True), np.inf, margin)
+        # Only a token that is not excluded already can be undecided; exact ties at the top never are.
+        tolerance = NEAR if name == "top_p" else NEAR * value
+        undecided |= ((np.abs(margin) < tolerance) & (x > -np.inf)).any(-1)
+        x = np.where(keep, x, -np.inf)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True)), undecided
+
+
+def assert_same_law(actual, expected, undecided=None, atol=2e-5):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if undecided is not None:
+        actual, expected = actual[~undecided], expected[~undecided]
+    np.testing.assert_array_equal(actual > -np.inf, expected > -np.inf)
+    np.testing.assert_allclose(actual, expected, atol=atol, rtol=1e-6 if atol > 1e-9 else 0)
+
+
+def values_of(name, vocab_size):
+    return {"temperature": TEMPERATURES, "top_k": top_ks(vocab_size), "top_p": TOP_PS, "min_p": MIN_PS}[name]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("name", WARPS)
+def test_each_warp_follows_its_rule(name, vocab_size):
+    logits = some_logits(vocab_size)
+    num_undecided = 0
+    for value in values_of(name, vocab_size):
+        expected, undecided = oracle(logits, (name, value))
+        assert_same_law(warped(chain(WARPS[name](value)), logits), expected, undecided)
+        num_undecided += undecided.sum()
+    assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
+
+
+@pytest.mark.parametrize("order, vocab_size", [("tkpm", 5), ("ptmk", 130), ("tkpm", 4096), ("mkpt", 4096)])
+def test_chains_follow_the_rules_in_order(order, vocab_size):
+    logits = some_logits(vocab_size)
+    num_undecided = 0
+    for t, k, p, m in [
+        (0.0, 3, 0.9, 0.1), (0.3, 1, 0.5, 0.0), (0.3, vocab_size, 0.99, 0.02), (1.0, 2, 1.0, 0.4),
+        (1.0, vocab_size // 2, 0.7, 1e-3), (2.5, 10**6, 0.3, 0.9), (2.5, vocab_size - 1, 0.95, 0.1),
+    ]:  # fmt: skip
+        named = {"t": ("temperature", t), "k": ("top_k", k), "p": ("top_p", p), "m": ("min_p", m)}
+        steps = [named[letter] for letter in order]
+        expected, undecided = oracle(logits, *steps)
+        assert_same_law(warped(chain(*(WARPS[name](value) for name, value in steps)), logits), expected, undecided)
+        num_undecided += undecided.sum()
+    assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
+
+
+def test_order_matters():
+    logits = np.log(np.float32([[0.5, 0.3, 0.2]]))
+    flattened_first = warped(chain(temperature(2.5), top_p(0.75)), logits)
+    filtered_first = warped(chain(top_p(0.75), temperature(2.5)), logits)
+    assert (flattened_first > -np.inf).sum() == 3 and (filtered_first > -np.inf).sum() == 2
+
+
+def test_the_empty_chain_leaves_the_law_of_the_model():
+    logits = some_logits(130)
+    assert_same_law(warped(chain(), logits), oracle(logits)[0])
+
+
+@pytest.mark.parametrize(
+    "warp, kept",
+    [(top_k(1), 1), (top_k(2), 4), (top_k(3), 4), (top_k(4), 4), (top_k(5), 6), (top_p(0.3), 1), (top_p(0.5), 4),
+     (top_p(0.7), 4), (top_p(0.95), 4), (top_p(0.99), 6), (min_p(0.25), 4), (min_p(0.03), 4), (min_p(0.02), 6)],
+)  # fmt: skip
+def test_a_tie_across_the_cut_stays_or_goes_together(warp, kept):
+    """Masses 4/10.2 | 2/10.2 (three times) | 0.1/10.2 (twice), in a shuffled order."""
+    masses = np.float32([2, 0.1, 4, 2, 0.1, 2])
+    log_probs_V = warped(chain(warp), np.log(masses)[None])[0]
+    np.testing.assert_array_equal(log_probs_V > -np.inf, masses >= np.sort(masses)[-kept])
+
+
+@pytest.mark.parametrize("warp", [top_k(1), top_p(0.2), min_p(1.0)])
+def test_minus_zero_ties_with_zero(warp):
+    logits = np.float32([[-0.0, 0.0, -1.0, 0.0, -0.0]])
+    np.testing.assert_array_equal(warped(chain(warp), logits)[0] > -np.inf, [True, True, False, True, True])
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_every_row_has_its_own_numbers(shape):
+    """A batch with a greedy row, filtered rows and a plain row equals each row alone; [B, V] and [B, T, V]."""
+    columns = dict(
+        temperature=[0.0, 0.3, 1.0, 2.5], top_k=[7, 2, 200, 50], top_p=[0.9, 0.8, 1.0, 0.4], min_p=[0.5, 0.0, 0.0, 0.02]
+    )
+    logits = np.random.default_rng(0).normal(size=shape + (130,)).astype(np.float32) * 2
+    together = warped(chain(*(WARPS[name](column) for name, column in columns.items())), logits)
+    assert together.shape == logits.shape and together.dtype == jnp.float32
+    for b in range(4):
+        alone = warped(chain(*(WARPS[name](column[b]) for name, column in columns.items())), logits[b : b + 1])
+        assert_same_law(together[b], alone[0], atol=1e-6)
+        expected, undecided = oracle(logits[b : b + 1], *((name, column[b]) for name, column in columns.items()))
+        assert not undecided.any()
+        assert_same_law(together[b], expected[0])
+    sizes = np.asarray(together > -np.inf).reshape(4, -1, 130).sum(-1)
+    assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()  # the rows do differ
+
+
+def test_for_rows_gives_one_value_per_row_and_repeats_prompts():
+    warp = for_rows(chain(temperature([0.0, 1.0]), top_k(3), greedy()), rows=2, repeats=3)
+    np.testing.assert_array_equal(warp.warps[0].value, np.float32([0, 0, 0, 1, 1, 1]))
+    np.testing.assert_array_equal(warp.warps[1].value, np.int32([3] * 6))
+    assert warp.warps[0].value.dtype == np.float32 and warp.warps[1].value.dtype == np.int32
+
+
+def test_for_rows_changes_no_law():
+    logits = some_logits(130)
+    warp = chain(temperature(0.3), top_k(20), top_p(0.9), min_p(0.02))
+    np.testing.assert_array_equal(warped(for_rows(warp, len(logits)), logits), warped(warp, logits))
+
+
+def test_turning_numbers_does_not_recompile():
+    traces = []
+
+    @jax.jit
+    def counted(warp, logits):
+        traces.append(None)
+        return log_probs(warp, logits)
+
+    logits = some_logits(5)[:2]
+    for t, k, p, m in [(0.0, 1, 1.0, 0.0), (0.7, 3, 0.9, 0.1), ([0, 1.5], [9, 2], [0.2, 1], [1, 0]), (1, 10**9, 1, 1)]:
+        counted(for_rows(chain(temperature(t), top_k(k), top_p(p), min_p(m)), rows=2), logits)
+    assert len(traces) == 1
+    counted(chain(temperature(0.7)), logits)  # another chain is another program: the counter does count
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])])
+def test_greedy_breaks_ties_to_the_lowest_index(warp):
+    law = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))
+    np.testing.assert_array_equal(law, np.where(np.arange(4) == [[1], [0]], 0, -np.inf))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-38, 9e-6])
+def test_greedy_never_divides(value):
+    """Huge logits at temperature 0 or nearly 0 make neither NaN nor infinity, not even on the way."""
+    logits = np.float32([[1e30, -1e30, 3e38, -np.inf], [-3e38, -1e30, -np.inf, -np.inf], [0, 1e-30, 0, 0]])
+    with jax.debug_nans(True):
+        law = np.asarray(log_probs(chain(temperature(value)), logits))
+    np.testing.assert_array_equal(law, np.where(np.arange(4) == [[2], [1], [1]], 0, -np.inf))
+
+
+def test_huge_logits_are_sampled_without_nan():
+    warp = chain(temperature(0.3), top_k(3), top_p(0.9), min_p(0.1))
+    law = np.exp(warped(warp, np.float32([[1e30, 1e30, -1e30, 0]])))
+    np.testing.assert_allclose(law, [[0.5, 0.5, 0, 0]], atol=1e-6)
+
+
+def test_filters_after_greedy_keep_its_token():
+    law = warped(chain(temperature(0), top_k(2), top_p(0.5), min_p(0.3)), np.float32([[0, 2, 2, 1]]))
+    np.testing.assert_array_equal(law, np.where(np.arange(4) == 1, 0, -np.inf)[None])
+
+
+def test_bfloat16_logits_give_float32_log_probs():
+    warp = chain(temperature(0.3), top_k(40), top_p(0.9), min_p(0.01))
+    logits = jnp.asarray(some_logits(130), jnp.bfloat16)
+    law = warped(warp, logits)
+    assert law.dtype == jnp.float32
+    np.testing.assert_array_equal(law, warped(warp, logits.astype(jnp.float32)))
+
+
+def test_float64_stays_float64():
+    steps = ("temperature", 0.3), ("top_k", 40), ("top_p", 0.9), ("min_p", 0.01)
+    logits = np.random.default_rng(0).normal(size=(6, 130))
+    expected, undecided = oracle(logits, *steps)
+    assert not undecided.any()
+    with jax.enable_x64(True):
+        law = warped(chain(*(WARPS[name](value) for name, value in steps)), logits)
+        assert law.dtype == jnp.float64
+        assert_same_law(law, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: temperature(-0.5), ValueError, r"temperature must be >= 0.*got -0\.5"),
+        (lambda: temperature([0.5, -1.0]), ValueError, r"temperature must be >= 0.*got \[0\.5, -1\.0\]"),
+        (lambda: temperature(float("nan")), ValueError, "temperature must be >= 0.*got nan"),
+        (lambda: temperature(float("inf")), ValueError, "temperature must be >= 0 and finite.*got inf"),
+        (lambda: temperature("hot"), ValueError, "temperature must be >= 0.*one number or one per row.*got 'hot'"),
+        (lambda: top_p(0.0), ValueError, r"top_p must lie in \(0, 1\].*got 0\.0"),
+        (lambda: top_p(1.1), ValueError, r"top_p must lie in \(0, 1\].*got 1\.1"),
+        (lambda: top_p(float("nan")), ValueError, r"top_p must lie in \(0, 1\].*got nan"),
+        (lambda: top_k(0), ValueError, "top_k must be an integer >= 1.*got 0"),
+        (lambda: top_k(2.5), ValueError, r"top_k must be an integer >= 1.*got 2\.5"),
+        (lambda: min_p(-0.1), ValueError, r"min_p must lie in \[0, 1\].*got -0\.1"),
+        (lambda: min_p(float("nan")), ValueError, r"min_p must lie in \[0, 1\].*got nan"),
+        (lambda: temperature([[1.0]]), ValueError, "one number or one per row"),
+        (lambda: for_rows(chain(temperature([0.1, 0.2])), 3), ValueError, r"\(2,\) for 3 prompts: give one number, or"),
+        (lambda: chain(0.8), TypeError, r"chain takes warps such as temperature\(0\.8\), got 0\.8"),
+    ],
+)
+def test_errors_name_the_value_and_the_requirement(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("warp", [top_k(40), top_p(0.9)], ids=["top_k", "top_p"])
+def test_filters_compile_to_no_sort(warp):
+    compiled = lambda f: jax.jit(f).lower(warp, np.zeros((4, 4096), np.float32)).compile().as_text()
+    sorts = re.compile(r'\bsort\(|\btopk\(|custom_call_target="TopK"')
+    assert sorts.search(compiled(lambda _, x: jnp.sort(x)))  # the search can find one
+    assert sorts.search(compiled(lambda _, x: jax.lax.top_k(x, 40)))
+    assert not sorts.search(compiled(log_probs))

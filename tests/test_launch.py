@@ -1,0 +1,141 @@
+"""The launch boundary: what is wrong in a configuration is named, and the demo runs without compiling."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from configs import random_pair
+from launch import experiment
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.sampling.rules import BlockRule
+from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
+
+# ml_collections loads configurations in a way that the standard library has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """The configuration that a command line gives, as the launch scripts define its flag."""
+
+    def parse(*arguments):
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_file("config", lock_config=True, flag_values=values)
+        # Overrides of fields are read from here, not from what is parsed.
+        monkeypatch.setattr(sys, "argv", ["program", f"--config={ROOT}/configs/random_pair.py:tiny", *arguments])
+        values(sys.argv)
+        return values.config
+
+    return parse
+
+
+@pytest.mark.parametrize(
+    "argument, named",
+    [
+        ("--config.draft_lenght=3", "draft_lenght"),
+        ("--config.sampling.top_q=0.5", "top_q"),
+        ("--config.target.layers=3", "layers"),
+        ("--config.draft_length=many", "many"),
+        ("--config.draft_length=2.5", "2.5"),
+        ("--config.sampling.temperature=hot", "hot"),
+        ("--config.target.num_layers=x", "num_layers"),
+    ],
+)  # fmt: skip
+def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError, flags.Error), match=named):
+        parse(argument)
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--config.rule=lucky", "no rule 'lucky': choose one of token, block, coupled"),
+        ("--config.drafter=lm", "no drafter 'lm': choose one of model, ngram, none"),
+        ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
+        ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
+        ("--config.draft.vocab_size=32", "draft vocabulary 32 != target vocabulary 64"),
+        ("--config.sampling.top_p=1.5", "top_p must lie in"),
+        ("--config.sampling.temperature=-1.0", "temperature must be >= 0"),
+        ("--config.draft_length=-1", "draft_length must be >= 0; got -1"),
+        ("--config.repeats=0", "repeats must be an integer >= 1; got 0"),
+    ],
+)
+def test_unknown_names_and_wrong_values_fail(parse, argument, message):
+    with pytest.raises(ValueError, match=message):
+        experiment.build(parse(argument))
+
+
+def test_unknown_sizes_fail():
+    with pytest.raises(ValueError, match="no size 'huge' .*choose one of 38m, small, tiny"):
+        random_pair.get_config("huge")
+
+
+def test_a_configuration_becomes_objects(parse):
+    config = parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
+    made = experiment.build(config)
+    assert made.rule == BlockRule() and made.drafter == ModelDrafter(made.pair.draft, 2)
+    assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
+    assert made.workload.max_new_tokens == config.max_new_tokens
+    assert [type(warp) for warp in made.sampling.warps] == [Temperature, TopP]
+    hash((made.drafter, made.rule, made.pair.target))
+    assert isinstance(experiment.build(parse("--config.drafter=ngram")).drafter, NgramDrafter)
+    assert isinstance(experiment.build(parse("--config.draft_length=0")).drafter, NoDrafter)
+
+
+def test_sampling_that_is_off_is_left_out():
+    fields = random_pair.get_config("tiny").sampling
+    fields.update(temperature=1.0, top_k=5, top_p=1.0, min_p=0.1)
+    assert [type(warp) for warp in experiment.make_sampling(fields).warps] == [Temperature, TopK, MinP]
+    fields.temperature = 0.0
+    assert experiment.make_sampling(fields) == Greedy()
+    assert isinstance(experiment.make_sampling(random_pair.get_config().sampling), Chain)
+
+
+@pytest.mark.parametrize("size", random_pair.SIZES)
+def test_every_size_describes_a_pair(size):
+    config = random_pair.get_config(size)
+    target, draft = experiment.make_model(config.target), experiment.make_model(config.draft)
+    assert target.vocab_size == draft.vocab_size
+    assert draft.config.num_parameters < target.config.num_parameters
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def test_the_demo_runs_without_jit():
+    config = "--config=configs/random_pair.py:tiny"
+    done = run("launch/demo.py", config, "--config.max_new_tokens=4", "--config.draft_length=2", JAX_DISABLE_JIT="1")
+    assert done.returncode == 0, done.stderr
+    assert "greedy, speculative = autoregressive: 4 of 4 prompts" in done.stdout
+    assert "the timings are left out" in done.stdout
+
+
+def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
+    output = tmp_path / "result.json"
+    fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
+    done = run(
+        "launch/benchmark.py", "--config=configs/random_pair.py:tiny", f"--output={output}", "--plain",
+        *(f"--config.{name}={value}" for name, value in fields.items()), JAX_DISABLE_JIT="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path) == ["result.json"]
+    text = output.read_text(encoding="utf-8")
+    for words in ("launch/benchmark.py", '"jaxlib"', '"device_kind"', '"date"', '"seed"', '"random_weights": true', '"split": null'):
+        assert words in text
+
+
+def test_a_wrong_configuration_ends_the_command_with_its_message():
+    done = run("launch/benchmark.py", "--config=configs/random_pair.py:tiny", "--config.rule=lucky")
+    assert done.returncode == 1
+    assert "no rule 'lucky'" in done.stderr and "Traceback" not in done.stderr
