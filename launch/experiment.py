@@ -49,19 +49,24 @@ def build(config: ConfigDict) -> Experiment:
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
     """
     rule = _choose("rule", config.rule, RULES)()
-    make_drafter = _choose("drafter", config.drafter, DRAFTERS)
+    _choose("drafter", config.drafter, DRAFTERS)  # before models are made
     sampling = make_sampling(config.sampling)
     workload = Workload(**{field.name: config[field.name] for field in dataclasses.fields(Workload)})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     pair = random_pair(make_model(config.target), make_model(config.draft), config.seed)
-    drafter = make_drafter(pair, config.draft_length) if config.draft_length else NoDrafter()
+    drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(pair=pair, drafter=drafter, rule=rule, sampling=sampling, workload=workload)
 
 
 def make_model(fields: ConfigDict) -> TransformerLM:
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
     return TransformerLM(_choose("preset", fields.preset, PRESETS)(**changes))
+
+
+def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
+    make = _choose("drafter", name, DRAFTERS)
+    return make(pair, draft_length) if draft_length else NoDrafter()
 
 
 def make_sampling(fields: ConfigDict) -> Warp:

@@ -34,6 +34,7 @@ from specsamp.sampling.rules import Draft, Rule
 Laws = Sequence[np.ndarray]
 
 CHUNK = 4096  # rows per jitted call
+COMPILE_FAST = {"xla_backend_optimization_level": 0}  # small functions: compiling takes longer than running
 
 
 def autoregressive(target: Laws, length: int) -> np.ndarray:
@@ -202,8 +203,7 @@ def split(
     return acceptance, residual
 
 
-# Tests wait for the compiler here, not for the result.
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def _split(rule: Rule, draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     batch, outcomes, _ = target.shape
     residual = lambda n: rule.residual(draft, target, jnp.full(batch, n))

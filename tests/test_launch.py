@@ -60,7 +60,6 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
         ("--config.drafter=lm", "no drafter 'lm': choose one of model, ngram, none"),
         ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
         ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
-        ("--config.draft.vocab_size=32", "draft vocabulary 32 != target vocabulary 64"),
         ("--config.sampling.top_p=1.5", "top_p must lie in"),
         ("--config.sampling.temperature=-1.0", "temperature must be >= 0"),
         ("--config.draft_length=-1", "draft_length must be >= 0; got -1"),
@@ -85,8 +84,8 @@ def test_a_configuration_becomes_objects(parse):
     assert made.workload.max_new_tokens == config.max_new_tokens
     assert [type(warp) for warp in made.sampling.warps] == [Temperature, TopP]
     hash((made.drafter, made.rule, made.pair.target))
-    assert isinstance(experiment.build(parse("--config.drafter=ngram")).drafter, NgramDrafter)
-    assert isinstance(experiment.build(parse("--config.draft_length=0")).drafter, NoDrafter)
+    assert experiment.make_drafter("ngram", made.pair, 3) == NgramDrafter(K=3)
+    assert experiment.make_drafter("none", made.pair, 3) == experiment.make_drafter("model", made.pair, 0) == NoDrafter()
 
 
 def test_sampling_that_is_off_is_left_out():

@@ -165,8 +165,8 @@ def stream(
     The loop stays on the device for ``rounds_per_chunk`` rounds; a row's last chunk says how it ended.
     Text that is not yet complete (half of a multi-byte character) is held back.
     """
-    if rounds_per_chunk < 1:
-        raise ValueError(f"rounds_per_chunk must be at least 1; got {rounds_per_chunk}")
+    if not _is_integer(rounds_per_chunk, 1):
+        raise ValueError(f"rounds_per_chunk must be an integer >= 1; got {rounds_per_chunk!r}")
     job = _Job.make(**_arguments({**locals(), "return_log_probs": False}))
     return _chunks(job, rounds_per_chunk)
 
@@ -219,7 +219,7 @@ class _Job:
         lengths_B = np.array([len(tokens) for tokens in token_lists], np.int32)
         limits_B = lengths_B + _budgets(max_new_tokens, len(token_lists))
         _check_positions(pair, drafter, lengths_B, limits_B)
-        if not isinstance(num_samples, int) or num_samples < 1:
+        if not _is_integer(num_samples, 1):
             raise ValueError(f"num_samples must be a positive integer; got {num_samples!r}")
         if prompt_ids is None:
             prompt_ids = range(len(token_lists))
@@ -324,12 +324,16 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != "rounds_per_chunk"}
 
 
+def _is_integer(value: Any, least: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= least
+
+
 def _bucket(size: int, smallest: int) -> int:
     return max(smallest, 1 << (size - 1).bit_length()) if size else smallest
 
 
 def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
-    if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
+    if draft_length is not None and not _is_integer(draft_length, 0):
         raise ValueError(f"draft_length must be an integer >= 0 (0 decodes autoregressively); got {draft_length!r}")
     if drafter is not None:
         if draft_length is not None and draft_length > drafter.K:
@@ -351,7 +355,7 @@ def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | Non
             "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
             "autoregressively"
         )
-    return ModelDrafter(pair.draft, draft_length or DEFAULT_DRAFT_LENGTH, decode_window())
+    return ModelDrafter(pair.draft, int(draft_length or DEFAULT_DRAFT_LENGTH), decode_window())
 
 
 def _encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -411,7 +415,7 @@ def _stop_ids(pair: Pair, stop: Sequence[int | str] | None) -> frozenset[int]:
             if len(encoded) != 1:
                 raise ValueError(f"the stop text {entry!r} is {len(encoded)} tokens; stop on a single token instead")
             entry = encoded[0]
-        if not 0 <= entry < pair.target.vocab_size:
+        if not _is_integer(entry, 0) or entry >= pair.target.vocab_size:
             raise ValueError(f"stop id {entry} is outside the vocabulary of {pair.target.vocab_size}")
         ids.append(int(entry))
     return frozenset(ids)

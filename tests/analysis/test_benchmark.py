@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fakes
+from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import memory, phases, report, split
 from specsamp.analysis.benchmark import Acceptance, Workload, benchmark
 from specsamp.analysis.spread import Spread
@@ -23,7 +24,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, for_rows, temperature
+from specsamp.sampling.warp import chain, for_rows, greedy, temperature
 
 K = 3
 WORK = Workload(batch=2, prompt_length=5, max_new_tokens=11, repeats=2, seed=4)
@@ -174,13 +175,21 @@ def test_the_phases_together_are_a_round(setting, board):
         )
 
 
-@pytest.mark.parametrize("drafter, draft_length", [(NoDrafter(), 0), (NgramDrafter(K=2), 2)])
-def test_other_drafters(pair, drafter, draft_length, monkeypatch):
+def test_a_drafter_without_laws(pair, monkeypatch):
+    """Prompt lookup: proposals are one-hot, and sometimes there is none."""
     monkeypatch.setattr(split, "SECONDS_PER_SAMPLE", 1e-5)
     work = Workload(batch=1, prompt_length=4, max_new_tokens=4, repeats=1)
-    result = benchmark(pair, drafter, BlockRule(), SAMPLING, work)
-    assert len(result.acceptance.accepted_counts) == draft_length + 1
+    result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, work)
+    assert len(result.acceptance.accepted_counts) == 3
     assert report.result_tables(result)
+
+
+def test_no_drafter(pair, monkeypatch):
+    """Both sides are the same: that is how to test a benchmark."""
+    monkeypatch.setattr(benchmark_module, "split_round", lambda *_: None)
+    result = benchmark(pair, NoDrafter(), TokenRule(), greedy(), WORK)
+    assert result.acceptance.rate is None and result.acceptance.emitted_per_round == 1
+    assert len(report.result_tables(result)) == 1
 
 
 def test_without_jit_there_are_no_phases():

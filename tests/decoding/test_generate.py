@@ -183,6 +183,8 @@ def test_pairs_that_do_not_belong_together():
         (dict(max_new_tokens=[1, 2]), "for 1 prompts"),
         (dict(draft_length=-1), r"draft_length must be an integer >= 0 .*got -1"),
         (dict(draft_length=2.5), "got 2.5"),
+        (dict(draft_length=True), "got True"),
+        (dict(stop=[3.5]), "stop id 3.5 is outside"),
         (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
         (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
@@ -219,7 +221,7 @@ def test_missing_parts_are_named():
         generate(alone, ["a"], 4, draft_length=0)
     with pytest.raises(ValueError, match="without draft_params"):
         Pair(target=CountingLM(), target_params=(), draft=CountingLM())
-    with pytest.raises(ValueError, match="rounds_per_chunk must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1; got 0"):
         stream(alone, [[1]], 4, rounds_per_chunk=0)
 
 
@@ -266,6 +268,12 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
     exec(code, scope)
     assert scope["completion"].tokens == scope["plain"].tokens and len(scope["plain"].tokens) > 0
     assert scope["completion"].stats.accepted > 0
+
+
+def test_numpy_integers_are_integers():
+    options = dict(draft_length=np.int64(2), num_samples=np.int32(2), stop=[np.int64(101)], prompt_ids=np.arange(1))
+    rows = generate(counting_pair(), [np.array([97, 98])], np.array([9]), **options)
+    assert [row.text for row in rows] == ["cd", "cd"] and rows[0].finish == "stop"
 
 
 def test_numbers_of_a_pair_without_drafter_are_plain():

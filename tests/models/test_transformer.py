@@ -196,7 +196,8 @@ def test_project_on_both_sides_of_the_branch(batch, length, monkeypatch):
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, 8), (3, 8, 5)))
     for limit in (64, 65):  # one large product, a small one per head
         monkeypatch.setattr(transformer, "MAX_BATCHED_ROWS", limit)
-        assert_close(jax.jit(lambda *args: transformer.project(*args))(x, weight), np.einsum("btd,ndh->bnth", x, weight))
+        project = jax.jit(lambda *args: transformer.project(*args))  # a new one: the limit is no argument
+        assert_close(project(x, weight), np.einsum("btd,ndh->bnth", x, weight))
 
 
 # What the model computes.
@@ -292,7 +293,8 @@ def test_the_number_of_slots_does_not_matter():
 def test_rotary_scores_depend_on_the_distance_only():
     rng = np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
-    score = lambda i, j: jnp.sum(positions.rotate(query, at(i)[None], 1e4) * positions.rotate(key, at(j)[None], 1e4), -1)
+    turned = lambda x, position: positions.rotate(x, at(position)[None], 1e4)
+    score = lambda i, j: jnp.sum(turned(query, i) * turned(key, j), axis=-1)
     for shift in (1, 17, 200):
         assert_close(score(11 + shift, 4 + shift), score(11, 4), atol=1e-4)  # angles of float32 at 200
     assert np.abs(score(12, 4) - score(11, 4)).max() > 0.1

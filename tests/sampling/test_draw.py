@@ -1,10 +1,14 @@
 """The inverse-CDF draw: exhaustive sweeps of its uniforms instead of samples."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specsamp.sampling.draw as draw_module
 from specsamp.sampling.draw import BLOCK, draw
 
 drawn = jax.jit(draw)
@@ -25,8 +29,9 @@ def test_never_a_token_of_weight_zero(vocab_size):
     """Sparse weights of every density and scale, at the corners of the unit square and at random."""
     rng, rows = np.random.default_rng(vocab_size), 24
     shape, density = (rows, vocab_size), np.geomspace(1 / vocab_size, 1, rows)[:, None]
-    sizes = np.exp(rng.normal(size=shape) * rng.choice([0.1, 3, 8], size=(rows, 1))) * 10 ** rng.uniform(-15, 15, (rows, 1))
-    weights = np.where(rng.random(shape) < density, sizes, 0).astype(np.float32)
+    spread, scale = rng.choice([0.1, 3, 8], size=(rows, 1)), 10 ** rng.uniform(-15, 15, (rows, 1))
+    weights = np.where(rng.random(shape) < density, scale * np.exp(spread * rng.normal(size=shape)), 0)
+    weights = weights.astype(np.float32)
     weights[np.arange(rows), rng.integers(vocab_size, size=rows)] = 1  # not all zero
     weights[:2] = np.arange(vocab_size) == [[0], [vocab_size - 1]]
     pairs = np.concatenate([CORNERS, rng.random((12, 2), np.float32)])
@@ -35,6 +40,29 @@ def test_never_a_token_of_weight_zero(vocab_size):
     assert tokens.dtype == np.int32 and tokens.min() >= 0 and tokens.max() < vocab_size
     assert (weights[np.arange(rows), tokens] > 0).all()
     assert (tokens[:, 0] == 0).all() and (tokens[:, 1] == vocab_size - 1).all()
+
+
+@pytest.mark.parametrize("vocab_size", [128, 2000])
+def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_size, monkeypatch):
+    """Accelerators sum prefixes as a tree, which may step up or down by a rounding error where the weight is zero."""
+    tree_sum = functools.partial(jax.lax.associative_scan, jnp.add)
+    monkeypatch.setattr(draw_module, "jnp", types.SimpleNamespace(**{**vars(jnp), "cumsum": tree_sum}))
+    rng, rows = np.random.default_rng(0), 5000
+    weights = np.where(rng.random((rows, vocab_size)) < 0.3, np.exp(3 * rng.normal(size=(rows, vocab_size))), 0)
+    weights[:, vocab_size // 2 : vocab_size // 2 + BLOCK] = 0  # a whole block of them, where there are several
+    weights = weights.astype(np.float32)
+    cumulative = np.asarray(jax.jit(lambda x: tree_sum(x, axis=-1))(weights[:, :BLOCK]))
+    assert (np.diff(cumulative) != 0)[weights[:, 1:BLOCK] == 0].any()  # it does step there
+    fresh = jax.jit(lambda *args: draw(*args))
+    for uniforms in (rng.random((rows, 2), np.float32), np.full((rows, 2), LARGEST), np.zeros((rows, 2), np.float32)):
+        assert (weights[np.arange(rows), fresh(weights, uniforms)] > 0).all()
+
+
+def test_a_boundary_belongs_to_the_next_token():
+    """With sums and uniforms that round nothing: in [0, 1/4) token 0, in [1/4, 1/2) token 2, from 1/2 token 3."""
+    weights = np.float32([1, 0, 1, 2])
+    pairs = np.float32([[0, 0], [0, 0.25], [0, 0.5], [0, 0.75]])
+    np.testing.assert_array_equal(drawn(np.broadcast_to(weights, (4, 4)), pairs), [0, 2, 3, 3])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 127, 128])

@@ -37,10 +37,10 @@ OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 def test_the_order_of_rows_does_not_matter():
     order = np.array([2, 0, 3, 1])
     all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
-    permuted = uniforms(SEED, PROMPTS[order], SAMPLES[order], STARTS[order], OFFSETS, Purpose.DRAFT, 0)
-    np.testing.assert_array_equal(permuted, all_rows[order])
+    ordered = PROMPTS[order], SAMPLES[order], STARTS[order]
+    np.testing.assert_array_equal(uniforms(SEED, *ordered, OFFSETS, Purpose.DRAFT, 0), all_rows[order])
     gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)
-    np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS[order], SAMPLES[order], STARTS[order], 2), gumbels[order])
+    np.testing.assert_array_equal(position_gumbels(SEED, *ordered, 2), gumbels[order])
 
 
 def test_the_size_of_the_batch_does_not_matter():
@@ -115,7 +115,8 @@ def test_position_gumbels_depend_on_the_absolute_position_only():
 
 
 def test_position_gumbels_differ_between_seeds_rows_and_positions():
-    gumbels = [position_gumbels(seed, ids(1, 1, 2, 1), ids(0, 1, 0, 0), ids(5, 5, 5, 6), 0) for seed in (SEED, SEED + 1)]
+    rows = ids(1, 1, 2, 1), ids(0, 1, 0, 0), ids(5, 5, 5, 6)
+    gumbels = [position_gumbels(seed, *rows, 0) for seed in (SEED, SEED + 1)]
     assert gumbels[0].shape == (4, 9) and gumbels[0].dtype == jnp.float32
     assert len(np.unique(gumbels)) == 2 * 4 * 9
 

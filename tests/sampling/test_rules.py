@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from enumerate_laws import autoregressive, enumerate_round, joint_law, split
+from enumerate_laws import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
 
-warp_and_normalise = jax.jit(log_probs)
+warp_and_normalise = jax.jit(log_probs, compiler_options=COMPILE_FAST)
 
 EXACT = 1e-12
 BIASED = 1e-3
@@ -267,22 +267,18 @@ BROKEN = {
 }
 
 
-def is_harmless(name, one_hot):
-    return one_hot and name.startswith("BlockRule: scale")  # a one-hot residual is the same under any scale
+WITHOUT_LAWS = [name for name in BROKEN if name.startswith("TokenRule") or "stops" in name]
 
 
-@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_LAWS]
+)
 def test_a_broken_rule_is_caught(name, one_hot):
     target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
     if one_hot:
         draft = [log(np.eye(3)[table.argmax(-1)]) for table in draft]
     law = joint_law(BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot)
-    error = np.abs(law - autoregressive(target, 3)).max()
-    if is_harmless(name, one_hot):
-        assert error < EXACT
-    else:
-        assert error > BIASED
+    assert np.abs(law - autoregressive(target, 3)).max() > BIASED
 
 
 def test_a_mutant_that_mutates_nothing_is_exact():

@@ -11,7 +11,7 @@ import scipy.integrate
 import scipy.stats
 from scipy.special import log_softmax
 
-from enumerate_laws import enumerate_round, split
+from enumerate_laws import COMPILE_FAST, enumerate_round, split
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 
@@ -118,7 +118,7 @@ def some_laws(seed, depth, vocab_size=VOCAB_SIZE):
     return [log_softmax(1.2 * rng.normal(size=(1, vocab_size**n, vocab_size)), -1) for n in range(depth)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def verify(rule, draft, target, keys):
     return rule.verify(draft, target, keys)
 
@@ -132,7 +132,7 @@ def hostile_laws(rng, steps):
     return log_softmax(np.where(stays | (rng.random(shape) < 0.7), logits, -np.inf), -1).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def draft_each_row(rule, laws_BKV, keys):
     """Tokens [B, K] from laws that differ by row."""
     draw = rule.draw_draft(keys)
