@@ -74,7 +74,7 @@ def test_sharding_does_not_matter():
 
 
 def test_every_part_of_the_address_counts():
-    """No two of 3,888 addresses share a number, however their parts are exchanged."""
+    """No two of 1,944 addresses share a number, however their parts are exchanged."""
     seeds, purposes, drafters = (0, 1), tuple(Purpose), (0, 1, 2)
     prompts, samples, starts = (ids(*column) for column in zip(*itertools.product(range(3), repeat=3), strict=True))
     offsets = jnp.broadcast_to(jnp.arange(4), (27, 4))
