@@ -7,10 +7,10 @@
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
 Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with
-four of its twelve layers, for the demo; "tiny", which also runs without compiling anything. Times are those of a trained pair of the same shape, because no shape depends on
-what is accepted. Acceptance is not: both laws are flat (logits of standard deviation one), so sampled
-drafts are accepted about every other time and greedy ones hardly ever, which says nothing about a pair
-that was trained.
+four of its twelve layers, for the demo; "tiny", which also runs without compiling anything. The time of
+a round is that of a trained pair of the same shape, because no shape depends on what is accepted.
+Acceptance is not: both laws are flat (logits of standard deviation one), so one sampled draft in three
+is accepted and hardly any greedy one, which says nothing about a pair that was trained.
 """
 
 from ml_collections import ConfigDict, config_dict

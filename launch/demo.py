@@ -48,8 +48,9 @@ def main(argv: list[str]) -> None:
         return
     with console.status("starting") as status:
         result = benchmark(
-            experiment.pair, experiment.drafter, experiment.rule, experiment.sampling, experiment.workload, status.update
-        )
+            experiment.pair, experiment.drafter, experiment.rule, experiment.sampling, experiment.workload,
+            status.update,
+        )  # fmt: skip
     report.show(report.result_tables(result), console, _PLAIN.value)
 
 
@@ -70,8 +71,10 @@ def compare_greedy(experiment: Experiment, prompts: list[list[int]], console: Co
     gaps = [first_gap(experiment, prompt, a, b) for prompt, a, b in zip(prompts, plain, drafted, strict=True)]
     equal = gaps.count(None)
     tokens = sum(len(completion.tokens) for completion in plain)
-    style = "bold green" if equal == len(gaps) else "bold red"
-    console.print(f"\ngreedy, speculative = autoregressive: {equal} of {len(gaps)} prompts, {tokens} tokens", style=style)
+    console.print(
+        f"\ngreedy, speculative = autoregressive: {equal} of {len(gaps)} prompts, {tokens} tokens",
+        style="bold green" if equal == len(gaps) else "bold red",
+    )
     for index, gap in enumerate(gaps):
         if gap is not None:
             console.print(f"prompt {index}: {gap}")

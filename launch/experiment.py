@@ -90,7 +90,7 @@ def headline(experiment: Experiment) -> str:
         f"{pair.target.config.dtype}, {device.platform} ({device.device_kind})\n"
         f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats\n"
-        "The weights are random: times are those of a trained pair of this shape, acceptance means nothing."
+        "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
 
 

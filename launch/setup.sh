@@ -1,10 +1,10 @@
 # shellcheck shell=bash
 # Sourced by demo.sh and test.sh, from the root of the repository: a virtual environment in .venv.
 
-# Prints the newest Python from 3.11 on that really runs: a version manager's stand-in may exist and fail.
+# Prints a Python from 3.11 on that really runs: a version manager's stand-in may exist and fail.
 find_python() {
   local candidate
-  for candidate in python3.12 python3.11 python3; do
+  for candidate in python3.12 python3.11 python3.13 python3.14 python3; do
     if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
       echo "$candidate"
       return

@@ -68,12 +68,12 @@ def loop_memory(loop: Loop, sampling: Warp, *, batch: int, slots: int) -> LoopMe
     prompt = jax.ShapeDtypeStruct((batch, min(16, slots)), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     state = jax.eval_shape(lambda *arguments: loop.prefill(*arguments, slots=slots), weights, request, *prompt)
     compiled = Loop.run.lower(loop, weights, request, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-    rows = loop.drafter.K + 1
+    rows, caches = loop.drafter.K + 1, jax.tree.leaves((state.cache, state.drafter_state))
     return LoopMemory(
         batch=batch, draft_length=loop.drafter.K, vocab_size=loop.target.vocab_size, slots=slots,
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         logits_bytes=4 * batch * rows * loop.target.vocab_size,
-        cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache, state.drafter_state))),
+        cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from specsamp.decoding.rows import place, windows
 from specsamp.decoding.types import (
     DecodeState, Draft, Drafter, Finish, LanguageModel, Output, Request, Rule, Sampler, Stats, Verdict, Weights,
 )  # fmt: skip
+from specsamp.models.interface import check_logits
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.warp import log_probs
 
@@ -77,7 +78,7 @@ class Loop:
           request: with ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
           tokens_BP: prompts, padded on the right; padding is never seen.
           lengths_B: true lengths, at least 1.
-          slots: of caches and token buffer: the largest limit plus `headroom`, at least P.
+          slots: of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
           num_samples: rows per prompt.
         """
         batch, padded_length = tokens_BP.shape
@@ -90,6 +91,7 @@ class Loop:
                 self.target.init_cache(batch, slots),
                 hidden_layers=self.drafter.hidden_layers,
             )
+            check_logits("target", self.target, output)
             drafter_state, cache = self.drafter.init(weights, tokens_BP, lengths_B, slots, output, output.cache)
         copy = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), tree)
         rows = batch * num_samples
@@ -152,6 +154,9 @@ class Loop:
         output = self.target(
             weights.target, windows(tokens_BS, start_B, width), start_B, cache, hidden_layers=self.drafter.hidden_layers
         )
+        check_logits("target", self.target, output)
+        dtype = jnp.promote_types(output.logits_BTV.dtype, jnp.float32)
+        output = dataclasses.replace(output, logits_BTV=output.logits_BTV.astype(dtype))
         if width == rows:
             return output
         # A window wider than the block: its first row of interest is the pending token's.
@@ -177,11 +182,16 @@ class Loop:
         is_stop_BT &= positions < verdict.num_emitted_B[:, None]
         until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
         room_B = request.limits_B - state.lengths_B
-        count_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
+        wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
+        # A token is as good as the law it was judged by: nothing is emitted from the first NaN on.
+        valid_BT = ~jnp.any(jnp.isnan(output.logits_BTV), axis=-1)
+        count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
+        valid_B = count_B == wanted_B
         count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
         stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
         lengths_B = state.lengths_B + count_B
         ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
+        ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
         put = lambda buffer_BS, block_BT: place(buffer_BS, block_BT, state.lengths_B, count_B)
         if state.log_probs_BS is not None:
             at_token_BT = jnp.take_along_axis(
@@ -203,16 +213,17 @@ class Loop:
 
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
     num_tokens = draft.tokens_BK.shape[1]
-    active_B = running_B.astype(jnp.int32)
+    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     judged_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
     drafted_B = jnp.where(count_B < verdict.num_emitted_B, judged_B, draft.num_drafted_B)
     reached_BK = jnp.arange(num_tokens)[None, :] < judged_B[:, None]
     outcome_BT = jnp.arange(num_tokens + 1)[None, :] == accepted_B[:, None]
-    return Stats(
-        rounds_B=stats.rounds_B + active_B,
-        emitted_B=stats.emitted_B + count_B,
-        drafted_B=stats.drafted_B + active_B * drafted_B,
-        reached_BK=stats.reached_BK + active_B[:, None] * reached_BK,
-        accepted_BT=stats.accepted_BT + active_B[:, None] * outcome_BT,
+    new = Stats(
+        rounds_B=active_B,
+        emitted_B=count_B,
+        drafted_B=active_B * drafted_B,
+        reached_BK=active_B[:, None] * reached_BK,
+        accepted_BT=active_B[:, None] * outcome_BT,
     )
+    return jax.tree.map(lambda total, more: total + more.astype(total.dtype), stats, new)

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
-
-from specsamp.decoding.types import Weights
+from specsamp.decoding.types import Drafter, Weights
 from specsamp.models.interface import LanguageModel
+
+
+MODEL_PARTS = ("vocab_size", "max_positions", "prepare", "init_cache", "__call__")
+MAX_PREPARED = 4  # sets of decode-time weights kept, per number of slots and drafter
 
 
 class Tokenizer(Protocol):
@@ -25,6 +27,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a text that is one token (special tokens included), else None."""
+
     def token(self, index: int) -> str:
         """The piece of text (or its escaped form) that an id stands for."""
 
@@ -36,7 +41,7 @@ class Pair:
     Attributes:
       target, target_params: the model whose law is sampled.
       draft, draft_params: the model that proposes; leave both out to decode without one. Parameters
-        without a model are handed to your own drafter as they are, as ``weights.draft``.
+        without a model are for your own drafter, whose ``prepare`` is handed them.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
       draft_tokenizer: only to be compared with the target's, where the draft came with its own.
 
@@ -53,6 +58,14 @@ class Pair:
     _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
+        for name, model in (("target", self.target), ("draft", self.draft)):
+            missing = [part for part in MODEL_PARTS if model is not None and not hasattr(model, part)]
+            if missing:
+                raise ValueError(f"the {name} is no LanguageModel: {model!r} has no {', '.join(missing)}")
+            try:
+                hash(model)
+            except TypeError as error:
+                raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "
@@ -72,17 +85,20 @@ class Pair:
                 "use a draft trained with the target's tokenizer"
             )
 
-    def weights(self, slots: int) -> Weights:
-        """Decode-time weights for caches of ``slots`` slots; kept, since folding them costs time."""
-        if slots not in self._prepared:
-            self._prepared.clear()  # one set at a time: at 70B a second would not fit
-            draft = self.draft_params if self.draft is None else _prepare(self.draft, self.draft_params, slots)
-            self._prepared[slots] = Weights(target=_prepare(self.target, self.target_params, slots), draft=draft)
-        return self._prepared[slots]
+    def weights(self, drafter: Drafter, slots: int) -> Weights:
+        """Decode-time weights for caches of ``slots`` slots; the last few are kept, since folding costs time.
 
-
-def _prepare(model: LanguageModel, params: Any, slots: int) -> Any:
-    return jax.jit(model.prepare, static_argnums=1)(params, slots)
+        What `prepare` leaves as it was shares its memory with the parameters.
+        """
+        key = (drafter, slots)
+        if key not in self._prepared:
+            while len(self._prepared) >= MAX_PREPARED:
+                self._prepared.pop(next(iter(self._prepared)))
+            target = next((w.target for (_, s), w in self._prepared.items() if s == slots), None)
+            if target is None:
+                target = self.target.prepare(self.target_params, slots)
+            self._prepared[key] = Weights(target=target, draft=drafter.prepare(self.draft_params, slots))
+        return self._prepared[key]
 
 
 def _check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:

@@ -60,6 +60,7 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP = 1  # a stop token was emitted
     LENGTH = 2  # the row's budget is spent
+    INVALID = 3  # the target's logits were NaN; nothing of that round was emitted
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +94,8 @@ class Sampler:
           drafter: index, where several draft in one round.
 
         Returns:
-          ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from (None: one-hot).
+          ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
+          is statically greedy, which makes the law one-hot (the default of `generate`).
         """
         warped_BV = log_probs(self.warp, logits_BV)
         if self.is_one_hot:
@@ -113,6 +115,9 @@ class Drafter(Protocol):
     K: int
     exact: bool
     hidden_layers: tuple[int, ...]
+
+    def prepare(self, params: Any, slots: int) -> Any:
+        """Turns ``Pair.draft_params`` into ``weights.draft``, for caches of ``slots`` slots."""
 
     def init(
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any

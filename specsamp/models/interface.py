@@ -25,6 +25,9 @@ class LanguageModel(Protocol):
 
     ``prepare`` turns training parameters into decode-time *weights*: cast, folded, quantised. They do
     not change during a loop, so they are never donated and never in the carry.
+
+    Caches have a little more than ``max_positions`` slots: the last ones are scratch. A stale slot must
+    not be able to harm: masked scores, not masked values, so nothing in a cache may become NaN.
     """
 
     @property
@@ -58,3 +61,14 @@ class LanguageModel(Protocol):
           cache: from `init_cache` or an earlier call.
           hidden_layers: layers (0 is the first) whose outputs a drafter wants to see.
         """
+
+
+def check_logits(name: str, model: LanguageModel, output: Output) -> None:
+    """Refuses logits of another width than the vocabulary's: the missing tokens would get any law at all.
+
+    Raises:
+      ValueError: while tracing, with both numbers.
+    """
+    width = output.logits_BTV.shape[-1]
+    if width != model.vocab_size:
+        raise ValueError(f"the {name} has a vocabulary of {model.vocab_size} but returned logits of width {width}")

@@ -2,8 +2,7 @@
 
 Weights of the attention keep one layout for every number of tokens: Q, K, V head-major ``[N, D, H]``
 and the output ``[N, H, D]``. With any other the TPU compiler lays weights out again for a loop that
-uses them at different T, and XLA's CPU backend transposes ``[D, N, H]`` in every call (four times
-slower for one row).
+uses them at different T, and XLA's CPU backend transposes ``[D, N, H]`` in every call.
 
 Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied layer
 by layer.
@@ -11,6 +10,7 @@ by layer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -60,7 +60,8 @@ class TransformerLM:
     def forward(self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()) -> Output:
         """Scores whole sequences without a cache, for training and evaluation; logits [B, T, V] f32."""
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
-        return Transformer(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
+        with self._full_precision():
+            return Transformer(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
 
     def prepare(self, params: Any, slots: int) -> Any:
         """Casts to the compute dtype and folds the relative-position projection into a table of keys."""
@@ -71,7 +72,8 @@ class TransformerLM:
         for i in range(self.config.num_layers):
             layer = dict(kept[f"layer_{i}"])
             attention = dict(layer["attention"])
-            table = relative_keys(attention.pop("relative"), slots)
+            with self._full_precision():
+                table = relative_keys(attention.pop("relative"), slots)
             tables.append(table.astype(self.config.compute_dtype))
             layer["attention"] = attention
             kept[f"layer_{i}"] = layer
@@ -84,14 +86,21 @@ class TransformerLM:
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: KVCache, *, hidden_layers: tuple[int, ...] = ()
     ) -> Output:
         """See `LanguageModel.__call__`."""
-        return Transformer(self.config).apply(
-            {"params": weights["params"]},
-            tokens_BT,
-            start_B,
-            cache,
-            weights["relative_keys"],
-            hidden_layers=hidden_layers,
-        )
+        with self._full_precision():
+            return Transformer(self.config).apply(
+                {"params": weights["params"]},
+                tokens_BT,
+                start_B,
+                cache,
+                weights["relative_keys"],
+                hidden_layers=hidden_layers,
+            )
+
+    def _full_precision(self) -> contextlib.AbstractContextManager:
+        """float32 means float32, also where a device would multiply in less; a user's own setting stands."""
+        if self.config.dtype == "float32" and jax.config.jax_default_matmul_precision is None:
+            return jax.default_matmul_precision("highest")
+        return contextlib.nullcontext()
 
 
 class Transformer(nn.Module):

@@ -22,6 +22,10 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
+    def token_id(self, text: str) -> int | None:
+        encoded = [self.eos_id] if text == "<eos>" else self.encode(text)
+        return encoded[0] if len(encoded) == 1 else None
+
     def token(self, index: int) -> str:
         return "<eos>" if index == self.eos_id else repr(bytes([index]))
 
@@ -41,13 +45,21 @@ class JsonTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        """The largest id plus one: ids may have gaps."""
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens))
+
+    def token_id(self, text: str) -> int | None:
+        known = self._tokenizer.token_to_id(text)
+        if known is not None:
+            return known
+        encoded = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return encoded[0] if len(encoded) == 1 else None
 
     def token(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ""

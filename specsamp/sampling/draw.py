@@ -4,7 +4,7 @@ The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a 
 sums, the second a token within it. A float32 uniform has 23 random bits: a single one for the whole
 vocabulary would round every token's probability to a multiple of 2^-23, together an error of up to
 V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py measures both).
-A Gumbel draw costs two to ten times as much on a CPU and is left to the coupled rule, which needs it.
+A Gumbel draw needs a random number per token; it is left to the coupled rule, which cannot do without.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,22 @@ class Verdict:
         return self.num_accepted_B + 1
 
 
+class Rule(Protocol):
+    """What the loop asks of a rule. Static and hashable; it owns the addresses of its noise.
+
+    Attributes:
+      exact: whether what is emitted follows the target's law.
+    """
+
+    exact: bool
+
+    def draw_draft(self, keys: RoundKeys) -> Draw:
+        """The way a drafter draws: ``(log_probs_BV, offset, drafter) -> tokens_B``."""
+
+    def verify(self, draft: Draft, target_log_probs: Array, keys: RoundKeys) -> Verdict:
+        """Decides; ``target_log_probs`` is float32 [B, K+1, V], warped and normalised."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenRule:
     """Speculative sampling as published: token by token, lossless."""
@@ -90,7 +107,7 @@ class TokenRule:
 
     def num_accepted(self, passed_BK: Array) -> Array:
         """The tokens before the first refusal, [B] int32."""
-        return jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1)
+        return jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """``(q - p)+`` after ``num_accepted_B`` tokens, [B, V], not normalised."""
@@ -222,8 +239,6 @@ class CoupledRule:
         return Verdict(tokens_BT=jnp.where(emitted, choices_BT, -1), num_accepted_B=num_accepted_B)
 
 
-Rule = TokenRule | BlockRule | CoupledRule
-
 
 def _independent_draw(keys: RoundKeys) -> Draw:
     def draw_one(log_probs_BV: Array, offset: Array | int, drafter: int = 0) -> Array:
@@ -243,7 +258,7 @@ def _verify_independently(
     num_accepted_B = rule.num_accepted(uniforms_BK < rule.acceptance(draft, target_log_probs))
     weights_BV = rule.residual(draft, target_log_probs, num_accepted_B)
     # Equal laws leave no residual and are never rejected, except by rounding: then fall back to the target.
-    empty_B1 = weights_BV.sum(-1, keepdims=True) <= 0
+    empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # and where the draft's law is NaN
     weights_BV = jnp.where(empty_B1, jnp.exp(_at(target_log_probs, num_accepted_B)), weights_BV)
     last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
     positions = jnp.arange(num_tokens + 1)[None, :]

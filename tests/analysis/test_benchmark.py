@@ -53,12 +53,17 @@ def setting():
     """A loop of two rows, with its weights and request."""
     target, draft = TransformerLM(tiny(num_layers=1)), TransformerLM(tiny(num_layers=1, num_kv_heads=2))
     loop = Loop(target=target, drafter=ModelDrafter(draft, K), rule=TokenRule())
-    init = lambda model, seed: jax.jit(lambda key: model.prepare(model.init(key), 32))(jax.random.key(seed))
+    random = np.random.default_rng(0)
+
+    def weights_of(model):
+        shapes = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), 32))
+        return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape, scale=0.1), leaf.dtype), shapes)
+
     request = Request(
         sampling=for_rows(SAMPLING, 2), draft_sampling=for_rows(SAMPLING, 2), limits_B=jnp.array([20, 20]),
         row_keys_B=row_keys(0, jnp.arange(2), jnp.zeros(2, jnp.int32)), stop_ids=jnp.array([-1]),
     )  # fmt: skip
-    return loop, Weights(target=init(target, 0), draft=init(draft, 1)), request
+    return loop, Weights(target=weights_of(target), draft=weights_of(draft)), request
 
 
 @pytest.fixture
@@ -175,13 +180,13 @@ def test_the_phases_together_are_a_round(setting, board):
         )
 
 
-def test_a_drafter_without_laws(pair, monkeypatch):
-    """Prompt lookup: proposals are one-hot, and sometimes there is none."""
-    monkeypatch.setattr(split, "SECONDS_PER_SAMPLE", 1e-5)
-    work = Workload(batch=1, prompt_length=4, max_new_tokens=4, repeats=1)
-    result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, work)
+def test_prompt_lookup(pair, monkeypatch):
+    """Proposals without laws, and sometimes none."""
+    monkeypatch.setattr(benchmark_module, "split_round", lambda *_: None)
+    result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, WORK)
     assert len(result.acceptance.accepted_counts) == 3
-    assert report.result_tables(result)
+    assert result.acceptance.reached[0] <= result.acceptance.rounds
+    assert len(report.result_tables(result)) == 2
 
 
 def test_no_drafter(pair, monkeypatch):
@@ -239,11 +244,9 @@ def test_tables_hold_the_numbers(result, plain):
 
 
 def test_memory_counts_what_the_loop_adds():
-    """Twice the vocabulary costs twice the laws, to within a factor that the compiler may choose."""
-    grid = ((1, 2, 4096), (1, 2, 8192))
+    """Room for the scored laws, a few times over; how it grows is tests/decoding/test_compiled.py's matter."""
     model = tiny(num_layers=1)
-    small, large = memory.memory_grid(model, model, TokenRule(), SAMPLING, slots=32, grid=grid)
-    assert small.logits_bytes == 4 * 3 * 4096 and large.logits_bytes == 2 * small.logits_bytes
-    added = (large.temp_bytes - small.temp_bytes) / (large.logits_bytes - small.logits_bytes)
-    assert 1 <= added <= 16
-    assert small.cache_bytes == large.cache_bytes == 4 * 2 * 2 * 32 * 32
+    (point,) = memory.memory_grid(model, model, TokenRule(), SAMPLING, slots=32, grid=((1, 2, 8192),))
+    assert point.logits_bytes == 4 * 3 * 8192
+    assert 1 <= point.temp_bytes / point.logits_bytes <= 16
+    assert point.cache_bytes == 4 * 2 * 2 * 32 * 32  # keys and values of two models, 32 slots of width 32

@@ -175,24 +175,36 @@ def test_pairs_that_do_not_belong_together():
     [
         (dict(prompts=[]), "no prompts"),
         (dict(prompts="text"), r"write \[prompt\]"),
+        (dict(prompts=[1, 2]), "prompt 0 must be a text or a list of token ids; got 1"),
+        (dict(prompts=[[1.7]]), r"prompt 0\[0\] must be an integer .* got 1.7"),
         (dict(prompts=["a", ""]), "prompt 1 is empty"),
-        (dict(prompts=[[1, 300]]), "token 300, outside the vocabulary of 257"),
-        (dict(prompts=[[1, -2]]), "token -2, outside"),
+        (dict(prompts=[[1, 300]]), r"prompt 0\[1\] must be an integer >= 0 and below 257; got 300"),
+        (dict(prompts=[[1, -2]]), r"prompt 0\[1\] must be .* got -2"),
         (dict(max_new_tokens=64), "together 65, more than the target's 64 positions"),
-        (dict(max_new_tokens=0), "must be positive integers; got 0"),
-        (dict(max_new_tokens=[1, 2]), "for 1 prompts"),
-        (dict(draft_length=-1), r"draft_length must be an integer >= 0 .*got -1"),
+        (dict(max_new_tokens=0), "max_new_tokens must be an integer >= 1 .* got 0"),
+        (dict(max_new_tokens=[1, 2]), "2 max_new_tokens for 1 prompts"),
+        (dict(max_new_tokens=2**31 - 1), "more than the target's 64 positions"),
+        (dict(max_new_tokens=2**32 + 5), "max_new_tokens must be an integer"),
+        (dict(seed=-1), "seed must be an integer >= 0"),
+        (dict(seed=2**32), "seed must be .* below 4294967296"),
+        (dict(prompt_ids=[0.5]), r"prompt_ids\[0\] must be an integer"),
+        (dict(stop=3), "stop must be a list"),
+        (dict(sampling=0.8), "sampling must be a warp"),
+        (dict(sampling=temperature), "sampling must be a warp"),
+        (dict(rule=TokenRule), "rule must be a rule"),
+        (dict(drafter=NgramDrafter), "drafter must be a drafter"),
+        (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
         (dict(draft_length=2.5), "got 2.5"),
         (dict(draft_length=True), "got True"),
-        (dict(stop=[3.5]), "stop id 3.5 is outside"),
+        (dict(stop=[3.5]), "a stop id must be .* got 3.5"),
         (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
         (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
-        (dict(stop=[257]), "stop id 257 is outside the vocabulary of 257"),
-        (dict(stop=[-1]), "stop id -1 is outside"),
-        (dict(stop=["ab"]), "'ab' is 2 tokens"),
+        (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
+        (dict(stop=[-1]), "a stop id must be .* got -1"),
+        (dict(stop=["ab"]), "'ab' is not one token"),
         (dict(stop="a"), r"write \[stop\]"),
-        (dict(num_samples=0), "num_samples must be a positive integer; got 0"),
+        (dict(num_samples=0), "num_samples must be an integer >= 1 .* got 0"),
         (dict(prompt_ids=[1, 2]), "2 prompt_ids for 1 prompts"),
         (dict(sampling=chain(temperature([0.5, 1.0]))), r"shape \(2,\) for 1 prompts"),
         (dict(rule="token"), "rule must be a rule such as TokenRule"),
@@ -202,6 +214,8 @@ def test_bad_input_fails_before_anything_is_traced(change, message):
     class Untraceable(CountingLM):
         def __call__(self, *args, **kwargs):
             raise AssertionError("was traced")
+
+        prepare = init_cache = __call__
 
     pair = Pair(
         target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer()
@@ -221,7 +235,7 @@ def test_missing_parts_are_named():
         generate(alone, ["a"], 4, draft_length=0)
     with pytest.raises(ValueError, match="without draft_params"):
         Pair(target=CountingLM(), target_params=(), draft=CountingLM())
-    with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1; got 0"):
+    with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1"):
         stream(alone, [[1]], 4, rounds_per_chunk=0)
 
 
@@ -263,7 +277,7 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
     """The block after 'Bring your own' is at most about thirty lines, and does what it says."""
     readme = (REPOSITORY / "README.md").read_text()
     (code,) = re.findall(r"## Bring your own.*?```python\n(.*?)```", readme, re.DOTALL)
-    assert len(code.splitlines()) <= 36
+    assert len(code.splitlines()) <= 36  # thirty without imports and blank lines
     scope = {}
     exec(code, scope)
     assert scope["completion"].tokens == scope["plain"].tokens and len(scope["plain"].tokens) > 0
@@ -280,3 +294,162 @@ def test_numbers_of_a_pair_without_drafter_are_plain():
     row = generate(counting_pair(), ["a"], 5, drafter=NoDrafter(), rule=TokenRule())[0]
     assert row.stats.rounds == 5 and row.stats.reached == () and np.isnan(row.stats.acceptance_rate)
     assert generate(counting_pair(), ["a"], 5, sampling=chain(temperature(0.0), top_p(0.5)))[0].text == "bcdef"
+
+
+def table_pair(**options):
+    table = random_table(3, 12)
+    return Pair(target=TableLM(12), target_params=table, draft=TableLM(12), draft_params=near(table, 4, 0.5), **options)
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_logits_of_another_width_are_refused(side):
+    """A model that returns fewer logits than it has tokens would make the missing ones follow no law."""
+    pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
+    with pytest.raises(ValueError, match=f"the {side} has a vocabulary of 12 but returned logits of width 9"):
+        generate(pair, [[1]], 4)
+
+
+def test_within_buckets_nothing_is_compiled_again():
+    """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and stops too."""
+    from specsamp.decoding.loop import Loop
+
+    pair = table_pair()
+    run = lambda length, budget, value, seed, stop: generate(
+        pair, [[1] * length], budget, sampling=chain(temperature(value), top_p(0.9)), seed=seed, stop=stop
+    )
+    run(17, 25, 0.5, 0, [])
+    compiled = Loop.run._cache_size(), Loop.prefill._cache_size()
+    prepared = dict(pair._prepared)
+    for length, budget, value, seed, stop in ((24, 32, 0.0, 1, [3]), (20, 25, 2.0, 2**32 - 1, [1, 2, 3, 4, 5])):
+        run(length, budget, value, seed, stop)
+    assert (Loop.run._cache_size(), Loop.prefill._cache_size()) == compiled
+    assert pair._prepared == prepared
+    run(25, 25, 0.5, 0, [])
+    assert Loop.prefill._cache_size() == compiled[1] + 1, "the control: another bucket"
+
+
+@pytest.mark.parametrize("size, bucket", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)])
+def test_buckets_waste_at_most_half(size, bucket):
+    from specsamp.decoding.generate import _bucket
+
+    assert _bucket(size) == bucket
+
+
+def test_weights_share_memory_with_parameters_and_are_kept():
+    """What `prepare` need not change costs nothing twice."""
+    model = TransformerLM(tiny(vocab_size=V, positions="rotary"))
+    params = model.init(jax.random.key(0))
+    pair = Pair(target=model, target_params=params)
+    few, many = pair.weights(NoDrafter(), 128), pair.weights(NoDrafter(), 256)
+    assert pair.weights(NoDrafter(), 128) is few and few.draft is None
+    for weights in (few, many):
+        for ours, theirs in zip(jax.tree.leaves(weights.target), jax.tree.leaves(params), strict=True):
+            assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+    pair.weights(NgramDrafter(2), 128)
+    assert pair.weights(NgramDrafter(2), 128).target is few.target
+    for slots in range(384, 1280, 128):
+        pair.weights(NoDrafter(), slots)
+    assert len(pair._prepared) <= 4
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
+    """A vocabulary padded to a round number: its last ids are excluded from target and draft."""
+
+    class Short(ByteTokenizer):
+        vocab_size = 7
+        eos_id = None
+
+    for options in (dict(sampling=chain(temperature(3.0))), dict()):
+        rows = generate(table_pair(tokenizer=Short()), [[1]], 100, num_samples=4, **options)
+        assert max(max(row.tokens) for row in rows) < 7
+        rows = generate(table_pair(), [[1]], 100, num_samples=4, sampling=chain(temperature(3.0)))
+        assert max(max(row.tokens) for row in rows) >= 7, "the control"
+
+
+def test_logits_that_become_nan_end_the_row():
+    """Nothing fluent is made of them; other rows go on, and a draft that fails costs only acceptance."""
+    broken = random_table(3, 12).at[:, :, 5].set(jnp.nan)  # after token 5
+    pair = dataclasses.replace(table_pair(), target_params=broken)
+    rows = generate(pair, [[1, 5], [1]], 200, sampling=chain(temperature(1.0)), num_samples=3)
+    for row in rows[:3]:
+        assert (row.finish, row.tokens, row.stats.rounds) == ("invalid", [], 0)
+    for row in rows[3:]:
+        assert row.finish == "invalid" and len(row.tokens) > 0 and row.stats.emitted == len(row.tokens)
+    pair = dataclasses.replace(table_pair(), draft_params=broken)
+    (row,) = generate(pair, [[1, 5]], 50, sampling=chain(temperature(1.0)))
+    assert row.finish == "length" and row.stats.accepted < row.stats.drafted
+
+
+def test_lossy_parts_show_in_the_result():
+    @dataclasses.dataclass(frozen=True)
+    class Lossy(TokenRule):
+        exact = False
+
+    assert generate(table_pair(), [[1]], 4)[0].exact
+    assert not generate(table_pair(), [[1]], 4, rule=Lossy())[0].exact
+
+
+@pytest.mark.parametrize("K", [0, 3])
+@pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule(), specsamp.CoupledRule()])
+def test_sixty_four_bits_change_no_type(rule, K):
+    """With 64-bit types enabled the carry of the loop keeps its own."""
+    with jax.enable_x64(True):
+        for drafter in (None, NgramDrafter(3)) if K else (None,):
+            rows = generate(
+                table_pair(), [[1], [2, 3, 2]], 12, rule=rule, sampling=chain(temperature(0.9)), drafter=drafter,
+                draft_length=K, return_log_probs=True,
+            )  # fmt: skip
+            assert all(len(row.tokens) == 12 for row in rows)
+
+
+def test_log_probs_of_narrow_logits_are_wide():
+    """A model that returns bfloat16 logits is judged, and reported, in float32."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Narrow(TableLM):
+        def __call__(self, *args, **kwargs):
+            output = super().__call__(*args, **kwargs)
+            return dataclasses.replace(output, logits_BTV=output.logits_BTV.astype(jnp.bfloat16))
+
+    table = random_table(3, 12)
+    pair = Pair(target=Narrow(12), target_params=table)
+    (row,) = generate(pair, [[1, 2, 3]], 1, draft_length=0, return_log_probs=True)
+    expected = jax.nn.log_softmax(table[1, 2, 3].astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(row.log_probs[0], expected[row.tokens[0]], rtol=1e-6)
+
+
+def test_a_drafter_is_given_weights_of_its_own_making():
+    """`prepare` is handed the pair's draft_params and the number of slots, once."""
+    calls = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(NgramDrafter):
+        def prepare(self, params, slots):
+            calls.append((params, slots))
+            return jnp.zeros(slots)
+
+        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+            assert weights.draft.shape[0] == tokens_BS.shape[1]
+            return super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
+
+    pair = Pair(target=TableLM(12), target_params=random_table(3, 12), draft_params="mine")
+    for _ in range(2):
+        generate(pair, [[1]], 8, drafter=Own(K=2))
+    assert calls == [("mine", 128)]
+
+
+def test_objects_that_are_no_models_are_refused():
+    with pytest.raises(ValueError, match="the target is no LanguageModel: .* has no vocab_size, max_positions, prepare"):
+        Pair(target=object(), target_params=())
+
+    class Unhashable(CountingLM):
+        __hash__ = None
+
+    with pytest.raises(ValueError, match="the target must be hashable"):
+        Pair(target=Unhashable(), target_params=())
+    with pytest.raises(ValueError, match="is not the pair's draft"):
+        generate(counting_pair(), ["a"], 4, drafter=ModelDrafter(CountingLM(stumbles_at=3), 2))
+    with pytest.raises(ValueError, match="K and window must be at least 1; got 0"):
+        ModelDrafter(CountingLM(), 0)
+    with pytest.raises(ValueError, match="K must be at least 1; got 0"):
+        NgramDrafter(0)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
-from test_loop_law import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
+from test_loop_law import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
@@ -159,19 +159,47 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
         return float(stats.accepted_BT[:, -1].sum() / stats.rounds_B.sum())
 
     # All but the last round, which the budget may cut, accept everything.
-    rounds = -(-40 // (K + 1))
+    rounds = 40 // (K + 1)
     assert acceptance(ModelDrafter(TableLM(V), K)) >= (rounds - 1) / rounds
     assert acceptance(Mutant(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
     assert law_test(table_loop(TokenRule(), Mutant(TableLM(V), K)), NEAR, FULL) > FALSE_ALARM
 
 
-def test_length_of_a_neighbour():
+def neighbours(state):
+    """A state in which every row has the length of the row of the other prompt."""
+    return dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, SAMPLES))
+
+
+def test_length_of_a_neighbour_while_scoring():
     class Mutant(Loop):
         def score(self, weights, state, draft, cache):
-            neighbours = dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, 220_000))
-            return super().score(weights, neighbours, draft, cache)
+            return super().score(weights, neighbours(state), draft, cache)
 
     assert caught(model_loop(TokenRule(), loop=Mutant), draft=NEAR)
+
+
+def test_length_of_a_neighbour_while_verifying():
+    """The noise of another round: two rounds of a row may then share theirs."""
+
+    class Mutant(Loop):
+        def _keys(self, request, state):
+            return super()._keys(request, dataclasses.replace(state, lengths_B=jnp.full_like(state.lengths_B, 4)))
+
+    assert caught(model_loop(TokenRule(), loop=Mutant), draft=FAR)
+
+
+def test_length_of_a_neighbour_while_drafting():
+    """Output stays exact; acceptance pays."""
+
+    class Mutant(Loop):
+        def draft(self, weights, request, state):
+            return super().draft(weights, request, neighbours(state))
+
+    def acceptance(loop):
+        state = decode(model_loop(TokenRule(), loop=loop), TARGET, TARGET, PROMPTS, 20, FULL, samples=SAMPLES).state
+        return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
+
+    assert acceptance(Loop) == 1.0 and acceptance(Mutant) < 0.8
 
 
 def test_lost_draft_of_the_last_round_under_a_budget():

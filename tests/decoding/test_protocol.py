@@ -147,5 +147,5 @@ def test_dropping_a_drafted_token_by_its_value_is_biased():
 def test_drafter_state_follows_its_row():
     """Several samples of a prompt start from one copy of the drafter's state each."""
     run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 2)), TARGET, TARGET, PROMPTS, 12, FULL, samples=3)
-    assert jax.tree.leaves(run.state.drafter_state)[0].shape[0] == 9
+    assert jax.tree.leaves(run.state.drafter_state)[0].shape[0] == 6
     assert jnp.all(run.state.stats.accepted_BT[:, 2] == 4)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specsamp.decoding.rows import place, windows
 from specsamp.decoding.types import Draft, LanguageModel, Output, Sampler, Verdict, Weights
+from specsamp.models.interface import check_logits
 
 Array = jax.Array
 _Carry = tuple[Any, Array, Array | None]  # draft cache, tokens, laws
@@ -31,6 +32,10 @@ class ModelDrafter:
     exact = True
     hidden_layers = ()
 
+    def __post_init__(self):
+        if self.K < 1 or self.window < 1:
+            raise ValueError(f"K and window must be at least 1; got {self.K} and {self.window}")
+
     @property
     def first_window(self) -> int:
         """Tokens fed by a round's first call: after a full acceptance the draft has not seen its last token.
@@ -39,6 +44,9 @@ class ModelDrafter:
         was seen, feeding it again costs nothing, and shapes stay static.
         """
         return max(self.window, 2)
+
+    def prepare(self, params: Any, slots: int) -> Any:
+        return self.model.prepare(params, slots)
 
     def init(
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
@@ -55,6 +63,7 @@ class ModelDrafter:
             start_B = jnp.maximum(end_B - width, 0)
             output = self.model(weights.draft, windows(tokens_BS, start_B, width), start_B, state)
             last_B11 = (end_B - 1 - start_B)[:, None, None]
+            check_logits("draft", self.model, output)
             logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
             tokens_B, log_probs_BV = sample(logits_BV, offset)
             if log_probs_BV is not None:

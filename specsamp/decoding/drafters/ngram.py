@@ -35,8 +35,13 @@ class NgramDrafter:
     hidden_layers = ()
 
     def __post_init__(self):
+        if self.K < 1:
+            raise ValueError(f"K must be at least 1; got {self.K}")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
+
+    def prepare(self, params: Any, slots: int) -> Any:
+        return None
 
     def init(
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any

@@ -21,6 +21,9 @@ class NoDrafter:
     exact = True
     hidden_layers = ()
 
+    def prepare(self, params: Any, slots: int) -> Any:
+        return None
+
     def init(
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
     ) -> tuple[Any, Any]:

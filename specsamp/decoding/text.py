@@ -1,0 +1,32 @@
+"""Text while it is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specsamp.decoding.pair import Tokenizer
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Turns a growing list of tokens into pieces of text that together are the text of the whole.
+
+    A tokenizer's text of a prefix need not be a prefix of its text: the last character may lack bytes,
+    and a tokenizer that falls back to bytes then shows the whole run of bytes as unknown. What may still
+    change is held back until it agrees with what has been shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._shown = ""
+
+    def push(self, tokens: Sequence[int], finished: bool) -> str:
+        """The text that is new in ``tokens``, all tokens so far; everything if ``finished``."""
+        text = self._tokenizer.decode(tokens)
+        if not finished:
+            text = text.rstrip(INCOMPLETE)
+            if not text.startswith(self._shown):
+                return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new

@@ -1,0 +1,83 @@
+"""Tokenizers: special tokens, ids with gaps, and text that is streamed while bytes are missing."""
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from specsamp.decoding.text import TextStream
+from specsamp.pretrained.tokenizer import ByteTokenizer, JsonTokenizer
+
+
+def saved(tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture
+def with_specials(tmp_path):
+    """A tokenizer that begins every text with <s>, as Llama's does; id 5 is the last of a vocabulary with a gap."""
+    vocab = {"<s>": 0, "</s>": 1, ".": 2, "a": 3, "b": 5}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return JsonTokenizer(saved(tokenizer, tmp_path), eos="</s>")
+
+
+def test_special_tokens_begin_prompts_but_not_stop_texts(with_specials):
+    assert with_specials.encode("ab.") == [0, 3, 5, 2]
+    assert with_specials.token_id(".") == 2 and with_specials.token_id("</s>") == 1
+    assert with_specials.token_id("ab") is None
+
+
+def test_vocabulary_size_reaches_the_largest_id(with_specials):
+    assert with_specials.vocab_size == 6
+    assert with_specials.token(3) == "a" and with_specials.token(4) == ""
+
+
+def test_unknown_end_of_text_and_missing_files_are_named(with_specials, tmp_path):
+    with pytest.raises(ValueError, match="has no token '<end>'"):
+        JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
+    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
+        JsonTokenizer(tmp_path / "elsewhere.json")
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("é€") + [256]) == "é€"
+    assert tokenizer.token_id("a") == 97 and tokenizer.token_id("é") is None and tokenizer.token_id("<eos>") == 256
+
+
+@pytest.fixture
+def with_byte_fallback(tmp_path):
+    """As SentencePiece models have it: an incomplete tail makes the *whole* run of bytes unknown."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return JsonTokenizer(saved(tokenizer, tmp_path))
+
+
+def pieces(tokenizer, tokens, step):
+    stream = TextStream(tokenizer)
+    ends = list(range(step, len(tokens), step)) + [len(tokens)]
+    return [stream.push(tokens[:end], end == len(tokens)) for end in ends]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_streamed_pieces_make_the_whole_text(with_byte_fallback, step):
+    for text in ("€€éa", "aé€a€", "ééé"):
+        for tokenizer in (with_byte_fallback, ByteTokenizer()):
+            tokens = tokenizer.encode(text)
+            assert "".join(pieces(tokenizer, tokens, step)) == tokenizer.decode(tokens) == text
+
+
+def test_byte_fallback_really_changes_what_was_shown(with_byte_fallback):
+    """The control: a run of bytes that was readable becomes unknown when an incomplete character follows."""
+    tokens = with_byte_fallback.encode("€€")
+    assert with_byte_fallback.decode(tokens[:3]) == "€"
+    assert "€" not in with_byte_fallback.decode(tokens[:4])
+
+
+def test_text_that_ends_in_the_middle_of_a_character_is_shown_at_the_end():
+    assert pieces(ByteTokenizer(), list("a€".encode())[:3], 1) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
