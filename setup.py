@@ -28,7 +28,7 @@ setup(
         "rich>=13",
     ],
     extras_require={
-        "test": ["pytest>=8", "scipy>=1.13"],
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13"],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}"],
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "plot": ["matplotlib>=3.8"],

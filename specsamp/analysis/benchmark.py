@@ -219,9 +219,11 @@ def _decoders(
     # As many slots on both sides: attention reads all of them.
     slots = -(-(longest + max(loop.headroom for loop in loops.values())) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {
-        name: _Decoder(loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots)
+        name: _Decoder(
+            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots
+        )
         for name, loop in loops.items()
-    }
+    }  # fmt: skip
 
 
 def _side(decoder: _Decoder, timing: np.ndarray, warm_up_seconds: float) -> Side:
