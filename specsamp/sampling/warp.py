@@ -40,6 +40,20 @@ Warp = Callable[[Array], Array]  # logits [B, ..., V] -> logits [B, ..., V]
 GREEDY_BELOW = 1e-5
 
 
+def _pytree(cls: type) -> type:
+    """A frozen dataclass whose fields are data.
+
+    Not `jax.tree_util.register_dataclass`: with it, trees of different classes compare equal (JAX 0.10 to
+    0.12), and when their hashes also meet, jit runs the program of one warp for another.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    jax.tree_util.register_pytree_node(
+        cls, lambda warp: (tuple(getattr(warp, name) for name in names), None), lambda _, values: cls(*values)
+    )
+    return cls
+
+
 def chain(*warps: Warp) -> Chain:
     """Applies ``warps`` from left to right; ``chain()`` leaves the model's own law."""
     flat = []
@@ -122,8 +136,7 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
     return jax.tree.map(expand, warp)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class Chain:
     warps: tuple[Warp, ...]
 
@@ -133,15 +146,13 @@ class Chain:
         return logits
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class Greedy:
     def __call__(self, logits: Array) -> Array:
         return _only_argmax(logits)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class Temperature:
     value: Array  # [] or [B]
 
@@ -151,8 +162,7 @@ class Temperature:
         return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class TopK:
     value: Array  # [] or [B] int32
 
@@ -164,8 +174,7 @@ class TopK:
         return jnp.where(bits >= threshold, logits, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class TopP:
     value: Array  # [] or [B]
 
@@ -180,8 +189,7 @@ class TopP:
         return jnp.where((bits >= threshold) | (p >= 1), logits, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class MinP:
     value: Array  # [] or [B]
 
@@ -190,8 +198,7 @@ class MinP:
         return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@_pytree
 class FirstTokens:
     value: Array  # [] or [B] int32
 

@@ -19,12 +19,12 @@ FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 
 
-def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLES, **options):
+def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLES, powered=True, **options):
     """The p-value of ``length`` tokens of every prompt; rows have budgets of their own."""
     budgets = [length + i % 3 for i in range(len(prompts))]
     run = decode(loop, TARGET, draft, prompts, budgets, sampling, samples=samples, **options)
     emitted = run.emitted(length).reshape(len(prompts), samples, length)
-    return p_value([(rows, joint_law(TARGET, sampling, p, length)) for rows, p in zip(emitted, prompts)])
+    return p_value([(rows, joint_law(TARGET, sampling, p, length)) for rows, p in zip(emitted, prompts)], powered)
 
 
 @pytest.mark.parametrize(

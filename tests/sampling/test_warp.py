@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.sampling.warp import chain, for_rows, greedy, log_probs, min_p, temperature, top_k, top_p
+from specsamp.sampling.warp import chain, first_tokens, for_rows, greedy, log_probs, min_p, temperature, top_k, top_p
 
 WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
@@ -272,3 +272,13 @@ def test_filters_compile_to_no_sort(warp):
     assert sorts.search(compiled(lambda _, x: jnp.sort(x)))  # the search can find one
     assert sorts.search(compiled(lambda _, x: jax.lax.top_k(x, 40)))
     assert not sorts.search(compiled(log_probs))
+
+
+def test_trees_of_different_warps_differ():
+    """jit finds its program by the tree: were two kinds of warp equal there, one might run as the other."""
+    warps = [temperature(0.5), top_k(1), top_p(0.5), min_p(0.5), first_tokens(1), greedy()]
+    warps += [chain(warp) for warp in warps] + [chain(a, b) for a in warps for b in warps if a is not b]
+    structures = [jax.tree.structure(warp) for warp in warps]
+    for i, one in enumerate(structures):
+        assert all(one != other for other in structures[i + 1 :])
+        assert one == jax.tree.structure(jax.tree.map(lambda x: x, warps[i]))
