@@ -56,6 +56,10 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
         return ModelDrafter(pair.draft, draft_length or DEFAULT_DRAFT_LENGTH, window)
     if isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
         raise ValueError(f"drafter must be a drafter such as NgramDrafter(K=4); got {drafter!r}")
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
     K = integer("the drafter's K", drafter.K, 0)
     if draft_length is not None and draft_length > K:
         raise ValueError(f"draft_length {draft_length} exceeds the drafter's K = {K}: make the drafter with a larger K")

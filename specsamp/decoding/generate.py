@@ -85,7 +85,7 @@ class Completion:
     tokens: list[int]  # the stop token included
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
-    finish: str  # "stop", "length", or "invalid" where the target's logits became NaN
+    finish: str  # "stop", "length", or "invalid" where the target's logits are no law (NaN, inf)
     exact: bool  # whether rule and drafter are lossless
     stats: RowStats
 
@@ -251,6 +251,8 @@ class _Job:
             stop_ids=_padded(sorted(stop_ids), STOPS_MULTIPLE, -1),
         )
         padded_length = _bucket(max(lengths))
+        if pair.target.max_positions is not None:
+            padded_length = min(padded_length, pair.target.max_positions)
         slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
         return cls(
             pair=pair, loop=loop, weights=pair.weights(drafter, slots), request=request,
@@ -324,7 +326,7 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bucket(size: int) -> int:
-    """16, 24, 32, 48, 64, 96, ...: at most half as much again as asked for."""
+    """16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as asked for."""
     power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 

@@ -141,9 +141,15 @@ class Loop:
     def draft(self, weights: Weights, request: Request, state: DecodeState) -> tuple[Draft, Any, Any]:
         """Asks the drafter; the rule owns the noise it draws with."""
         sampler = Sampler(request.draft_sampling, self.rule.draw_draft(self._keys(request, state)))
-        return self.drafter.propose(
+        draft, drafter_state, cache = self.drafter.propose(
             weights, state.drafter_state, state.tokens_BS, state.lengths_B, state.cache, sampler
         )
+        if draft.log_probs_BKV is not None:
+            # A draft ends before the first law that is NaN. That depends on its context alone, so it biases nothing.
+            sound_BK = ~jnp.isnan(draft.log_probs_BKV).any(-1)
+            sound_B = jnp.sum(jnp.cumprod(sound_BK, axis=1), axis=1).astype(draft.num_drafted_B.dtype)
+            draft = dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, sound_B))
+        return draft, drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
         """One call of the target; the result has a row for each of the K+1 positions."""
@@ -183,8 +189,9 @@ class Loop:
         until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
         room_B = request.limits_B - state.lengths_B
         wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-        # A token is as good as the law it was judged by: nothing is emitted from the first NaN on.
-        valid_BT = ~jnp.any(jnp.isnan(output.logits_BTV), axis=-1)
+        # A token is as good as the law it was judged by: nothing is emitted from the first row on that
+        # holds NaN or +inf, or nothing but -inf.
+        valid_BT = jnp.isfinite(output.logits_BTV.max(-1))
         count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
         valid_B = count_B == wanted_B
         count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)

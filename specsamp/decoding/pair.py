@@ -92,9 +92,9 @@ class Pair:
         """
         key = (drafter, slots)
         if key not in self._prepared:
+            target = next((w.target for (_, s), w in self._prepared.items() if s == slots), None)
             while len(self._prepared) >= MAX_PREPARED:
                 self._prepared.pop(next(iter(self._prepared)))
-            target = next((w.target for (_, s), w in self._prepared.items() if s == slots), None)
             if target is None:
                 target = self.target.prepare(self.target_params, slots)
             self._prepared[key] = Weights(target=target, draft=drafter.prepare(self.draft_params, slots))

@@ -14,6 +14,7 @@ def place(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | No
     Selects rather than scatters: token buffers are small, and what would pass the end is dropped
     instead of being moved back.
     """
+    block_BT = block_BT.astype(buffer_BS.dtype)
     offsets_BS = jnp.arange(buffer_BS.shape[1])[None, :] - start_B[:, None]
     for t in range(block_BT.shape[1]):
         here_BS = offsets_BS == t

@@ -14,7 +14,8 @@ class TextStream:
 
     A tokenizer's text of a prefix need not be a prefix of its text: the last character may lack bytes,
     and a tokenizer that falls back to bytes then shows the whole run of bytes as unknown. What may still
-    change is held back until it agrees with what has been shown.
+    change is held back until it agrees with what has been shown. (A text that ends inside a character is
+    the exception: its last piece shows what is left.)
     """
 
     def __init__(self, tokenizer: Tokenizer):

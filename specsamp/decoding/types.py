@@ -60,7 +60,7 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP = 1  # a stop token was emitted
     LENGTH = 2  # the row's budget is spent
-    INVALID = 3  # the target's logits were NaN; nothing of that round was emitted
+    INVALID = 3  # the target's logits held NaN or inf, or only -inf; nothing was emitted from there on
 
 
 @jax.tree_util.register_dataclass
@@ -159,7 +159,7 @@ class Request:
 class Stats:
     """Counts of what was emitted; positions cut off by a stop token or a budget do not count."""
 
-    rounds_B: Array  # int32, rounds in which the row was running
+    rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
     drafted_B: Array  # int32, drafted tokens that were judged or followed a judged refusal
     reached_BK: Array  # int32, rounds in which drafted position i was judged: all before it were accepted

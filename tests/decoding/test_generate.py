@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TableLM, near, random_table
+from fakes import TableLM, joint_law, near, p_value, random_table
 
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
@@ -377,7 +377,7 @@ def test_logits_that_become_nan_end_the_row():
         assert row.finish == "invalid" and len(row.tokens) > 0 and row.stats.emitted == len(row.tokens)
     pair = dataclasses.replace(table_pair(), draft_params=broken)
     (row,) = generate(pair, [[1, 5]], 50, sampling=chain(temperature(1.0)))
-    assert row.finish == "length" and row.stats.accepted < row.stats.drafted
+    assert row.finish == "length" and row.stats.drafted < 4 * row.stats.rounds
 
 
 def test_lossy_parts_show_in_the_result():
@@ -453,3 +453,49 @@ def test_objects_that_are_no_models_are_refused():
         ModelDrafter(CountingLM(), 0)
     with pytest.raises(ValueError, match="K must be at least 1; got 0"):
         NgramDrafter(0)
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule()])
+@pytest.mark.parametrize("spoiled_after", [1, 5])
+def test_a_draft_whose_law_is_nan_biases_nothing(rule, spoiled_after):
+    """The draft ends before it: nothing is accepted on the strength of a law that is none."""
+    vocab_size = 4
+    table = random_table(6, vocab_size, scale=1.5)
+    spoiled = near(table, 7, 0.5)
+    spoiled = spoiled.at[:, :, 1].set(jnp.nan) if spoiled_after == 1 else spoiled * jnp.nan
+    pair = Pair(target=TableLM(4), target_params=table, draft=TableLM(4), draft_params=spoiled)
+    rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=60_000)
+    law = joint_law(table, chain(), [2, 1, 3], 2)
+    assert p_value([(np.array([row.tokens for row in rows]), law)], powered=False) > 1e-6
+
+
+@pytest.mark.parametrize("spoiler", [jnp.inf, -jnp.inf, jnp.nan])
+def test_logits_that_are_no_law_end_the_row(spoiler):
+    pair = dataclasses.replace(table_pair(), target_params=jnp.full((13, 13, 13, 12), spoiler))
+    (row,) = generate(pair, [[1]], 5, sampling=chain(temperature(1.0)))
+    assert (row.finish, row.tokens) == ("invalid", [])
+
+
+def test_sixty_four_bit_logits_keep_their_log_probs():
+    with jax.enable_x64(True):
+        pair = Pair(target=TableLM(12), target_params=np.asarray(random_table(3, 12), np.float64))
+        pair = dataclasses.replace(pair, target_params=jnp.asarray(pair.target_params))
+        (row,) = generate(pair, [[1]], 4, draft_length=0, return_log_probs=True)
+    assert len(row.log_probs) == 4 and max(row.log_probs) < 0
+
+
+def test_padding_stays_within_the_positions_of_the_model():
+    """Also a prompt whose bucket would be longer than the model."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Short(CountingLM):
+        max_positions: int | None = 70
+
+        def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+            seen.append(tokens_BT.shape[1])
+            return super().__call__(weights, tokens_BT, start_B, cache)
+
+    pair = Pair(target=Short(), target_params=())
+    assert generate(pair, [list(range(1, 67))], 4, draft_length=0)[0].tokens == [67, 68, 69, 70]
+    assert max(seen) == 70
