@@ -182,8 +182,8 @@ def test_length_of_a_neighbour_while_scoring():
     assert caught(model_loop(TokenRule(), loop=Mutant), draft=NEAR)
 
 
-def test_length_of_a_neighbour_while_verifying():
-    """The noise of another round: two rounds of a row may then share theirs."""
+def test_noise_that_does_not_know_the_round():
+    """All rounds of a row share one address: what was drawn in one is drawn again in the next."""
 
     class Mutant(Loop):
         def _keys(self, request, state):
