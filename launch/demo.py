@@ -1,6 +1,8 @@
-"""Speculative decoding in a minute: the same greedy tokens, sampled ones with their origin, and what it costs.
+"""Speculative decoding in a minute: a trained pair writes Python, every token coloured by who wrote it.
 
     bash launch/demo.sh
+    python launch/demo.py --prompt='def fibonacci(n):'
+    python launch/demo.py --plain
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 """
 
@@ -8,6 +10,10 @@ import os
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
+
+import functools
+import operator
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,97 +24,152 @@ from rich.console import Console
 from rich.text import Text
 
 from experiment import Experiment, build, headline
-from specsamp import Completion, chain, generate, temperature, use_compilation_cache
-from specsamp.analysis import report
-from specsamp.analysis.benchmark import benchmark
-from specsamp.sampling.warp import Warp
+from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
+from specsamp.analysis import phases, report
+from specsamp.analysis.decoder import Decoder, Timing, decoders
+from specsamp.decoding.text import TextStream
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/random_pair.py:small", lock_config=True)
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to complete (of a pair with a tokenizer); may be repeated.")
+_PLAIN = flags.DEFINE_bool("plain", False, "No colours: the target's own tokens stand in brackets.")
+_PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.")
 
-NUM_PROMPTS = 4
+NUM_PROMPTS = 3
+DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
+BRACKETS = "⟦", "⟧"
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     logging.set_verbosity(logging.ERROR)
-    console = Console(no_color=_PLAIN.value, highlight=False)
+    console = Console(no_color=_PLAIN.value, highlight=False, soft_wrap=True)
     try:
-        experiment = build(_CONFIG.value)
-    except ValueError as error:
+        experiment = build(_CONFIG.value, [text.replace("\\n", "\n") for text in _PROMPT.value])
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(f"--config: {error}")
+    if _PROMPT.value and experiment.pair.tokenizer is None:
+        sys.exit("--prompt: this pair has no tokenizer")
     console.print(headline(experiment))
-    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    prompts = make_prompts(experiment)
-    compare_greedy(experiment, prompts, console)
-    show_sampled(experiment, prompts, console)
-    if jax.config.jax_disable_jit:
+    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
+    prompts = len(_PROMPT.value) or NUM_PROMPTS
+    # Numbers of a warp are data: the greedy and the sampled law run the same programs.
+    laws = {"greedy": chain(temperature(0.0), experiment.sampling), "sampled": chain(temperature(1.0), experiment.sampling)}
+    contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
+    sides = {law: decoders(experiment.pair, contenders, warp, experiment.workload) for law, warp in laws.items()}
+    with console.status("compiling"):
+        for side in sides["greedy"].values():
+            side.decode(0)
+    timings = {(law, name): [] for law in laws for name in contenders}
+    for number in range(_PASSES.value):
+        for prompt in range(prompts):
+            for law, name in timings:
+                timings[law, name].append(sides[law][name].decode(prompt))
+            if number == 0:
+                show_text(experiment, prompt, timings["sampled", "speculative"][-1], console)
+    show_agreement(experiment, prompts, timings, console)
+    share = None if jax.config.jax_disable_jit else streaming_share(sides["greedy"]["autoregressive"])
+    if share is None:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    with console.status("starting") as status:
-        result = benchmark(
-            experiment.pair, experiment.drafter, experiment.rule, experiment.sampling, experiment.workload,
-            status.update,
-        )  # fmt: skip
-    report.show(report.result_tables(result), console, _PLAIN.value)
+    report.show([speed_table(timings, share, experiment)], console, _PLAIN.value)
 
 
-def make_prompts(experiment: Experiment) -> list[list[int]]:
-    """Random tokens, every prompt of another length."""
-    work = experiment.workload
-    random = np.random.default_rng(work.seed)
-    lengths = [max(1, work.prompt_length * (i + 1) // NUM_PROMPTS) for i in range(NUM_PROMPTS)]
-    return [random.integers(0, experiment.pair.target.vocab_size, length).tolist() for length in lengths]
-
-
-def compare_greedy(experiment: Experiment, prompts: list[list[int]], console: Console) -> None:
-    """Greedy decoding has one right answer: with and without a draft the tokens must be equal."""
-    arguments = dict(max_new_tokens=experiment.workload.max_new_tokens, sampling=sampling_at(experiment, 0.0))
-    with console.status("greedy, with and without a draft"):
-        plain = generate(experiment.pair, prompts, draft_length=0, **arguments)
-        drafted = generate(experiment.pair, prompts, drafter=experiment.drafter, rule=experiment.rule, **arguments)
-    gaps = [first_gap(experiment, prompt, a, b) for prompt, a, b in zip(prompts, plain, drafted, strict=True)]
-    equal = gaps.count(None)
-    tokens = sum(len(completion.tokens) for completion in plain)
+def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
+    """The prompt and what followed, each token by who wrote it."""
+    stats, tokenizer = timing.stats, experiment.pair.tokenizer
+    tokens, drafted = timing.texts[0], timing.from_draft[0]
     console.print(
-        f"\ngreedy, speculative = autoregressive: {equal} of {len(gaps)} prompts, {tokens} tokens",
-        style="bold green" if equal == len(gaps) else "bold red",
+        f"\n[bold]prompt {prompt}[/bold], sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
+        Text("drafted and accepted", style=DRAFTED), ", ", own("the target's own"), sep="",
+    )  # fmt: skip
+    if tokenizer is None:
+        console.print(Text().join(Text("█", style=DRAFTED) if d else Text("░") for d in drafted))
+        return
+    text = Text(tokenizer.decode(experiment.workload.prompts[prompt]), style=PROMPT)
+    pieces = TextStream(tokenizer)
+    for i, by_draft in enumerate(drafted):
+        if tokens[i] == tokenizer.eos_id:
+            text.append(" ■ end of file", style="bold")
+            break
+        piece = pieces.push(list(tokens[: i + 1]), finished=i + 1 == len(tokens))
+        text.append_text(Text(piece, style=DRAFTED) if by_draft else own(piece))
+    console.print(text)
+
+
+def own(piece: str) -> Text:
+    """A token of the target. Line breaks keep the background short of the margin."""
+    if _PLAIN.value:
+        return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
+    head, line_break, tail = piece.partition("\n")
+    return Text.assemble((head + ("↵" if line_break else ""), OWN), line_break, (tail, OWN))
+
+
+def show_agreement(experiment: Experiment, prompts: int, timings: dict, console: Console) -> None:
+    """Greedy decoding has one right answer: with and without a draft the tokens must be equal."""
+    pairs = list(zip(timings["greedy", "autoregressive"][:prompts], timings["greedy", "speculative"][:prompts]))
+    gaps = [first_gap(experiment, i, plain, drafted) for i, (plain, drafted) in enumerate(pairs)]
+    equal, tokens = gaps.count(None), sum(plain.stats.emitted for plain, _ in pairs)
+    console.print(
+        f"\ngreedy, speculative = autoregressive: {equal} of {prompts} prompts, {tokens} tokens",
+        style="bold green" if equal == prompts else "bold red",
     )
     for index, gap in enumerate(gaps):
         if gap is not None:
             console.print(f"prompt {index}: {gap}")
 
 
-def sampling_at(experiment: Experiment, value: float) -> Warp:
-    """The experiment's sampling, or greedy for 0: numbers are data, so both run the same program."""
-    return chain(temperature(value), experiment.sampling)
+def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timing) -> str | None:
+    """Where two greedy texts part, and by how little the target prefers one token there."""
+    for row, (one, other) in enumerate(zip(plain.texts, drafted.texts, strict=True)):
+        if one == other:
+            continue
+        index = next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)
+        target = experiment.pair.target
+        tokens_BP, lengths_B, _ = experiment.workload.rows(prompt, target.vocab_size)
+        context = [*tokens_BP[row, : lengths_B[row]].tolist(), *one[:index]]
+        logits_V = target.forward(experiment.pair.target_params, jnp.asarray([context])).logits_BTV[0, -1]
+        gap = float(logits_V[one[index]] - logits_V[other[index]])
+        return f"tokens differ from number {index} on, where their logits are {gap:.1e} apart (rounding: below 1e-4)"
+    return None
 
 
-def first_gap(experiment: Experiment, prompt: list[int], one: Completion, other: Completion) -> str | None:
-    """Where two completions part, and by how little the target prefers one token there."""
-    if one.tokens == other.tokens:
-        return None
-    index = next(i for i, (a, b) in enumerate(zip(one.tokens, other.tokens)) if a != b)
-    tokens = jnp.asarray([prompt + one.tokens[:index]])
-    logits_V = experiment.pair.target.forward(experiment.pair.target_params, tokens).logits_BTV[0, -1]
-    gap = float(logits_V[one.tokens[index]] - logits_V[other.tokens[index]])
-    return f"tokens differ from number {index} on, where their logits are {gap:.1e} apart (rounding: below 1e-4)"
+def streaming_share(side: Decoder) -> float:
+    """Time of plain products over the target's matrices / time of an autoregressive step, measured in turn."""
+    request = side.request(0)
+    board = phases.first_board(side.loop, side.weights, request, side.warm_state())
+    iterations, ratios = 8, []
+    for number in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(phases.stream(side.weights.target, iterations, rows=side.workload.batch))
+        middle = time.perf_counter()
+        board = phases.repeat(phases.whole_round, side.loop, side.weights, request, board, iterations)
+        jax.block_until_ready(board)
+        if number:  # the first one compiles
+            ratios.append((middle - start) / (time.perf_counter() - middle))
+    return float(np.median(ratios))
 
 
-def show_sampled(experiment: Experiment, prompts: list[list[int]], console: Console) -> None:
-    """One mark per token: drafted and accepted, or the target's own."""
-    with console.status("sampling"):
-        completions = generate(
-            experiment.pair, prompts, experiment.workload.max_new_tokens, sampling=sampling_at(experiment, 1.0),
-            drafter=experiment.drafter, rule=experiment.rule, seed=experiment.workload.seed,
-        )  # fmt: skip
-    console.print("\nsampled: ", Text("█ drafted and accepted", style="green"), "  ░ the target's own", sep="")
-    for prompt, completion in zip(prompts, completions, strict=True):
-        marks = Text().join(Text("█", style="green") if drafted else Text("░") for drafted in completion.from_draft)
-        stats = completion.stats
-        console.print(f"{len(prompt):3} + {stats.emitted} tokens in {stats.rounds} rounds:")
-        console.print(marks)
+def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:
+    def column(law: str) -> list[str]:
+        plain, drafted = timings[law, "autoregressive"], timings[law, "speculative"]
+        per_token = lambda runs: [t.loop_seconds / t.stats.emitted * 1e3 for t in runs]
+        ratio = np.median([a / b for a, b in zip(per_token(plain), per_token(drafted), strict=True)])
+        stats = functools.reduce(operator.add, (timing.stats for timing in drafted))
+        return [
+            f"{np.median(per_token(plain)):.2f}", f"{np.median(per_token(drafted)):.2f}", f"{ratio:.2f}x",
+            f"{stats.acceptance_rate:.1%}", f"{stats.emitted_per_round:.2f}", f"{share:.0%}",
+        ]  # fmt: skip
+
+    names = (
+        "autoregressive, ms per token", f"speculative, K = {experiment.drafter.K}, ms per token", "speedup",
+        "acceptance, of judged tokens", "emitted per round", "autoregressive step: plain products' share of its time",
+    )  # fmt: skip
+    return report.Table(
+        title="Both sides in one process, in turn; medians",
+        header=("", *("greedy", "sampled")),
+        rows=list(zip(names, column("greedy"), column("sampled"), strict=True)),
+    )
 
 
 if __name__ == "__main__":

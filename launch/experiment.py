@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from specsamp.analysis.benchmark import Workload
+from specsamp.analysis.decoder import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.pair import load_pair, load_prompts
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 
@@ -36,27 +37,48 @@ class Experiment:
     """What a configuration such as configs/random_pair.py describes."""
 
     pair: Pair
+    pair_name: str | None  # None: random parameters
     drafter: Drafter
     rule: Rule
     sampling: Warp
     workload: Workload
 
 
-def build(config: ConfigDict) -> Experiment:
-    """Makes the models, with random parameters, and checks every field.
+def build(config: ConfigDict, prompts: Sequence[str] = ()) -> Experiment:
+    """Loads the pair, or makes one with random parameters, and checks every field.
+
+    Args:
+      prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
 
     Raises:
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
+      FileNotFoundError: there is no such pair.
     """
     rule = _choose("rule", config.rule, RULES)()
     _choose("drafter", config.drafter, DRAFTERS)  # before models are made
     sampling = make_sampling(config.sampling)
-    workload = Workload(**{field.name: config[field.name] for field in dataclasses.fields(Workload)})
+    workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
-    pair = random_pair(make_model(config.target), make_model(config.draft), config.seed)
+    name = config.get("pair")
+    if name is None:
+        pair = random_pair(make_model(config.target), make_model(config.draft), config.seed)
+    else:
+        pair = load_pair(name)
+        workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config.drafter, pair, config.draft_length)
-    return Experiment(pair=pair, drafter=drafter, rule=rule, sampling=sampling, workload=workload)
+    return Experiment(
+        pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload
+    )  # fmt: skip
+
+
+_WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
+
+
+def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
+    tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
+    longest = max(map(len, tokens))
+    return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
 
 
 def make_model(fields: ConfigDict) -> TransformerLM:
@@ -81,16 +103,19 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 
 
 def headline(experiment: Experiment) -> str:
-    """Two lines on what is about to run."""
+    """Three lines on what is about to run."""
     pair, work = experiment.pair, experiment.workload
     count = lambda model: f"{models.human_count(model.config.num_parameters)} parameters"
     device = jax.devices()[0]
+    random = (
+        "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
+    )
     return (
         f"target {count(pair.target)}, draft {count(pair.draft)}, V = {pair.target.vocab_size}, "
         f"{pair.target.config.dtype}, {device.platform} ({device.device_kind})\n"
         f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats\n"
-        "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
+        + (random if experiment.pair_name is None else f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts")
     )
 
 

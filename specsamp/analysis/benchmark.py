@@ -18,37 +18,16 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.spread import Spread
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
-from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window
-from specsamp.decoding.loop import Loop
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.generate import RowStats
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, for_rows
-
-UNLIMITED = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What both sides decode, and how often."""
-
-    batch: int = 1
-    prompt_length: int = 64
-    max_new_tokens: int = 128
-    repeats: int = 15
-    seed: int = 0
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "seed" else 1
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{field.name} must be an integer >= {least}; got {value!r}")
+from specsamp.decoding.types import Drafter, Rule
+from specsamp.sampling.warp import Warp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +103,8 @@ def benchmark(
     Raises:
       ValueError: the workload does not fit the models.
     """
-    sides = _decoders(pair, drafter, rule, sampling, workload)
+    contenders = {"autoregressive": (NoDrafter(), rule), "speculative": (drafter, rule)}
+    sides = decoders(pair, contenders, sampling, workload)
     warm_up = []
     for name, side in sides.items():
         progress(f"compiling: {name} loop")
@@ -136,9 +116,9 @@ def benchmark(
     for repeat in range(workload.repeats):
         progress(f"decoding: repeat {repeat + 1} of {workload.repeats}")
         for name, side in sides.items():
-            prefill, seconds, stats = side.decode(repeat)
-            timings[name][repeat] = prefill, seconds, stats.rounds_B.max()
-            counts[name].append(_row_stats(stats))
+            timing = side.decode(repeat)
+            timings[name][repeat] = timing.prefill_seconds, timing.loop_seconds, timing.rounds
+            counts[name].append(timing.stats)
     split = None
     if not jax.config.jax_disable_jit:
         running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in sides.values()]
@@ -156,92 +136,13 @@ def benchmark(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Decoder:
-    """One side, ready to run."""
-
-    loop: Loop
-    weights: Weights
-    sampling: Warp
-    workload: Workload
-    slots: int
-
-    def request(self, repeat: int) -> Request:
-        work = self.workload
-        sampling = for_rows(self.sampling, work.batch)
-        rows_B = jnp.arange(work.batch, dtype=jnp.int32)
-        return Request(
-            sampling=sampling, draft_sampling=sampling,
-            row_keys_B=row_keys(work.seed, repeat * work.batch + rows_B, jnp.zeros_like(rows_B)),
-            limits_B=jnp.full(work.batch, work.prompt_length + work.max_new_tokens, jnp.int32),
-            stop_ids=jnp.full(4, -1, jnp.int32),
-        )  # fmt: skip
-
-    def prefill(self, repeat: int) -> DecodeState:
-        work = self.workload
-        shape = (work.batch, work.prompt_length)
-        tokens_BP = np.random.default_rng([work.seed, repeat]).integers(0, self.loop.target.vocab_size, shape)
-        lengths_B = jnp.full(work.batch, work.prompt_length, jnp.int32)
-        return self.loop.prefill(
-            self.weights, self.request(repeat), jnp.asarray(tokens_BP, jnp.int32), lengths_B, slots=self.slots
-        )
-
-    def decode(self, repeat: int) -> tuple[float, float, Stats]:
-        """Seconds of prefill, seconds of the loop, and what was counted."""
-        request = jax.block_until_ready(self.request(repeat))
-        start = time.perf_counter()
-        state = jax.block_until_ready(self.prefill(repeat))
-        middle = time.perf_counter()
-        state = jax.block_until_ready(self.loop.run(self.weights, request, state, UNLIMITED))
-        return middle - start, time.perf_counter() - middle, jax.device_get(state.stats)
-
-    def warm_state(self) -> DecodeState:
-        """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
-        rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
-        return self.loop.run(self.weights, self.request(0), self.prefill(0), rounds)
-
-
-def _decoders(
-    pair: Pair, drafter: Drafter, rule: Rule, sampling: Warp, workload: Workload
-) -> dict[str, _Decoder]:
-    longest = workload.prompt_length + workload.max_new_tokens
-    models = {"target": pair.target} | ({"draft": drafter.model} if isinstance(drafter, ModelDrafter) else {})
-    for name, model in models.items():
-        if model.max_positions is not None and longest > model.max_positions:
-            raise ValueError(
-                f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-                f"{longest} positions, but the {name} has {model.max_positions}"
-            )
-    loops = {
-        name: Loop(target=pair.target, drafter=kind, rule=rule, window=decode_window())
-        for name, kind in (("autoregressive", NoDrafter()), ("speculative", drafter))
-    }
-    # As many slots on both sides: attention reads all of them.
-    slots = -(-(longest + max(loop.headroom for loop in loops.values())) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-    return {
-        name: _Decoder(
-            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots
-        )
-        for name, loop in loops.items()
-    }  # fmt: skip
-
-
-def _side(decoder: _Decoder, timing: np.ndarray, warm_up_seconds: float) -> Side:
+def _side(decoder: Decoder, timing: np.ndarray, warm_up_seconds: float) -> Side:
     tokens = decoder.workload.batch * decoder.workload.max_new_tokens
     prefill, seconds, rounds = timing.T
     return Side(
         draft_length=decoder.loop.drafter.K, ms_per_token=Spread.of(seconds / tokens * 1e3),
         ms_per_round=Spread.of(seconds / rounds * 1e3), prefill_ms=Spread.of(prefill * 1e3),
         warm_up_seconds=warm_up_seconds,
-    )  # fmt: skip
-
-
-def _row_stats(stats: Stats) -> RowStats:
-    """All rows together."""
-    total = lambda x: tuple(int(n) for n in x.sum(0))
-    return RowStats(
-        rounds=int(stats.rounds_B.sum()), emitted=int(stats.emitted_B.sum()), drafted=int(stats.drafted_B.sum()),
-        reached=total(stats.reached_BK), accepted_counts=total(stats.accepted_BT),
     )  # fmt: skip
 
 

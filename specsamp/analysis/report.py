@@ -21,6 +21,7 @@ from rich.text import Text
 
 from specsamp.analysis.benchmark import Acceptance, Result
 from specsamp.analysis.memory import LoopMemory
+from specsamp.analysis.speedup import Curve, Point
 from specsamp.analysis.split import PhaseTime, RoundSplit
 from specsamp.analysis.spread import Spread
 
@@ -96,6 +97,33 @@ def memory_table(grid: Iterable[LoopMemory]) -> Table:
             )
             for point in grid
         ],
+    )  # fmt: skip
+
+
+def curve_table(law: str, curve: Curve) -> Table:
+    """One row per rule and draft length; the best of each rule is starred."""
+    best = {point.rule: curve.best(point.rule) for point in curve.points}
+
+    def row(point: Point) -> tuple[str, ...]:
+        costs, counts = point.costs, point.acceptance
+        return (
+            f"{point.rule}, K = {point.draft_length}{' *' if point is best[point.rule] else ''}",
+            _spread(point.ms_per_token), _spread(point.speedup, "x"), f"{counts.rate or 0:.3f}",
+            f"{counts.emitted_per_round:.2f}", f"{costs.draft_call / costs.target_step:.3f}",
+            f"{costs.score / costs.target_step:.2f}", f"{point.allowed:.2f}x", f"{point.efficiency:.0%}",
+            f"{point.efficiency_of_rounds:.0%}",
+        )  # fmt: skip
+
+    same = "" if curve.same_tokens is None else f"; the same tokens on {curve.same_tokens} of {curve.prompts} prompts"
+    return Table(
+        title=f"{law}: autoregressive {_spread(curve.ms_per_token)} ms per token{same}",
+        header=(
+            "", "ms per token", "speedup", "acceptance", "per round", "draft call", "scoring", "allowed", "reached",
+            "by rounds",
+        ),
+        rows=[row(point) for point in curve.points],
+        note="median over prompts ± half the distance of the quartiles; draft call and scoring in steps of the target; "
+        "allowed by the measured acceptance and costs; * is best",
     )  # fmt: skip
 
 

@@ -21,12 +21,18 @@ Array = jax.Array
 MAX_SLICED_ROWS = 32
 
 
-def rotate(x_BNTH: Array, positions_BT: Array, base: float) -> Array:
-    """Rotary embedding (Su et al., arXiv 2104.09864), first half against second half, in float32."""
+def turns(positions_BT: Array, size: int, base: float) -> tuple[Array, Array]:
+    """Cosine and sine of the rotary embedding (Su et al., arXiv 2104.09864), each ``[B, T, H/2]`` float32."""
+    frequencies = base ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
+    angles = positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    # Without the barrier XLA's CPU backend computes them again for every head, layer and gradient.
+    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+
+
+def rotate(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
+    """Turns the first half of each head against its second half, in float32."""
     half = x_BNTH.shape[-1] // 2
-    frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions_BT.astype(jnp.float32)[:, None, :, None] * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = cos_BTH[:, None], sin_BTH[:, None]
     x1, x2 = x_BNTH[..., :half].astype(jnp.float32), x_BNTH[..., half:].astype(jnp.float32)
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BNTH.dtype)
 

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Output
 from specsamp.models.kv_cache import KVCache, write_rows
-from specsamp.models.positions import align_distances, rotate, sinusoids
+from specsamp.models.positions import align_distances, rotate, sinusoids, turns
+from specsamp.models.products import contract
 
 Array = jax.Array
 
@@ -120,19 +121,23 @@ class Transformer(nn.Module):
         config = self.config
         embedding_VD = _param(
             self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
-        ).astype(config.compute_dtype)
-        x_BTD = embedding_VD[tokens_BT]
+        )
+        x_BTD = embedding_VD[tokens_BT].astype(config.compute_dtype)
+        rotary = None
+        if config.positions == "rotary":
+            positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+            rotary = turns(positions_BT, config.head_size, config.rotary_base)
         keys, values, hidden = [], [], {}
         for i in range(config.num_layers):
             memory = None if cache is None else (cache.keys[i], cache.values[i])
             table = None if tables is None else tables[i]
-            x_BTD, (k_BMSH, v_BMSH) = Layer(config, name=f"layer_{i}")(x_BTD, start_B, memory, table)
+            x_BTD, (k_BMSH, v_BMSH) = Layer(config, name=f"layer_{i}")(x_BTD, start_B, rotary, memory, table)
             keys.append(k_BMSH)
             values.append(v_BMSH)
             hidden[i] = x_BTD
         x_BTD = RMSNorm(config.norm_epsilon, name="final_norm")(x_BTD)
         with jax.named_scope("logits"):
-            logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, embedding_VD, preferred_element_type=jnp.float32)
+            logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
         return Output(
             logits_BTV=logits_BTV,
             cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values)),
@@ -146,11 +151,11 @@ class Layer(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x_BTD, start_B, memory, table):
+    def __call__(self, x_BTD, start_B, rotary, memory, table):
         config = self.config
         with jax.named_scope("attention"):
             y_BTD = RMSNorm(config.norm_epsilon, name="attention_norm")(x_BTD)
-            y_BTD, memory = Attention(config, name="attention")(y_BTD, start_B, memory, table)
+            y_BTD, memory = Attention(config, name="attention")(y_BTD, start_B, rotary, memory, table)
             x_BTD = x_BTD + y_BTD
         with jax.named_scope("mlp"):
             y_BTD = RMSNorm(config.norm_epsilon, name="mlp_norm")(x_BTD)
@@ -179,13 +184,12 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         config = self.config
-        width, inner, dtype = config.width, config.feedforward_width, config.compute_dtype
-        up_DF = _param(self, "up", (width, inner), ("embed", "mlp"), fan_in=width).astype(dtype)
-        down_FD = _param(
-            self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner
-        ).astype(dtype)
+        width, inner = config.width, config.feedforward_width
+        up_DF = _param(self, "up", (width, inner), ("embed", "mlp"), fan_in=width)
+        down_FD = _param(self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner)
         activation: Callable[[Array], Array] = getattr(jax.nn, config.activation)
-        return jnp.einsum("BTF,FD->BTD", activation(jnp.einsum("BTD,DF->BTF", x_BTD, up_DF)), down_FD)
+        inner_BTF = activation(contract("BTD,DF->BTF", x_BTD, up_DF, dtype=jnp.float32))
+        return contract("BTF,FD->BTD", inner_BTF.astype(x_BTD.dtype), down_FD)
 
 
 class Attention(nn.Module):
@@ -194,14 +198,14 @@ class Attention(nn.Module):
     config: TransformerConfig
 
     @nn.compact
-    def __call__(self, x_BTD, start_B, memory, table):
+    def __call__(self, x_BTD, start_B, rotary, memory, table):
         config = self.config
         heads, kv_heads, size, width = config.num_heads, config.num_kv_heads, config.head_size, config.width
         dtype = config.compute_dtype
         batch, length = x_BTD.shape[:2]
 
         def projection(name, count, axis):
-            return _param(self, name, (count, width, size), (axis, "embed", "head"), fan_in=width).astype(dtype)
+            return _param(self, name, (count, width, size), (axis, "embed", "head"), fan_in=width)
 
         q_BNTH = project(x_BTD, projection("query", heads, "heads"))
         k_BMTH = project(x_BTD, projection("key", kv_heads, "kv_heads"))
@@ -209,12 +213,10 @@ class Attention(nn.Module):
         output_NHD = _param(
             self, "output", (heads, size, width), ("heads", "head", "embed"),
             fan_in=2 * config.num_layers * heads * size,
-        ).astype(dtype)  # fmt: skip
+        )  # fmt: skip
 
         if config.positions == "rotary":
-            positions_BT = start_B[:, None] + jnp.arange(length)[None, :]
-            q_BNTH = rotate(q_BNTH, positions_BT, config.rotary_base)
-            k_BMTH = rotate(k_BMTH, positions_BT, config.rotary_base)
+            q_BNTH, k_BMTH = rotate(q_BNTH, *rotary), rotate(k_BMTH, *rotary)
         if memory is None:
             keys_BMSH, values_BMSH = k_BMTH, v_BMTH
         else:
@@ -229,25 +231,23 @@ class Attention(nn.Module):
             content_BNTH = q_BNTH + bias("content_bias")[None, :, None, :]
             distance_BNTH = q_BNTH + bias("distance_bias")[None, :, None, :]
             if table is None:
-                table = relative_keys(projection("relative", kv_heads, "kv_heads"), slots)
-            by_distance = jnp.einsum(
-                "BMRH,MSH->BMRS", distance_BNTH.reshape(rows_shape), table, preferred_element_type=jnp.float32
-            )
+                table = relative_keys(projection("relative", kv_heads, "kv_heads"), slots).astype(dtype)
+            by_distance = contract("BMRH,MSH->BMRS", distance_BNTH.reshape(rows_shape), table, dtype=jnp.float32)
             by_slot = align_distances(by_distance.reshape(batch, heads, length, slots), start_B)
         else:
             content_BNTH, by_slot = q_BNTH, 0.0
-        scores = jnp.einsum(
-            "BMRH,BMSH->BMRS", content_BNTH.reshape(rows_shape), keys_BMSH, preferred_element_type=jnp.float32
+        scores = contract(
+            "BMRH,BMSH->BMRS", content_BNTH.reshape(rows_shape), keys_BMSH, dtype=jnp.float32
         ).reshape(batch, heads, length, slots)
         scores = (scores + by_slot) * (1 / math.sqrt(size))
 
         queries_BT = start_B[:, None] + jnp.arange(length)[None, :]
         visible_BTS = jnp.arange(slots)[None, None, :] <= queries_BT[:, :, None]
         probs = jax.nn.softmax(jnp.where(visible_BTS[:, None], scores, -jnp.inf), axis=-1).astype(dtype)
-        mixed = jnp.einsum("BMRS,BMSH->BMRH", probs.reshape(rows_shape[:3] + (slots,)), values_BMSH)
+        mixed = contract("BMRS,BMSH->BMRH", probs.reshape(rows_shape[:3] + (slots,)), values_BMSH)
         # One contraction over heads and their entries together: as two, the weight is transposed for it.
         mixed_BTX = mixed.reshape(batch, heads, length, size).swapaxes(1, 2).reshape(batch, length, heads * size)
-        out_BTD = jnp.einsum("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
+        out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
         return out_BTD, (keys_BMSH, values_BMSH)
 
 
@@ -256,9 +256,9 @@ def project(x_BTD: Array, weight_NDH: Array) -> Array:
     batch, length, width = x_BTD.shape
     heads, _, size = weight_NDH.shape
     if batch * length > MAX_BATCHED_ROWS:
-        return jnp.einsum("BTD,NDH->BNTH", x_BTD, weight_NDH)
+        return contract("BTD,NDH->BNTH", x_BTD, weight_NDH)
     rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
-    rows_NRH = jnp.einsum("NRD,NDH->NRH", rows_NRD, weight_NDH)
+    rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
 
 

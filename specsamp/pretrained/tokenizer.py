@@ -48,6 +48,9 @@ class JsonTokenizer:
         """The largest id plus one: ids may have gaps."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 

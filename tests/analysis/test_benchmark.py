@@ -13,7 +13,8 @@ import pytest
 import fakes
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import memory, phases, report, split
-from specsamp.analysis.benchmark import Acceptance, Workload, benchmark
+from specsamp.analysis.benchmark import Acceptance, benchmark
+from specsamp.analysis.decoder import Workload
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import RowStats

@@ -1,0 +1,75 @@
+"""A pair that writes Python, from the standard library's own source.
+
+    python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
+    python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+    python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
+
+The draft is distilled from the target, on the same text and on text that the target wrote. "tiny_target"
+and "tiny_draft" show the whole way in a minute.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+KINDS = ("target", "draft", "tiny_target", "tiny_draft")
+
+
+def get_config(kind: str = "target") -> ConfigDict:
+    if kind not in KINDS:
+        raise ValueError(f"no {kind!r} in configs/python_pair.py: choose one of {', '.join(KINDS)}")
+    tiny, draft = kind.startswith("tiny"), kind.endswith("draft")
+    config = ConfigDict()
+
+    config.data = ConfigDict()
+    config.data.folder = ""  # of texts; "" is the Python standard library
+    config.data.pattern = "*.py"
+    config.data.exclude = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
+    config.data.held_out = 0.03  # share of the files
+    config.data.tokenizer = ""  # a tokenizer.json; "" trains one (a draft takes its target's)
+    config.data.length = 64 if tiny else 256  # T, tokens of a window
+    config.data.held_out_windows = 16 if tiny else 256
+    if tiny:
+        config.data.pattern = "s*.py"
+
+    config.model = ConfigDict()
+    config.model.vocab_size = 512 if tiny else 2048
+    config.model.width = 64 if tiny else 512
+    config.model.num_layers = 2 if tiny else 8
+    config.model.num_heads = 2 if tiny else 4
+    config.model.positions = "rotary"
+    config.model.max_positions = 2048
+    config.compute_dtype = "bfloat16"  # parameters and optimizer stay float32
+
+    config.recipe = ConfigDict()
+    config.recipe.steps = 60 if tiny else 2200
+    config.recipe.batch = 8 if tiny else 16
+    config.recipe.microbatches = 1
+    config.recipe.learning_rate = 3e-3 if tiny else 1.5e-3
+    config.recipe.warmup_steps = 10 if tiny else 100
+    config.recipe.weight_decay = 0.1
+    config.recipe.clip_norm = 1.0
+    config.recipe.seed = 0
+
+    config.rhythm = ConfigDict()
+    config.rhythm.log = 10
+    config.rhythm.evaluate = 60 if tiny else 400
+    config.rhythm.checkpoint = 30 if tiny else 100
+
+    if draft:
+        config.target = ""  # the folder of its run
+        config.objective = "forward_kl"  # or "reverse_kl", "total_variation", "cross_entropy"
+        config.text_share = 0.0  # of cross-entropy beside the divergence
+        config.generated = ConfigDict()
+        config.generated.rows = 32 if tiny else 4096  # windows that the target completes
+        config.generated.share = 0.5  # of the rows of a batch
+        config.generated.prompt_length = 16 if tiny else 32
+        config.generated.temperature = 0.8
+        config.generated.top_p = 0.95
+        config.generated.batch = 16 if tiny else 64  # rows written at a time
+        config.generated.greedy_share = 0.25  # of these rows
+        config.model.width = 32 if tiny else 192
+        config.model.num_layers = 1
+        config.model.num_heads = 2
+        if not tiny:
+            config.recipe.steps = 1500
+            config.recipe.learning_rate = 4e-3
+    return config

@@ -1,0 +1,30 @@
+"""A trained pair and its held-out prompts.
+
+    python launch/demo.py --config=configs/trained_pair.py
+    python launch/benchmark.py --config=configs/trained_pair.py:python --config.rule=block
+    python launch/benchmark.py --config=configs/trained_pair.py:runs/my_pair --config.draft_length=6
+    python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+
+After the colon comes a pair of the package, or a folder (launch/export_pair.py writes one).
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(pair: str = "python") -> ConfigDict:
+    config = ConfigDict()
+    config.pair = pair
+    config.draft_length = 4  # K; 0 decodes autoregressively
+    config.drafter = "model"  # or "ngram", or "none"
+    config.rule = "token"  # or "block", or "coupled"
+    config.sampling = ConfigDict()
+    config.sampling.temperature = 0.8  # 0.0 is greedy
+    config.sampling.top_k = 0  # 0 is off
+    config.sampling.top_p = 0.95  # 1.0 is off
+    config.sampling.min_p = 0.0  # 0.0 is off
+    config.batch = 1
+    config.prompt_length = 96  # prompts are padded to it
+    config.max_new_tokens = 128
+    config.repeats = 20
+    config.seed = 0
+    return config

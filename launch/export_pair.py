@@ -1,0 +1,80 @@
+"""Makes a pair of two training runs: int8 storage, and what is left of both models after it.
+
+    python launch/export_pair.py --target=runs/target --draft=runs/draft --output=runs/my_pair
+"""
+
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
+
+import json
+import pathlib
+
+from absl import app, flags, logging
+from rich.console import Console
+
+from specsamp.analysis import report
+from specsamp.pretrained.pair import load_pair, pair_folder, save_pair
+from specsamp.training.data import held_out_windows, read_corpus, standard_library
+from specsamp.training.run import open_trained
+from specsamp.training.task import Distill, Pretrain
+from specsamp.training.trainer import COMPARED_LAWS, evaluate
+
+_TARGET = flags.DEFINE_string("target", None, "Folder of the target's run.", required=True)
+_DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft's run.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.ERROR)
+    console = Console(highlight=False)
+    try:
+        export(pathlib.Path(_TARGET.value), pathlib.Path(_DRAFT.value), pathlib.Path(_OUTPUT.value), console)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+
+
+def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Path, console: Console) -> None:
+    target, draft = open_trained(target_run), open_trained(draft_run)
+    tokenizer_json = (target.folder / "tokenizer.json").read_text()
+    if tokenizer_json != (draft.folder / "tokenizer.json").read_text():
+        raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
+    provenance = {
+        side: {"config": run.run_config(), "corpus": run.corpus(), "step": run.step, "last_metrics": run.last_metrics()}
+        for side, run in (("target", target), ("draft", draft))
+    }
+    save = lambda: save_pair(
+        output, target=(target.config, target.params), draft=(draft.config, draft.params),
+        tokenizer_json=tokenizer_json, provenance=provenance,
+    )  # fmt: skip
+    save()
+    stored = load_pair(output)
+    data = target.run_config()["data"]
+    corpus = read_corpus(
+        data["folder"] or standard_library(), pattern=data["pattern"], exclude=data["exclude"], held_out=data["held_out"]
+    )
+    rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
+    models = {side: run.model_in("float32") for side, run in (("target", target), ("draft", draft))}
+    measure = lambda target_params, draft_params: {
+        "target": evaluate(Pretrain(models["target"]), target_params, None, rows, 16),
+        "draft": evaluate(
+            Distill(models["draft"], models["target"]), draft_params, target_params, rows, 16, warps=COMPARED_LAWS
+        ),
+    }
+    with console.status("measuring on held-out text"):
+        measured = {
+            "float32": measure(target.params, draft.params),
+            "int8": measure(stored.target_params, stored.draft_params),
+        }
+    provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": report.environment()}
+    save()
+    size = sum(path.stat().st_size for path in pair_folder(output).iterdir())
+    console.print(json.dumps(measured, indent=1))
+    console.print(f"{output}: {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,70 @@
+"""Speedup of a trained pair over draft lengths and rules, greedy and sampled, with what theory allows beside it.
+
+    python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+"""
+
+import os
+import shlex
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
+
+import dataclasses
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+from rich.console import Console
+
+from experiment import DRAFTERS, RULES, build, headline
+from specsamp import chain, temperature, top_p, use_compilation_cache
+from specsamp.analysis import report
+from specsamp.analysis.speedup import speedup_curve
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_LENGTHS = flags.DEFINE_list("draft_lengths", ["1", "2", "3", "4", "5", "6", "7", "8"], "K, each of them.")
+_RULES = flags.DEFINE_list("rules", ["token", "block"], "Acceptance rules.")
+_PASSES = flags.DEFINE_integer("passes", 3, "Over all prompts and contenders.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+LAWS = {"greedy": (0.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.ERROR)
+    console = Console(no_color=_PLAIN.value, highlight=False)
+    try:
+        experiment = build(_CONFIG.value)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"--config: {error}")
+    use_compilation_cache()
+    console.print(headline(experiment))
+    curves = {}
+    with console.status("starting") as status:
+        for law, (heat, nucleus) in LAWS.items():
+            curves[law] = speedup_curve(
+                experiment.pair, lambda K: DRAFTERS[_CONFIG.value.drafter](experiment.pair, K),
+                {name: RULES[name]() for name in _RULES.value}, [int(K) for K in _LENGTHS.value],
+                chain(temperature(heat), top_p(nucleus)), experiment.workload,
+                passes=_PASSES.value, deterministic=heat == 0, progress=lambda text: status.update(f"{law}: {text}"),
+            )  # fmt: skip
+    report.show([report.curve_table(law, curve) for law, curve in curves.items()], console, _PLAIN.value)
+    if _OUTPUT.value:
+        document = {
+            "command": shlex.join(["python", *sys.argv]),
+            "environment": report.environment(),
+            "config": _CONFIG.value.to_dict(),
+            "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
+            "curves": {law: dataclasses.asdict(curve) for law, curve in curves.items()},
+            "best_draft_length": {
+                law: {rule: curve.best(rule).draft_length for rule in _RULES.value} for law, curve in curves.items()
+            },
+        }
+        report.write_json(_OUTPUT.value, document)
+        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,119 @@
+"""Pre-trains a target, or distils a draft from one; started again, it goes on where it was.
+
+    python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
+    python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+"""
+
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
+
+import pathlib
+
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+from rich.console import Console
+
+from specsamp.models.config import TransformerConfig, human_count
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.training import run
+from specsamp.training.data import (
+    EOS, Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
+)  # fmt: skip
+from specsamp.training.generated import complete_windows
+from specsamp.training.log import write_atomically
+from specsamp.training.task import Distill, Pretrain
+from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, train
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    logging.set_verbosity(logging.ERROR)
+    try:
+        start(_CONFIG.value, pathlib.Path(_WORKDIR.value).expanduser(), Console())
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+
+
+def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
+    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
+    recipe, rhythm = Recipe(**config.recipe), Rhythm(**config.rhythm)
+    data = config.data
+    corpus = read_corpus(
+        data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
+    )
+    run.write_json(folder / "corpus.json", corpus.describe())
+    target = run.open_trained(config.target) if "target" in config else None
+    tokenizer = make_tokenizer(config, folder, corpus, target)
+    model = make_model(config)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
+    stream = token_stream(corpus.train.values(), tokenizer)
+    windows = Windows(stream, data.length, recipe.seed)
+    held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
+    console.print(
+        f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, {len(stream):,} tokens "
+        f"({len(corpus.skipped)} files skipped), {recipe.steps * recipe.batch * data.length / len(stream):.2f} epochs"
+    )
+    if target is None:
+        train(Pretrain(model), recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console)
+        return
+    rows = target_rows(config, folder, target, windows, console)
+    batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
+    task = Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
+    train(
+        task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
+        warps=COMPARED_LAWS,
+    )  # fmt: skip
+
+
+def make_model(config: ConfigDict) -> TransformerLM:
+    return TransformerLM(TransformerConfig(**config.model, dtype=config.compute_dtype))
+
+
+def make_tokenizer(config: ConfigDict, folder: pathlib.Path, corpus: Corpus, target: run.TrainedModel | None) -> JsonTokenizer:
+    """The run's own if it has one, else the target's, else a given one, else a new one."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if target is not None:
+            content = (target.folder / "tokenizer.json").read_text()
+        elif config.data.tokenizer:
+            content = JsonTokenizer(config.data.tokenizer, eos=EOS).to_json()
+        else:
+            content = train_tokenizer(corpus.train.values(), config.model.vocab_size).to_str()
+        write_atomically(path, content)
+    return JsonTokenizer(path, eos=EOS)
+
+
+def target_rows(config: ConfigDict, folder: pathlib.Path, target, windows: Windows, console: Console):
+    """Windows that the target completed, written once and kept."""
+    fields = config.generated
+    if not fields.rows or not fields.share:
+        return None
+    path = folder / "generated.npy"
+    if not path.exists():
+        rows = complete_windows(
+            target.model_in(config.compute_dtype), target.params, windows.batch(0, fields.rows),
+            prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, console=console,
+            sampling=chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p)),
+        )  # fmt: skip
+        run.write_array(path, rows)
+    return np.load(path)
+
+
+def mixed_temperatures(fields: ConfigDict) -> list[float]:
+    """One per row of a batch: the first ones greedy."""
+    greedy = round(fields.greedy_share * fields.batch)
+    return [0.0] * greedy + [fields.temperature] * (fields.batch - greedy)
+
+
+if __name__ == "__main__":
+    app.run(main)

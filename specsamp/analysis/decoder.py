@@ -1,0 +1,168 @@
+"""One way to decode one workload, compiled once and timed without what surrounds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.warp import Warp, for_rows
+
+UNLIMITED = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What all sides decode, and how often.
+
+    Repeat r of row b decodes prompt ``r * batch + b`` of ``prompts``, from the first again after the
+    last; without prompts, tokens drawn at random.
+    """
+
+    batch: int = 1
+    prompt_length: int = 64  # of random prompts; the longest allowed of given ones
+    max_new_tokens: int = 128
+    repeats: int = 15
+    seed: int = 0
+    prompts: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self):
+        for name in ("batch", "prompt_length", "max_new_tokens", "repeats", "seed"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
+        lengths = [len(prompt) for prompt in self.prompts]
+        if lengths and not 1 <= min(lengths) <= max(lengths) <= self.prompt_length:
+            raise ValueError(
+                f"prompts must have 1 to prompt_length = {self.prompt_length} tokens; "
+                f"the shortest has {min(lengths)}, the longest {max(lengths)}"
+            )
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_length + self.max_new_tokens
+
+    def rows(self, repeat: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens ``[B, prompt_length]``, lengths ``[B]`` and ids ``[B]`` of the prompts of a repeat."""
+        ids_B = repeat * self.batch + np.arange(self.batch)
+        if not self.prompts:
+            shape = (self.batch, self.prompt_length)
+            tokens_BP = np.random.default_rng([self.seed, repeat]).integers(0, vocab_size, shape)
+            return tokens_BP.astype(np.int32), np.full(self.batch, self.prompt_length, np.int32), ids_B
+        tokens_BP = np.zeros((self.batch, self.prompt_length), np.int32)
+        chosen = [self.prompts[index % len(self.prompts)] for index in ids_B]
+        for row, prompt in zip(tokens_BP, chosen, strict=True):
+            row[: len(prompt)] = prompt
+        return tokens_BP, np.array([len(prompt) for prompt in chosen], np.int32), ids_B
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One decoded batch."""
+
+    prefill_seconds: float
+    loop_seconds: float
+    rounds: int  # of the loop: as many as its slowest row needs
+    stats: RowStats  # all rows together
+    texts: tuple[tuple[int, ...], ...]  # the tokens of each row, prompt excluded
+    from_draft: tuple[tuple[bool, ...], ...]  # whether each of them had been drafted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """One side, ready to run."""
+
+    loop: Loop
+    weights: Weights
+    sampling: Warp
+    workload: Workload
+    slots: int
+
+    def request(self, repeat: int) -> Request:
+        work = self.workload
+        _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
+        sampling = for_rows(self.sampling, work.batch)
+        ids_B = jnp.asarray(ids_B, jnp.int32)
+        return Request(
+            sampling=sampling, draft_sampling=sampling,
+            row_keys_B=row_keys(work.seed, ids_B, jnp.zeros_like(ids_B)),
+            limits_B=jnp.asarray(lengths_B + work.max_new_tokens),
+            stop_ids=jnp.full(4, -1, jnp.int32),
+        )  # fmt: skip
+
+    def prefill(self, repeat: int) -> DecodeState:
+        tokens_BP, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
+        return self.loop.prefill(
+            self.weights, self.request(repeat), jnp.asarray(tokens_BP), jnp.asarray(lengths_B), slots=self.slots
+        )
+
+    def decode(self, repeat: int) -> Timing:
+        """Decodes the prompts of one repeat to the end; nothing but the loop is in ``loop_seconds``."""
+        request = jax.block_until_ready(self.request(repeat))
+        start = time.perf_counter()
+        state = jax.block_until_ready(self.prefill(repeat))
+        middle = time.perf_counter()
+        state = jax.block_until_ready(self.loop.run(self.weights, request, state, UNLIMITED))
+        end = time.perf_counter()
+        stats = jax.device_get(state.stats)
+        _, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
+        emitted = [slice(*ends) for ends in zip(lengths_B, np.asarray(state.lengths_B))]
+        of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(np.asarray(x_BS), emitted, strict=True))
+        return Timing(
+            prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(stats.rounds_B.max()),
+            stats=_all_rows(stats),
+            texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
+        )  # fmt: skip
+
+    def warm_state(self) -> DecodeState:
+        """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
+        rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
+        return self.loop.run(self.weights, self.request(0), self.prefill(0), rounds)
+
+
+def decoders(
+    pair: Pair, contenders: Mapping[str, tuple[Drafter, Rule]], sampling: Warp, workload: Workload
+) -> dict[str, Decoder]:
+    """A decoder for each contender, all with caches of the same size: attention reads all of them.
+
+    Raises:
+      ValueError: the workload needs more positions than a model has.
+    """
+    models = {"target": pair.target}
+    models |= {"draft": drafter.model for drafter, _ in contenders.values() if isinstance(drafter, ModelDrafter)}
+    for name, model in models.items():
+        if model.max_positions is not None and workload.longest > model.max_positions:
+            raise ValueError(
+                f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
+                f"{workload.longest} positions, but the {name} has {model.max_positions}"
+            )
+    loops = {
+        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window())
+        for name, (drafter, rule) in contenders.items()
+    }
+    longest = workload.longest + max(loop.headroom for loop in loops.values())
+    slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+    return {
+        name: Decoder(
+            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots
+        )
+        for name, loop in loops.items()
+    }  # fmt: skip
+
+
+def _all_rows(stats: Stats) -> RowStats:
+    total = lambda x: tuple(int(n) for n in x.sum(0))
+    return RowStats(
+        rounds=int(stats.rounds_B.sum()), emitted=int(stats.emitted_B.sum()), drafted=int(stats.drafted_B.sum()),
+        reached=total(stats.reached_BK), accepted_counts=total(stats.accepted_BT),
+    )  # fmt: skip

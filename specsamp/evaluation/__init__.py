@@ -1,0 +1,1 @@
+"""What a pair's output is worth."""

@@ -1,0 +1,46 @@
+"""Does generated Python parse, up to where the budget cut it off?"""
+
+from __future__ import annotations
+
+import ast
+import codeop
+import enum
+import warnings
+
+
+class Verdict(enum.Enum):
+    """What Python's own parser says of a text."""
+
+    COMPLETE = enum.auto()
+    INCOMPLETE = enum.auto()  # no error up to the end, where a statement is still open
+    ERROR = enum.auto()
+
+
+def parses(prompt: str, completion: str) -> bool:
+    """Whether ``prompt + completion``, cut at its last complete statement, parses with `ast`.
+
+    The prompt must begin a top-level statement. What the budget cut (a last line without its end, a
+    statement still open at the end) is not held against the completion; any error before that is, and
+    at least one line of the completion must survive the cut.
+    """
+    text = prompt + completion
+    whole = text[: text.rfind("\n") + 1]
+    verdict = parse(whole)
+    if verdict is Verdict.ERROR:
+        return False
+    lines = whole.splitlines(keepends=True)
+    first = prompt.count("\n") + 1  # the shortest cut that holds a line of the completion
+    return any(parse("".join(lines[:n])) is Verdict.COMPLETE for n in range(len(lines), first - 1, -1))
+
+
+def parse(text: str) -> Verdict:
+    """Parses as a module."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes and the like
+            compile(text, "<text>", "exec", ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT)
+        return Verdict.COMPLETE
+    except SyntaxError as error:
+        return Verdict.INCOMPLETE if "incomplete input" in str(error.msg) else Verdict.ERROR
+    except (ValueError, RecursionError, MemoryError):  # a null byte; nesting too deep
+        return Verdict.ERROR

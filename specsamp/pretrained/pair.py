@@ -1,0 +1,122 @@
+"""Pairs in a folder: two models in safetensors, their tokenizer, and where they come from.
+
+    pair = load_pair("python")            # the one that comes with the package
+    pair = load_pair("runs/my_pair")
+
+    pair.json             shapes of both models, how they were trained, what was measured
+    target.safetensors    int8 per output channel
+    draft.safetensors
+    tokenizer.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+from specsamp.decoding.pair import Pair
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.quantise import dequantise, flatten, quantise, unflatten
+from specsamp.pretrained.tokenizer import JsonTokenizer
+
+ASSETS = pathlib.Path(__file__).parent / "assets"
+EOS = "<eos>"
+
+
+def shipped() -> list[str]:
+    """Names of the pairs that come with the package."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
+
+
+def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pair:
+    """A pair ready for `generate`.
+
+    Args:
+      name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
+      dtype: of decode-time weights, activations and caches.
+
+    Raises:
+      FileNotFoundError: no such pair, or a file of it is missing.
+      ValueError: a file is damaged, of other shapes than pair.json says (both are listed), or the
+        tokenizer does not fit the models.
+    """
+    folder = pair_folder(name_or_path)
+    try:
+        described = json.loads((folder / "pair.json").read_text(encoding="utf-8"))
+        configs = {side: TransformerConfig(**{**described[side], "dtype": dtype}) for side in ("target", "draft")}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
+    models = {side: TransformerLM(config) for side, config in configs.items()}
+    return Pair(
+        target=models["target"], target_params=_load_params(folder / "target.safetensors", models["target"]),
+        draft=models["draft"], draft_params=_load_params(folder / "draft.safetensors", models["draft"]),
+        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=EOS),
+    )  # fmt: skip
+
+
+def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
+    """The held-out prompts that come with a pair."""
+    path = pair_folder(name_or_path) / "prompts.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"the pair {str(name_or_path)!r} comes without prompts: {path} is missing")
+    return [prompt["text"] for prompt in json.loads(path.read_text(encoding="utf-8"))["prompts"]]
+
+
+def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """The folder of a pair, by name or path."""
+    for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
+        if (folder / "pair.json").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"no pair {str(name_or_path)!r}: give one of {', '.join(shipped()) or 'none'}, or a folder with a pair.json"
+    )
+
+
+def save_pair(
+    folder: str | pathlib.Path,
+    *,
+    target: tuple[TransformerConfig, Any],
+    draft: tuple[TransformerConfig, Any],
+    tokenizer_json: str,
+    provenance: dict,
+) -> None:
+    """Writes a pair: ``(config, params)`` of each side, quantised; ``pair.json`` last, so half a pair is none."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pair.json").unlink(missing_ok=True)
+    shapes = {}
+    for side, (config, params) in {"target": target, "draft": draft}.items():
+        save_file(quantise(params), folder / f"{side}.safetensors")
+        shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    described = json.dumps({**shapes, "provenance": provenance}, indent=1) + "\n"
+    partial = folder / "pair.json.partial"
+    partial.write_text(described, encoding="utf-8")
+    partial.replace(folder / "pair.json")
+
+
+def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        named = dequantise(load_file(path))
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
+    wanted = {name: leaf.shape for name, leaf in flatten(jax.eval_shape(model.init, jax.random.key(0))).items()}
+    have = {name: value.shape for name, value in named.items()}
+    different = [
+        f"{name}: {have.get(name, 'absent')} in the file, {wanted.get(name, 'absent')} in pair.json"
+        for name in sorted(have.keys() | wanted.keys())
+        if have.get(name) != wanted.get(name)
+    ]
+    if different:
+        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+        raise ValueError(f"{path} holds another model: {'; '.join(different[:6])}{more}")
+    return jax.tree.map(jax.numpy.asarray, unflatten(named))

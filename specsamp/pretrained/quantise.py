@@ -1,0 +1,66 @@
+"""int8 storage, one scale per output channel.
+
+    stored = round(weight / scale),   scale = max |weight| of the channel / 127
+
+Only storage is quantised: what is loaded is ``stored * scale`` in float32, and everything that is
+measured of a stored model is measured of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+# Axes that a product sums over; the others are output channels. What is not here stays float32.
+SUMMED_AXES = {
+    "embedding": (1,),  # [V, D]: a logit is one channel
+    "query": (1,), "key": (1,), "value": (1,), "relative": (1,),  # [N, D, H]
+    "output": (0, 1),  # [N, H, D]
+    "up": (0,),  # [D, F]
+    "down": (0,),  # [F, D]
+}  # fmt: skip
+SCALE_SUFFIX = ".scale_of_int8"
+
+
+def quantise(params: Any) -> dict[str, np.ndarray]:
+    """A tree of parameters -> named arrays; int8 ones come with their scales."""
+    tensors = {}
+    for name, value in flatten(params).items():
+        value = np.asarray(value, np.float32)
+        axes = SUMMED_AXES.get(name.split("/")[-1])
+        if axes is None:
+            tensors[name] = value
+            continue
+        scale = np.abs(value).max(axis=axes, keepdims=True) / 127
+        scale = np.where(scale > 0, scale, 1).astype(np.float32)
+        tensors[name] = np.clip(np.rint(value / scale), -127, 127).astype(np.int8)
+        tensors[name + SCALE_SUFFIX] = scale
+    return tensors
+
+
+def dequantise(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Named arrays in float32, without the scales."""
+    return {
+        name: np.asarray(value, np.float32) * tensors.get(name + SCALE_SUFFIX, np.float32(1))
+        for name, value in tensors.items()
+        if not name.endswith(SCALE_SUFFIX)
+    }
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by path, ``layer_0/mlp/up``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def unflatten(named: dict[str, Any]) -> dict:
+    tree: dict = {}
+    for name, value in named.items():
+        *folders, leaf = name.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[leaf] = value
+    return tree

@@ -1,0 +1,1 @@
+"""Training targets, and distilling drafts from them."""

@@ -1,0 +1,79 @@
+"""Orbax checkpoints of a training run, with errors a person can act on."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class Checkpoints:
+    """The last few states of a run, saved in the background and complete or absent."""
+
+    def __init__(self, folder: str | pathlib.Path, keep: int = 2):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "rest")}
+        self._manager = ocp.CheckpointManager(pathlib.Path(folder).absolute(), options=options, item_handlers=handlers)
+        self._folder = folder
+
+    @property
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, params: Any, rest: Any) -> None:
+        """``rest`` is what only a resumed training needs: params can be read without it."""
+        items = {"params": ocp.args.StandardSave(params), "rest": ocp.args.StandardSave(rest)}
+        self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def restore(self, step: int | None = None, **shapes: Any) -> dict[str, Any]:
+        """The items asked for (``params=``, ``rest=``), in the given shapes, dtypes and shardings.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint. ValueError: it is damaged, or of other shapes.
+        """
+        step = self.latest if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            which = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise FileNotFoundError(f"no {which} in {self._folder}: it has steps {sorted(self._manager.all_steps())}")
+        place = f"{self._folder}/{step}"
+        try:
+            saved = self._manager.item_metadata(step)
+            for name, tree in shapes.items():
+                _check_shapes(f"{place}/{name}", saved[name], tree)
+            items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except _WrongShapes:
+            raise
+        except Exception as error:  # Orbax raises whatever its storage does
+            raise ValueError(
+                f"the checkpoint {place} is damaged ({type(error).__name__}: {error}): "
+                "delete that folder to go back to an earlier step"
+            ) from error
+        return {name: restored[name] for name in shapes}
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+class _WrongShapes(ValueError):
+    pass
+
+
+def _check_shapes(place: str, saved: Any, wanted: Any) -> None:
+    by_path = lambda tree: {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    have, want = by_path(getattr(saved, "tree", saved)), by_path(wanted)
+    different = [
+        f"{name}: {have.get(name, 'absent')} saved, {want.get(name, 'absent')} wanted"
+        for name in sorted(have.keys() | want.keys())
+        if have.get(name) != want.get(name)
+    ]
+    if different:
+        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+        raise _WrongShapes(f"the checkpoint {place} is of another model: {'; '.join(different[:6])}{more}")

@@ -1,0 +1,186 @@
+"""A folder of text files -> token windows.
+
+Everything here is a function of the files, the seed and the step: there is no reader with a state of
+its own, so the position in the data needs no checkpoint beyond the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import pathlib
+import sysconfig
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+
+EOS = "<eos>"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Texts by relative path, split for good: a file's side depends on its path alone."""
+
+    train: dict[str, str]
+    held_out: dict[str, str]
+    skipped: tuple[str, ...]  # relative paths that are not UTF-8
+    digest: str  # SHA-256 of all paths and contents, both sides
+
+    def describe(self) -> dict:
+        size = lambda texts: sum(len(text.encode()) for text in texts.values())
+        return {
+            "sha256": self.digest,
+            "train_files": len(self.train),
+            "train_bytes": size(self.train),
+            "held_out_files": len(self.held_out),
+            "held_out_bytes": size(self.held_out),
+            "skipped_files": len(self.skipped),
+        }
+
+
+def standard_library() -> pathlib.Path:
+    """Source that is on every machine with Python, under the PSF licence."""
+    return pathlib.Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_corpus(
+    folder: str | pathlib.Path,
+    *,
+    pattern: str = "*.py",
+    exclude: Sequence[str] = (),
+    held_out: float = 0.03,
+) -> Corpus:
+    """Reads every file of ``folder`` that matches ``pattern``.
+
+    Args:
+      pattern: of file names, as in `fnmatch`.
+      exclude: names of folders or files, as in `fnmatch`, that are left out wherever they occur.
+      held_out: share of the files kept from training, by a hash of the relative path.
+
+    Raises:
+      FileNotFoundError: there is no such folder. ValueError: nothing is left to train on.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder of texts at {folder}")
+    sides: tuple[dict, dict] = ({}, {})
+    skipped, digest = [], hashlib.sha256()
+    for path in sorted(folder.rglob(pattern)):
+        relative = path.relative_to(folder)
+        if not path.is_file() or any(fnmatch.fnmatch(part, glob) for part in relative.parts for glob in exclude):
+            continue
+        content = path.read_bytes()
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            skipped.append(relative.as_posix())
+            continue
+        if not text.strip():
+            continue
+        digest.update(relative.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
+        sides[_share(relative.as_posix()) < held_out][relative.as_posix()] = text
+    train, kept = sides
+    if not train:
+        raise ValueError(
+            f"nothing to train on: {folder} has no UTF-8 file that matches {pattern!r} outside {list(exclude)} "
+            f"({len(skipped)} undecodable, {len(kept)} held out)"
+        )
+    return Corpus(train=train, held_out=kept, skipped=tuple(skipped), digest=digest.hexdigest())
+
+
+def _share(relative_path: str) -> float:
+    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8]) / 2**64
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE; the last of its ids is ``<eos>``."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([EOS])
+    return tokenizer
+
+
+def token_stream(texts: Iterable[str], tokenizer) -> np.ndarray:
+    """One array of all texts, an end-of-text token before each and at the end.
+
+    Args:
+      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``.
+    """
+    pieces = [np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32) for text in texts]
+    return np.concatenate([*pieces, np.array([tokenizer.eos_id], np.int32)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows of ``length + 1`` tokens in an order that depends on the seed and the epoch.
+
+    Windows do not overlap within an epoch; every epoch cuts the stream at another offset. Each gives
+    ``length`` inputs and as many labels.
+    """
+
+    stream: np.ndarray  # [tokens] int32
+    length: int
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.per_epoch < 1:
+            raise ValueError(f"{len(self.stream)} tokens are too few for windows of {self.length} + 1: shorten them")
+
+    @property
+    def per_epoch(self) -> int:
+        return (len(self.stream) - 1) // self.length - 1
+
+    def batch(self, step: int, size: int) -> np.ndarray:
+        """``[size, length + 1]`` int32: windows ``step * size`` onwards, over as many epochs as it takes."""
+        epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.per_epoch)
+        rows = np.empty((size, self.length + 1), np.int32)
+        for epoch in np.unique(epochs):
+            order = np.random.default_rng([self.seed, int(epoch)])
+            offset = int(order.integers(self.length))
+            starts = offset + self.length * order.permutation(self.per_epoch)
+            inside = epochs == epoch
+            rows[inside] = self.stream[starts[places[inside], None] + np.arange(self.length + 1)[None]]
+        return rows
+
+    def in_order(self) -> np.ndarray:
+        """All windows of the uncut stream, ``[windows, length + 1]``, for evaluation."""
+        starts = self.length * np.arange((len(self.stream) - 1) // self.length)
+        return self.stream[starts[:, None] + np.arange(self.length + 1)[None]]
+
+
+def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.ndarray:
+    """At most ``most`` windows ``[windows, length + 1]`` of the held-out files, spread evenly over them."""
+    windows = Windows(token_stream(corpus.held_out.values(), tokenizer), length).in_order()
+    return windows[np.unique(np.linspace(0, len(windows) - 1, most).astype(int))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Batches of which a share comes from ``rows``, the rest from ``windows``; the order of ``rows`` is drawn per epoch."""
+
+    windows: Windows
+    rows: np.ndarray  # [rows, length + 1] int32
+    share: float
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"the share of generated rows must be in [0, 1]; got {self.share}")
+        if self.rows.shape[1:] != (self.windows.length + 1,):
+            raise ValueError(f"rows of {self.rows.shape[1]} tokens beside windows of {self.windows.length + 1}")
+
+    def batch(self, step: int, size: int) -> np.ndarray:
+        drawn = round(self.share * size)
+        epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
+        order = {epoch: np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows)) for epoch in set(epochs)}
+        chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
+        return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

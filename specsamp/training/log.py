@@ -1,0 +1,66 @@
+"""Metrics as JSON lines, and progress a person can watch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+
+from rich.console import Console
+
+
+class MetricsLog:
+    """One JSON object per line, in the order of its steps; a resumed run forgets what it will do again."""
+
+    def __init__(self, path: str | pathlib.Path, resumed_at: int = 0):
+        self._path = pathlib.Path(path)
+        kept = []
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the run was killed while writing it
+                if record["step"] <= resumed_at:
+                    kept.append(line)
+        write_atomically(self._path, "".join(line + "\n" for line in kept))
+
+    def write(self, step: int, **numbers: float) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+class Progress:
+    """Loss, tokens per second and time left: one line that is rewritten, or one per report in a log."""
+
+    def __init__(self, steps: int, tokens_per_step: int, start: int, console: Console):
+        self._steps, self._tokens, self._console = steps, tokens_per_step, console
+        self._last = (start, time.monotonic())
+        self._seconds_per_step = None
+
+    def report(self, step: int, **numbers: float) -> float:
+        """Prints; returns tokens per second since the last report."""
+        last_step, last_time = self._last
+        now = time.monotonic()
+        self._last = (step, now)
+        pace = (now - last_time) / max(step - last_step, 1)
+        smooth = pace if self._seconds_per_step is None else 0.7 * self._seconds_per_step + 0.3 * pace
+        self._seconds_per_step = smooth
+        left = time.strftime("%H:%M:%S", time.gmtime(smooth * (self._steps - step)))
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        line = f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
+        self._console.print(line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True)
+        return self._tokens / pace
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def write_atomically(path: str | pathlib.Path, text: str) -> None:
+    """All of it or nothing: a reader, or a crash, never sees half a file."""
+    path = pathlib.Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)

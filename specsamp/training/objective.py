@@ -1,0 +1,56 @@
+"""What training minimises. All take log-probabilities and return one number per position.
+
+``target`` is the law to imitate and gets no gradient, ``draft`` the law being trained. With P for
+the target and Q for the draft:
+
+    forward KL        sum P log(P/Q)        what cross-entropy on the target's own samples estimates
+    reverse KL        sum Q log(Q/P)
+    total variation   1/2 sum |P - Q|       exactly 1 - acceptance of the token rule (Chen et al.,
+                                            arXiv 2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def cross_entropy(log_probs_BTV: Array, labels_BT: Array) -> Array:
+    """``-log q(label)``, ``[B, T]`` nats."""
+    return -jnp.take_along_axis(log_probs_BTV, labels_BT[..., None], axis=-1)[..., 0]
+
+
+def forward_kl(target_BTV: Array, draft_BTV: Array) -> Array:
+    """``[B, T]`` nats."""
+    return _expected(target_BTV, target_BTV - draft_BTV)
+
+
+def reverse_kl(target_BTV: Array, draft_BTV: Array) -> Array:
+    """``[B, T]`` nats; infinite where the draft gives mass to what the target excludes."""
+    return _expected(draft_BTV, draft_BTV - target_BTV)
+
+
+def total_variation(target_BTV: Array, draft_BTV: Array) -> Array:
+    """``[B, T]`` in [0, 1]."""
+    return 0.5 * jnp.abs(jnp.exp(target_BTV) - jnp.exp(draft_BTV)).sum(axis=-1)
+
+
+def overlap(target_BTV: Array, draft_BTV: Array) -> Array:
+    """The chance that the token rule accepts, ``[B, T]``: ``sum min(P, Q)``."""
+    return jnp.exp(jnp.minimum(target_BTV, draft_BTV)).sum(axis=-1)
+
+
+def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
+    """1.0 where both laws have the same mode, ``[B, T]``."""
+    return (target_BTV.argmax(axis=-1) == draft_BTV.argmax(axis=-1)).astype(jnp.float32)
+
+
+DIVERGENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+
+
+def _expected(law_BTV: Array, values_BTV: Array) -> Array:
+    # A token without mass counts nothing, also where its value is inf - inf.
+    probs = jnp.exp(law_BTV)
+    return jnp.where(probs > 0, probs * jnp.where(probs > 0, values_BTV, 0.0), 0.0).sum(axis=-1)

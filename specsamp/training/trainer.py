@@ -1,0 +1,229 @@
+"""The training loop: one jitted step over a mesh, checkpoints, metrics, exact resume.
+
+A step depends on the state, the seed and its own number only: data windows are addressed by step, and
+nothing else is random. So a run that is killed and resumed gives the losses it would have given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from specsamp.sampling.warp import Warp, chain, temperature, top_p
+from specsamp.training.checkpoint import Checkpoints
+from specsamp.training.log import MetricsLog, Progress
+from specsamp.training.task import Task
+
+Array = jax.Array
+
+# Under which a draft is compared with its target on held-out text.
+COMPARED_LAWS = {"temperature 1": chain(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
+
+    steps: int
+    batch: int  # rows per step, over all devices and microbatches
+    microbatches: int = 1  # gradients are averaged over this many before each update
+    learning_rate: float = 1e-3  # at its peak
+    warmup_steps: int = 100
+    final_share: float = 0.1  # of the peak, reached at the last step
+    beta1: float = 0.9
+    beta2: float = 0.98
+    weight_decay: float = 0.1  # of matrices; scales are left alone
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
+        if self.batch % self.microbatches:
+            raise ValueError(f"batch {self.batch} is no multiple of microbatches {self.microbatches}")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(f"warmup_steps must be in [0, steps); got {self.warmup_steps} of {self.steps}")
+
+    def learning_rates(self) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            0.0 if self.warmup_steps else self.learning_rate,
+            self.learning_rate, self.warmup_steps, self.steps, self.final_share * self.learning_rate,
+        )  # fmt: skip
+
+    def optimizer(self) -> optax.GradientTransformation:
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip_norm),
+            optax.adamw(
+                self.learning_rates(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
+            ),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that changes, and all that a checkpoint holds."""
+
+    step: Array  # int32, updates made
+    params: Any  # float32
+    opt_state: Any
+
+
+class Batches(Protocol):
+    """Rows by step; see data.py."""
+
+    def batch(self, step: int, size: int) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rhythm:
+    """How often, in steps; none of it changes what is learned."""
+
+    log: int = 20
+    evaluate: int = 500
+    checkpoint: int = 500
+
+
+def data_mesh() -> Mesh:
+    """All devices along one axis: each has all parameters and its share of the rows."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
+    """At step 0, from random parameters or from the given ones."""
+    if params is None:
+        params = task.model.init(jax.random.key(recipe.seed, impl="threefry2x32"))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=recipe.optimizer().init(params))
+
+
+def train_step(
+    task: Task, recipe: Recipe, state: TrainState, frozen: Any, rows_ABT: Array
+) -> tuple[TrainState, dict[str, Array]]:
+    """One update from ``A`` microbatches of ``[B, T + 1]`` tokens; returns loss and gradient norm too."""
+
+    def gradients(rows_BT):
+        return jax.value_and_grad(task.loss)(state.params, frozen, rows_BT)
+
+    if rows_ABT.shape[0] == 1:
+        loss, grads = gradients(rows_ABT[0])
+    else:
+        first = jax.eval_shape(gradients, rows_ABT[0])
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+        add = lambda total, rows_BT: (jax.tree.map(jnp.add, total, gradients(rows_BT)), None)
+        total, _ = jax.lax.scan(add, zeros, rows_ABT)
+        loss, grads = jax.tree.map(lambda x: x / rows_ABT.shape[0], total)
+    updates, opt_state = recipe.optimizer().update(grads, state.opt_state, state.params)
+    new_state = TrainState(
+        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+    )
+    return new_state, {"loss": loss, "grad_norm": optax.global_norm(grads)}
+
+
+def train(
+    task: Task,
+    recipe: Recipe,
+    data: Batches,
+    folder: str | pathlib.Path,
+    *,
+    held_out: np.ndarray,
+    frozen: Any = None,
+    params: Any = None,
+    warps: dict[str, Warp] | None = None,
+    rhythm: Rhythm = Rhythm(),
+    mesh: Mesh | None = None,
+    console: Console | None = None,
+) -> TrainState:
+    """Trains to the last step, from the latest checkpoint in ``folder`` if there is one.
+
+    Args:
+      held_out: ``[rows, T + 1]`` tokens, for evaluation.
+      frozen: parameters the task looks at (a target's).
+      params: to start from, when there is no checkpoint.
+      warps: laws under which a draft is compared with its target, by name; default: the models' own.
+
+    Raises:
+      ValueError: rows do not divide over the devices, or a checkpoint does not fit.
+    """
+    folder, console, mesh = pathlib.Path(folder), console or Console(), mesh or data_mesh()
+    per_microbatch = recipe.batch // recipe.microbatches
+    if per_microbatch % mesh.size:
+        raise ValueError(f"{per_microbatch} rows of a microbatch do not divide over {mesh.size} devices: change batch")
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
+
+    checkpoints = Checkpoints(folder / "checkpoints")
+    if checkpoints.latest is None:
+        state = jax.device_put(init_state(task, recipe, params), everywhere)
+    else:
+        shapes = jax.eval_shape(lambda: init_state(task, recipe))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+        saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
+        step, opt_state = saved["rest"]
+        state = TrainState(step=step, params=saved["params"], opt_state=opt_state)
+    frozen = jax.device_put(frozen, everywhere)
+    step_function = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2)
+
+    done = int(state.step)
+    log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
+    progress = Progress(recipe.steps, recipe.batch * (held_out.shape[1] - 1), done, console)
+    if done:
+        progress.note(f"resumed at step {done}")
+    for step in range(done, recipe.steps):
+        rows = data.batch(step, recipe.batch).reshape(recipe.microbatches, per_microbatch, -1)
+        rows_ABT = jax.make_array_from_callback(rows.shape, rows_ABT_sharding, rows.__getitem__)
+        state, numbers = step_function(task, recipe, state, frozen, rows_ABT)
+        now = step + 1
+        if now % rhythm.log == 0 or now == recipe.steps:
+            numbers = {name: float(value) for name, value in numbers.items()}
+            pace = progress.report(now, **numbers)
+            log.write(now, **numbers, learning_rate=float(recipe.learning_rates()(step)), tokens_per_second=pace)
+        if now % rhythm.evaluate == 0 or now == recipe.steps:
+            measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
+            log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
+            progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+        if now % rhythm.checkpoint == 0 or now == recipe.steps:
+            checkpoints.save(now, state.params, (state.step, state.opt_state))
+    checkpoints.close()
+    return state
+
+
+def evaluate(
+    task: Task,
+    params: Any,
+    frozen: Any,
+    rows: np.ndarray,
+    batch: int,
+    mesh: Mesh | None = None,
+    warps: dict[str, Warp] | None = None,
+) -> dict[str, float]:
+    """Averages of `Task.measure` over ``rows`` (the last few that fill no batch are left out)."""
+    mesh = mesh or data_mesh()
+    batch = min(batch, len(rows) // mesh.size * mesh.size)
+    if batch < 1:
+        raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    results: dict[str, list[float]] = {}
+    for name, warp in (warps or {"": chain()}).items():
+        for start in range(0, len(rows) - batch + 1, batch):
+            rows_BT = rows[start : start + batch]
+            on_mesh = jax.make_array_from_callback(rows_BT.shape, sharding, rows_BT.__getitem__)
+            for key, value in _measure(task, params, frozen, on_mesh, warp).items():
+                label = key if not name or key == "loss" else f"{key} ({name})"
+                results.setdefault(label, []).append(value)
+    return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _measure(task, params, frozen, rows_BT, warp):
+    return task.measure(params, frozen, rows_BT, warp)
