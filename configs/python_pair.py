@@ -56,6 +56,7 @@ def get_config(kind: str = "target") -> ConfigDict:
 
     if draft:
         config.target = ""  # the folder of its run
+        config.init = ""  # the folder of a draft's run to start from; "" starts from random parameters
         config.objective = "forward_kl"  # or "reverse_kl", "total_variation", "cross_entropy"
         config.text_share = 0.0  # of cross-entropy beside the divergence
         config.generated = ConfigDict()
@@ -66,8 +67,8 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.generated.top_p = 0.95
         config.generated.batch = 16 if tiny else 64  # rows written at a time
         config.generated.greedy_share = 0.25  # of these rows
-        config.model.width = 32 if tiny else 192
-        config.model.num_layers = 1
+        config.model.width = 32 if tiny else 128
+        config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2
         if not tiny:
             config.recipe.steps = 1500

@@ -83,7 +83,7 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Work
 
 def make_model(fields: ConfigDict) -> TransformerLM:
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
-    return TransformerLM(_choose("preset", fields.preset, PRESETS)(**changes))
+    return TransformerLM.here(_choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:

@@ -44,16 +44,19 @@ def main(argv: list[str]) -> None:
 
 
 def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
-    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
-    recipe, rhythm = Recipe(**config.recipe), Rhythm(**config.rhythm)
+    # All that can be wrong in a configuration, before it is written down as a run's.
+    recipe, rhythm, model = Recipe(**config.recipe), Rhythm(**config.rhythm), make_model(config)
+    target = run.open_trained(config.target) if "target" in config else None
+    task = Pretrain(model)
+    if target is not None:
+        task = Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
     data = config.data
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
+    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
     run.write_json(folder / "corpus.json", corpus.describe())
-    target = run.open_trained(config.target) if "target" in config else None
     tokenizer = make_tokenizer(config, folder, corpus, target)
-    model = make_model(config)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
     stream = token_stream(corpus.train.values(), tokenizer)
@@ -64,14 +67,13 @@ def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
         f"({len(corpus.skipped)} files skipped), {recipe.steps * recipe.batch * data.length / len(stream):.2f} epochs"
     )
     if target is None:
-        train(Pretrain(model), recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console)
+        train(task, recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console)
         return
     rows = target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
-    task = Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
     train(
         task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
-        warps=COMPARED_LAWS,
+        params=run.open_trained(config.init).params if config.init else None, warps=COMPARED_LAWS,
     )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def make_tokenizer(config: ConfigDict, folder: pathlib.Path, corpus: Corpus, tar
     path = folder / "tokenizer.json"
     if not path.exists():
         if target is not None:
-            content = (target.folder / "tokenizer.json").read_text()
+            content = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
         elif config.data.tokenizer:
             content = JsonTokenizer(config.data.tokenizer, eos=EOS).to_json()
         else:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import DecodeState, Draft, Output, Request, Verdict, Weights
+from specsamp.models import compiling
 
 Array = jax.Array
 
@@ -127,7 +128,10 @@ def _read_one_logit(logits_BV: Array, offset: Array | int, drafter: int = 0) -> 
     return (logits_BV[:, 0] > 0).astype(jnp.int32), None
 
 
-@functools.partial(jax.jit, static_argnames=("phase", "loop"), donate_argnames="board")
+@functools.partial(
+    compiling.jit, options_of=lambda phase, loop, *_: loop.compiler_options,
+    static_argnames=("phase", "loop"), donate_argnames="board",
+)  # fmt: skip
 def repeat(
     phase: Phase, loop: Loop, weights: Weights, request: Request, board: Board, iterations: Array | int
 ) -> Board:

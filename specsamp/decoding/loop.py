@@ -28,6 +28,8 @@ from specsamp.decoding.rows import place, windows
 from specsamp.decoding.types import (
     DecodeState, Draft, Drafter, Finish, LanguageModel, Output, Request, Rule, Sampler, Stats, Verdict, Weights,
 )  # fmt: skip
+from specsamp.models import compiling
+from specsamp.models.compiling import Options
 from specsamp.models.interface import check_logits
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.warp import log_probs
@@ -108,7 +110,14 @@ class Loop:
             stats=Stats.zeros(rows, self.drafter.K),
         )
 
-    @functools.partial(jax.jit, static_argnames="self", donate_argnames="state")
+    @property
+    def compiler_options(self) -> Options:
+        """What the target asks of the compiler; most ask nothing."""
+        return getattr(self.target, "compiler_options", ())
+
+    @functools.partial(
+        compiling.jit, options_of=lambda self, *_: self.compiler_options, static_argnames="self", donate_argnames="state"
+    )
     def run(self, weights: Weights, request: Request, state: DecodeState, max_rounds: Array | int) -> DecodeState:
         """Runs until every row has ended, or for ``max_rounds`` rounds; then it can be called again.
 

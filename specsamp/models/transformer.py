@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Output
 from specsamp.models.kv_cache import KVCache, write_rows
@@ -31,12 +32,22 @@ Array = jax.Array
 # Up to this many rows a projection is one small product per head; beyond, a single large one.
 MAX_BATCHED_ROWS = 256
 
+# Names of the weights of the CPU's layout; see `flatten`.
+FLAT_ATTENTION, FLAT_LOGITS = "query_key_value", "unembedding"
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerLM:
     """A `LanguageModel`. Hashable and static; parameters and weights travel beside it."""
 
     config: TransformerConfig
+    # Lay decode-time weights out as `flatten` says. For a CPU; a TPU wants the head-major weights as they are.
+    flat: bool = False
+
+    @classmethod
+    def here(cls, config: TransformerConfig) -> TransformerLM:
+        """With decode-time weights laid out for the platform at hand."""
+        return cls(config, flat=jax.default_backend() == "cpu")
 
     @property
     def vocab_size(self) -> int:
@@ -67,8 +78,9 @@ class TransformerLM:
     def prepare(self, params: Any, slots: int) -> Any:
         """Casts to the compute dtype and folds the relative-position projection into a table of keys."""
         cast = lambda tree: jax.tree.map(lambda x: x.astype(self.config.compute_dtype), tree)
+        lay_out = flatten if self.flat else lambda tree: tree
         if self.config.positions != "relative":
-            return {"params": cast(params), "relative_keys": None}
+            return {"params": lay_out(cast(params)), "relative_keys": None}
         kept, tables = dict(params), []
         for i in range(self.config.num_layers):
             layer = dict(kept[f"layer_{i}"])
@@ -78,10 +90,17 @@ class TransformerLM:
             tables.append(table.astype(self.config.compute_dtype))
             layer["attention"] = attention
             kept[f"layer_{i}"] = layer
-        return {"params": cast(kept), "relative_keys": tuple(tables)}
+        if self.flat:
+            tables = [table.swapaxes(1, 2) for table in tables]
+        return {"params": lay_out(cast(kept)), "relative_keys": tuple(tables)}
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, str], ...]:
+        """What `specsamp.models.compiling` hands to the compiler of a program that calls this model."""
+        return few_rows_on_cpu() if self.flat and self.config.dtype == "float32" else ()
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
-        return KVCache.zeros(self.config, batch, slots)
+        return KVCache.zeros(self.config, batch, slots, transposed_keys=self.flat)
 
     def __call__(
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: KVCache, *, hidden_layers: tuple[int, ...] = ()
@@ -137,7 +156,11 @@ class Transformer(nn.Module):
             hidden[i] = x_BTD
         x_BTD = RMSNorm(config.norm_epsilon, name="final_norm")(x_BTD)
         with jax.named_scope("logits"):
-            logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
+            if self.has_variable("params", FLAT_LOGITS):
+                unembedding_DV = self.get_variable("params", FLAT_LOGITS)
+                logits_BTV = contract("BTD,DV->BTV", x_BTD, unembedding_DV, dtype=jnp.float32)
+            else:
+                logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
         return Output(
             logits_BTV=logits_BTV,
             cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values)),
@@ -207,9 +230,15 @@ class Attention(nn.Module):
         def projection(name, count, axis):
             return _param(self, name, (count, width, size), (axis, "embed", "head"), fan_in=width)
 
-        q_BNTH = project(x_BTD, projection("query", heads, "heads"))
-        k_BMTH = project(x_BTD, projection("key", kv_heads, "kv_heads"))
-        v_BMTH = project(x_BTD, projection("value", kv_heads, "kv_heads"))
+        flat = self.has_variable("params", FLAT_ATTENTION)
+        if flat:
+            flat_DX = self.get_variable("params", FLAT_ATTENTION)
+            heads_BXTH = contract("BTD,DX->BTX", x_BTD, flat_DX).reshape(batch, length, -1, size).swapaxes(1, 2)
+            q_BNTH, k_BMTH, v_BMTH = jnp.split(heads_BXTH, [heads, heads + kv_heads], axis=1)
+        else:
+            q_BNTH = project(x_BTD, projection("query", heads, "heads"))
+            k_BMTH = project(x_BTD, projection("key", kv_heads, "kv_heads"))
+            v_BMTH = project(x_BTD, projection("value", kv_heads, "kv_heads"))
         output_NHD = _param(
             self, "output", (heads, size, width), ("heads", "head", "embed"),
             fan_in=2 * config.num_layers * heads * size,
@@ -218,11 +247,14 @@ class Attention(nn.Module):
         if config.positions == "rotary":
             q_BNTH, k_BMTH = rotate(q_BNTH, *rotary), rotate(k_BMTH, *rotary)
         if memory is None:
-            keys_BMSH, values_BMSH = k_BMTH, v_BMTH
+            keys, values_BMSH = k_BMTH, v_BMTH
         else:
-            keys_BMSH = write_rows(memory[0], k_BMTH, start_B)
+            if flat:
+                keys = write_rows(memory[0], k_BMTH.swapaxes(2, 3), start_B, axis=3)
+            else:
+                keys = write_rows(memory[0], k_BMTH, start_B)
             values_BMSH = write_rows(memory[1], v_BMTH, start_B)
-        slots = keys_BMSH.shape[2]
+        slots = values_BMSH.shape[2]
 
         # Queries that share a key head are extra rows of one product.
         rows_shape = (batch, kv_heads, config.queries_per_kv_head * length, size)
@@ -232,13 +264,17 @@ class Attention(nn.Module):
             distance_BNTH = q_BNTH + bias("distance_bias")[None, :, None, :]
             if table is None:
                 table = relative_keys(projection("relative", kv_heads, "kv_heads"), slots).astype(dtype)
-            by_distance = contract("BMRH,MSH->BMRS", distance_BNTH.reshape(rows_shape), table, dtype=jnp.float32)
+            table_axes = "MHS" if flat else "MSH"
+            by_distance = contract(
+                f"BMRH,{table_axes}->BMRS", distance_BNTH.reshape(rows_shape), table, dtype=jnp.float32
+            )
             by_slot = align_distances(by_distance.reshape(batch, heads, length, slots), start_B)
         else:
             content_BNTH, by_slot = q_BNTH, 0.0
-        scores = contract(
-            "BMRH,BMSH->BMRS", content_BNTH.reshape(rows_shape), keys_BMSH, dtype=jnp.float32
-        ).reshape(batch, heads, length, slots)
+        content_BMRH = content_BNTH.reshape(rows_shape)
+        keys_axes = "BMHS" if flat else "BMSH"
+        scores = contract(f"BMRH,{keys_axes}->BMRS", content_BMRH, keys, dtype=jnp.float32)
+        scores = scores.reshape(batch, heads, length, slots)
         scores = (scores + by_slot) * (1 / math.sqrt(size))
 
         queries_BT = start_B[:, None] + jnp.arange(length)[None, :]
@@ -248,7 +284,7 @@ class Attention(nn.Module):
         # One contraction over heads and their entries together: as two, the weight is transposed for it.
         mixed_BTX = mixed.reshape(batch, heads, length, size).swapaxes(1, 2).reshape(batch, length, heads * size)
         out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
-        return out_BTD, (keys_BMSH, values_BMSH)
+        return out_BTD, (keys, values_BMSH)
 
 
 def project(x_BTD: Array, weight_NDH: Array) -> Array:
@@ -260,6 +296,23 @@ def project(x_BTD: Array, weight_NDH: Array) -> Array:
     rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
     rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
+
+
+def flatten(params: Any) -> Any:
+    """Decode-time weights of a CPU: products over few rows as ``[T, in] x [in, out]``, few and large.
+
+    Q, K and V become one ``[D, (N+2M) H]``, and the tied output gets a copy ``[D, V]``. Keys are cached
+    as ``[B, M, H, S]``.
+    """
+    flat = dict(params) | {FLAT_LOGITS: params["embedding"].T}
+    for name in params:
+        if name.startswith("layer_"):
+            attention = dict(params[name]["attention"])
+            parts = [attention.pop(part) for part in ("query", "key", "value")]
+            side_by_side = [part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts]
+            attention[FLAT_ATTENTION] = jnp.concatenate(side_by_side, axis=1)
+            flat[name] = dict(params[name]) | {"attention": attention}
+    return flat
 
 
 def relative_keys(weight_MDH: Array, slots: int) -> Array:

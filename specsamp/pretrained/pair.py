@@ -53,7 +53,7 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
         configs = {side: TransformerConfig(**{**described[side], "dtype": dtype}) for side in ("target", "draft")}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
-    models = {side: TransformerLM(config) for side, config in configs.items()}
+    models = {side: TransformerLM.here(config) for side, config in configs.items()}
     return Pair(
         target=models["target"], target_params=_load_params(folder / "target.safetensors", models["target"]),
         draft=models["draft"], draft_params=_load_params(folder / "draft.safetensors", models["draft"]),

@@ -1,0 +1,50 @@
+"""What a model asks of the compiler of the programs that call it.
+
+XLA's CPU backend hands float32 products to YNNPACK, whose time grows with every row: scoring 5 to 7
+rows took 20 to 40% longer than with Eigen, which takes as long for seven rows as for two. Eigen is
+several times *slower* where both sides contract their last axis; so only a model whose weights are laid
+out for it asks for it (`TransformerLM.flat`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Options = tuple[tuple[str, str], ...]
+
+
+@functools.cache
+def few_rows_on_cpu() -> Options:
+    """Products of few rows by Eigen; nothing on other platforms, or where the compiler knows no such option."""
+    options = (("xla_cpu_experimental_ynn_fusion_type", ""),)
+    if jax.default_backend() != "cpu":
+        return ()
+    try:
+        jax.jit(jnp.negative, compiler_options=dict(options)).lower(0.0).compile()
+    except Exception:  # a runtime error of the compiler
+        return ()
+    return options
+
+
+def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
+    """`jax.jit`, compiled with the options that ``options_of(*args)`` gives for a call."""
+    variants: dict[Options, Callable] = {}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return variant(*args)(*args, **kwargs)
+
+    def variant(*args: Any) -> Callable:
+        options = options_of(*args)
+        if options not in variants:
+            variants[options] = jax.jit(function, compiler_options=dict(options) or None, **arguments)
+        return variants[options]
+
+    call.lower = lambda *args, **kwargs: variant(*args).lower(*args, **kwargs)
+    call._cache_size = lambda: sum(compiled._cache_size() for compiled in variants.values())  # as jax.jit has it
+    return call
