@@ -39,8 +39,8 @@ def main(argv: list[str]) -> None:
 
 def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Path, console: Console) -> None:
     target, draft = open_trained(target_run), open_trained(draft_run)
-    tokenizer_json = (target.folder / "tokenizer.json").read_text()
-    if tokenizer_json != (draft.folder / "tokenizer.json").read_text():
+    tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
+    if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
     provenance = {
         side: {"config": run.run_config(), "corpus": run.corpus(), "step": run.step, "last_metrics": run.last_metrics()}

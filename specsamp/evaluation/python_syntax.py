@@ -28,7 +28,7 @@ def parses(prompt: str, completion: str) -> bool:
     verdict = parse(whole)
     if verdict is Verdict.ERROR:
         return False
-    lines = whole.splitlines(keepends=True)
+    lines = [line + "\n" for line in whole.split("\n")[:-1]]  # not splitlines: a form feed ends no line
     first = prompt.count("\n") + 1  # the shortest cut that holds a line of the completion
     return any(parse("".join(lines[:n])) is Verdict.COMPLETE for n in range(len(lines), first - 1, -1))
 

@@ -41,7 +41,14 @@ def quantise(params: Any) -> dict[str, np.ndarray]:
 
 
 def dequantise(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Named arrays in float32, without the scales."""
+    """Named arrays in float32, without the scales.
+
+    Raises:
+      ValueError: an int8 array came without its scales.
+    """
+    for name, value in tensors.items():
+        if value.dtype == np.int8 and name + SCALE_SUFFIX not in tensors:
+            raise ValueError(f"{name} has no scales")
     return {
         name: np.asarray(value, np.float32) * tensors.get(name + SCALE_SUFFIX, np.float32(1))
         for name, value in tensors.items()

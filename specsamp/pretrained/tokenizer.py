@@ -36,7 +36,10 @@ class JsonTokenizer:
     def __init__(self, path: str | pathlib.Path, eos: str | None = None):
         if not pathlib.Path(path).is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the class itself is what it raises
+            raise ValueError(f"{path} is no tokenizer.json ({error})") from error
         self.eos_id = None
         if eos is not None:
             self.eos_id = self._tokenizer.token_to_id(eos)

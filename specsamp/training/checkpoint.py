@@ -41,10 +41,12 @@ class Checkpoints:
         try:
             saved = self._manager.item_metadata(step)
             for name, tree in shapes.items():
-                _check_shapes(f"{place}/{name}", saved[name], tree)
+                if saved[name] is None:
+                    raise ValueError(f"{name!r} has no metadata")
+                check_shapes(f"the checkpoint {place}/{name}", saved[name], tree)
             items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except _WrongShapes:
+        except WrongShapes:
             raise
         except Exception as error:  # Orbax raises whatever its storage does
             raise ValueError(
@@ -59,11 +61,12 @@ class Checkpoints:
         self._manager.close()
 
 
-class _WrongShapes(ValueError):
-    pass
+class WrongShapes(ValueError):
+    """The message lists both shapes of every leaf that differs."""
 
 
-def _check_shapes(place: str, saved: Any, wanted: Any) -> None:
+def check_shapes(what: str, saved: Any, wanted: Any) -> None:
+    """Raises `WrongShapes` unless both trees have the same leaves."""
     by_path = lambda tree: {
         jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -76,4 +79,4 @@ def _check_shapes(place: str, saved: Any, wanted: Any) -> None:
     ]
     if different:
         more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-        raise _WrongShapes(f"the checkpoint {place} is of another model: {'; '.join(different[:6])}{more}")
+        raise WrongShapes(f"{what} is of another model: {'; '.join(different[:6])}{more}")

@@ -17,7 +17,7 @@ class MetricsLog:
         self._path = pathlib.Path(path)
         kept = []
         if self._path.exists():
-            for line in self._path.read_text().splitlines():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
                 except json.JSONDecodeError:
@@ -27,7 +27,7 @@ class MetricsLog:
         write_atomically(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, **numbers: float) -> None:
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **numbers}) + "\n")
 
 
@@ -62,5 +62,5 @@ def write_atomically(path: str | pathlib.Path, text: str) -> None:
     """All of it or nothing: a reader, or a crash, never sees half a file."""
     path = pathlib.Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

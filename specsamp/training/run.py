@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -30,7 +31,7 @@ def open_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str]
     """
     path = pathlib.Path(folder) / "run.json"
     if path.exists():
-        before, now = _flat(json.loads(path.read_text())), _flat(json.loads(json.dumps(config)))
+        before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(json.loads(json.dumps(config)))
         different = [
             f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
             for name in sorted(before.keys() | now.keys())
@@ -58,15 +59,15 @@ class TrainedModel:
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def run_config(self) -> dict:
-        return json.loads((self.folder / "run.json").read_text())
+        return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
 
     def corpus(self) -> dict:
-        return json.loads((self.folder / "corpus.json").read_text())
+        return json.loads((self.folder / "corpus.json").read_text(encoding="utf-8"))
 
     def last_metrics(self) -> dict:
         """The last value of every number in the log."""
         last: dict = {}
-        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
+        for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             last |= json.loads(line)
         return last
 
@@ -81,11 +82,15 @@ def open_trained(folder: str | pathlib.Path) -> TrainedModel:
     path = folder / "run.json"
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
-    config = TransformerConfig(**json.loads(path.read_text())["model"])
-    checkpoints = Checkpoints(folder / "checkpoints")
-    params = checkpoints.restore(params=jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))["params"]
-    step = checkpoints.latest
-    checkpoints.close()
+    config = TransformerConfig(**json.loads(path.read_text(encoding="utf-8"))["model"])
+    # On one device, however many there were where it was saved.
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
+    )
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
     return TrainedModel(folder=folder, config=config, params=params, step=step)
 
 

@@ -6,6 +6,7 @@ nothing else is random. So a run that is killed and resumed gives the losses it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -19,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
-from specsamp.training.checkpoint import Checkpoints
+from specsamp.training.checkpoint import Checkpoints, check_shapes
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 
@@ -102,8 +103,11 @@ def data_mesh() -> Mesh:
 
 def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
     """At step 0, from random parameters or from the given ones."""
+    key = jax.random.key(recipe.seed, impl="threefry2x32")
     if params is None:
-        params = task.model.init(jax.random.key(recipe.seed, impl="threefry2x32"))
+        params = task.model.init(key)
+    else:
+        check_shapes("what training starts from", params, jax.eval_shape(task.model.init, key))
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=recipe.optimizer().init(params))
 
 
@@ -127,7 +131,7 @@ def train_step(
     new_state = TrainState(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
     )
-    return new_state, {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return new_state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
 
 def train(
@@ -149,11 +153,11 @@ def train(
     Args:
       held_out: ``[rows, T + 1]`` tokens, for evaluation.
       frozen: parameters the task looks at (a target's).
-      params: to start from, when there is no checkpoint.
+      params: to start from, when there is no checkpoint; they are copied.
       warps: laws under which a draft is compared with its target, by name; default: the models' own.
 
     Raises:
-      ValueError: rows do not divide over the devices, or a checkpoint does not fit.
+      ValueError: rows do not divide over the devices, or a checkpoint or ``params`` do not fit.
     """
     folder, console, mesh = pathlib.Path(folder), console or Console(), mesh or data_mesh()
     per_microbatch = recipe.batch // recipe.microbatches
@@ -162,39 +166,39 @@ def train(
     everywhere = NamedSharding(mesh, PartitionSpec())
     rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
 
-    checkpoints = Checkpoints(folder / "checkpoints")
-    if checkpoints.latest is None:
-        state = jax.device_put(init_state(task, recipe, params), everywhere)
-    else:
-        shapes = jax.eval_shape(lambda: init_state(task, recipe))
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
-        saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
-        step, opt_state = saved["rest"]
-        state = TrainState(step=step, params=saved["params"], opt_state=opt_state)
-    frozen = jax.device_put(frozen, everywhere)
-    step_function = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2)
+    # Closed whatever happens: what is being written is finished.
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        if checkpoints.latest is None:
+            state = jax.device_put(init_state(task, recipe, jax.tree.map(jnp.copy, params)), everywhere)
+        else:
+            shapes = jax.eval_shape(lambda: init_state(task, recipe))
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+            saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
+            step, opt_state = saved["rest"]
+            state = TrainState(step=step, params=saved["params"], opt_state=opt_state)
+        frozen = jax.device_put(frozen, everywhere)
+        step_function = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2)
 
-    done = int(state.step)
-    log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
-    progress = Progress(recipe.steps, recipe.batch * (held_out.shape[1] - 1), done, console)
-    if done:
-        progress.note(f"resumed at step {done}")
-    for step in range(done, recipe.steps):
-        rows = data.batch(step, recipe.batch).reshape(recipe.microbatches, per_microbatch, -1)
-        rows_ABT = jax.make_array_from_callback(rows.shape, rows_ABT_sharding, rows.__getitem__)
-        state, numbers = step_function(task, recipe, state, frozen, rows_ABT)
-        now = step + 1
-        if now % rhythm.log == 0 or now == recipe.steps:
-            numbers = {name: float(value) for name, value in numbers.items()}
-            pace = progress.report(now, **numbers)
-            log.write(now, **numbers, learning_rate=float(recipe.learning_rates()(step)), tokens_per_second=pace)
-        if now % rhythm.evaluate == 0 or now == recipe.steps:
-            measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
-            log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
-            progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
-        if now % rhythm.checkpoint == 0 or now == recipe.steps:
-            checkpoints.save(now, state.params, (state.step, state.opt_state))
-    checkpoints.close()
+        done = int(state.step)
+        log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
+        progress = Progress(recipe.steps, recipe.batch * (held_out.shape[1] - 1), done, console)
+        if done:
+            progress.note(f"resumed at step {done}")
+        for step in range(done, recipe.steps):
+            rows = data.batch(step, recipe.batch).reshape(recipe.microbatches, per_microbatch, -1)
+            rows_ABT = jax.make_array_from_callback(rows.shape, rows_ABT_sharding, rows.__getitem__)
+            state, numbers = step_function(task, recipe, state, frozen, rows_ABT)
+            now = step + 1
+            if now % rhythm.log == 0 or now == recipe.steps:
+                numbers = {name: float(value) for name, value in numbers.items()}
+                pace = progress.report(now, **numbers)
+                log.write(now, **numbers, learning_rate=float(recipe.learning_rates()(step)), tokens_per_second=pace)
+            if now % rhythm.evaluate == 0 or now == recipe.steps:
+                measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
+                log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
+                progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+            if now % rhythm.checkpoint == 0 or now == recipe.steps:
+                checkpoints.save(now, state.params, (state.step, state.opt_state))
     return state
 
 
@@ -209,6 +213,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Averages of `Task.measure` over ``rows`` (the last few that fill no batch are left out)."""
     mesh = mesh or data_mesh()
+    params, frozen = jax.device_put((params, frozen), NamedSharding(mesh, PartitionSpec()))
     batch = min(batch, len(rows) // mesh.size * mesh.size)
     if batch < 1:
         raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
