@@ -25,6 +25,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.data.exclude = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
     config.data.held_out = 0.03  # share of the files
     config.data.tokenizer = ""  # a tokenizer.json; "" trains one (a draft takes its target's)
+    config.data.eos = "<eos>"  # its end-of-text token
     config.data.length = 64 if tiny else 256  # T, tokens of a window
     config.data.held_out_windows = 16 if tiny else 256
     if tiny:

@@ -48,7 +48,7 @@ def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Pa
     }
     save = lambda: save_pair(
         output, target=(target.config, target.params), draft=(draft.config, draft.params),
-        tokenizer_json=tokenizer_json, provenance=provenance,
+        tokenizer_json=tokenizer_json, provenance=provenance, eos=target.run_config()["data"]["eos"],
     )  # fmt: skip
     save()
     stored = load_pair(output)

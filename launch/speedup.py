@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from rich.console import Console
 
 from experiment import DRAFTERS, RULES, build, headline
-from specsamp import chain, temperature, top_p, use_compilation_cache
+from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.speedup import speedup_curve
 
@@ -27,7 +27,7 @@ _PASSES = flags.DEFINE_integer("passes", 3, "Over all prompts and contenders.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
-LAWS = {"greedy": (0.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}
+LAWS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 
 
 def main(argv: list[str]) -> None:
@@ -43,12 +43,12 @@ def main(argv: list[str]) -> None:
     console.print(headline(experiment))
     curves = {}
     with console.status("starting") as status:
-        for law, (heat, nucleus) in LAWS.items():
+        for law, warp in LAWS.items():
             curves[law] = speedup_curve(
                 experiment.pair, lambda K: DRAFTERS[_CONFIG.value.drafter](experiment.pair, K),
                 {name: RULES[name]() for name in _RULES.value}, [int(K) for K in _LENGTHS.value],
-                chain(temperature(heat), top_p(nucleus)), experiment.workload,
-                passes=_PASSES.value, deterministic=heat == 0, progress=lambda text: status.update(f"{law}: {text}"),
+                warp, experiment.workload,
+                passes=_PASSES.value, deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
             )  # fmt: skip
     report.show([report.curve_table(law, curve) for law, curve in curves.items()], console, _PLAIN.value)
     if _OUTPUT.value:

@@ -22,7 +22,7 @@ from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.sampling.warp import chain, temperature, top_p
 from specsamp.training import run
 from specsamp.training.data import (
-    EOS, Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
+    Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
 )  # fmt: skip
 from specsamp.training.generated import complete_windows
 from specsamp.training.log import write_atomically
@@ -88,11 +88,11 @@ def make_tokenizer(config: ConfigDict, folder: pathlib.Path, corpus: Corpus, tar
         if target is not None:
             content = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
         elif config.data.tokenizer:
-            content = JsonTokenizer(config.data.tokenizer, eos=EOS).to_json()
+            content = JsonTokenizer(config.data.tokenizer, config.data.eos).to_json()
         else:
-            content = train_tokenizer(corpus.train.values(), config.model.vocab_size).to_str()
+            content = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos).to_str()
         write_atomically(path, content)
-    return JsonTokenizer(path, eos=EOS)
+    return JsonTokenizer(path, config.data.eos)
 
 
 def target_rows(config: ConfigDict, folder: pathlib.Path, target, windows: Windows, console: Console):

@@ -57,7 +57,7 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
     return Pair(
         target=models["target"], target_params=_load_params(folder / "target.safetensors", models["target"]),
         draft=models["draft"], draft_params=_load_params(folder / "draft.safetensors", models["draft"]),
-        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=EOS),
+        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=described.get("eos", EOS)),
     )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ def save_pair(
     draft: tuple[TransformerConfig, Any],
     tokenizer_json: str,
     provenance: dict,
+    eos: str = EOS,
 ) -> None:
     """Writes a pair: ``(config, params)`` of each side, quantised; ``pair.json`` last, so half a pair is none."""
     folder = pathlib.Path(folder)
@@ -96,7 +97,7 @@ def save_pair(
         save_file(quantise(params), folder / f"{side}.safetensors")
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    described = json.dumps({**shapes, "provenance": provenance}, indent=1) + "\n"
+    described = json.dumps({**shapes, "eos": eos, "provenance": provenance}, indent=1) + "\n"
     partial = folder / "pair.json.partial"
     partial.write_text(described, encoding="utf-8")
     partial.replace(folder / "pair.json")

@@ -94,8 +94,8 @@ def _share(relative_path: str) -> float:
     return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8]) / 2**64
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE; the last of its ids is ``<eos>``."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
+    """Byte-level BPE; the last of its ids ends texts."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -105,7 +105,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([EOS])
+    tokenizer.add_special_tokens([eos])
     return tokenizer
 
 

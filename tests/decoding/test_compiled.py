@@ -19,10 +19,10 @@ from specsamp.sampling.warp import chain, for_rows, temperature, top_k, top_p
 SLOTS = 256
 
 
-def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, **changes):
+def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, flat=False, **changes):
     """`Loop.run`, compiled from abstract shapes."""
-    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes))
-    draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes))
+    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes), flat)
+    draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), flat)
     loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
     warp = for_rows(chain(temperature(0.8), top_k(50), top_p(0.95)), batch)
     request = Request(
@@ -44,16 +44,20 @@ def moved(text, operation):
     return {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
 
 
-@pytest.mark.parametrize("positions", ["rotary", "relative"])
-@pytest.mark.parametrize("batch, K", [(1, 0), (1, 4), (2, 1), (4, 4), (20, 2)])
-def test_caches_and_weights_are_not_copied(batch, K, positions):
+@pytest.mark.parametrize(
+    "batch, K, positions, flat",
+    [(batch, K, p, False) for p in ("rotary", "relative") for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (20, 2)]]
+    + [(1, 0, "rotary", True), (1, 4, "relative", True), (4, 4, "rotary", True)],
+)
+def test_caches_and_weights_are_not_copied(batch, K, positions, flat):
     """Caches are updated in place, and weights have the layout that every call wants."""
-    text = compiled_run(batch, K, positions=positions).as_text()
+    text = compiled_run(batch, K, positions=positions, flat=flat).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
-    assert not copies & (target | draft)
+    flat_target, flat_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
+    assert not copies & (target | draft | flat_target | flat_draft)
 
 
 def test_a_cache_that_is_read_after_it_was_written_is_seen():

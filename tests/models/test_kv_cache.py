@@ -11,9 +11,10 @@ from specsamp.models.kv_cache import LOGICAL_AXES, MAX_UNROLLED_ROWS, KVCache, w
 HEADS, SLOTS, SIZE = 2, 12, 3
 
 
+@pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("length", [1, 4, SLOTS])
 @pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS, MAX_UNROLLED_ROWS + 1])
-def test_write_rows_writes_just_its_slots(batch, length):
+def test_write_rows_writes_just_its_slots(batch, length, axis):
     """Each row at its own offset, the first and the last possible among them; on both sides of the unrolling."""
     rng = np.random.default_rng(batch)
     cache = rng.normal(size=(batch, HEADS, SLOTS, SIZE)).astype(np.float32)
@@ -23,8 +24,9 @@ def test_write_rows_writes_just_its_slots(batch, length):
     expected = cache.copy()
     for b, start in enumerate(starts):
         expected[b, :, start : start + length] = new[b]
-    written = jax.jit(write_rows)(cache, new, jnp.asarray(starts, jnp.int32))
-    np.testing.assert_array_equal(written, expected)
+    turn = lambda x: x if axis == 2 else x.swapaxes(2, 3)
+    written = jax.jit(write_rows, static_argnums=3)(turn(cache), turn(new), jnp.asarray(starts, jnp.int32), axis)
+    np.testing.assert_array_equal(turn(written), expected)
 
 
 @pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])

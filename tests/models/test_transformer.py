@@ -1,5 +1,6 @@
 """One model, many ways to call it: all must give the logits of one uncached pass, and that pass an oracle's."""
 
+import dataclasses
 import functools
 import math
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from specsamp.models import positions, transformer
+from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import tiny
 from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache
 from specsamp.models.transformer import TransformerLM
@@ -272,6 +274,30 @@ def test_prepare_folds_the_relative_keys():
     assert np.abs(call(model, wrong, tokens, starts, cache).logits_BTV - with_tables).max() > 1e-2
 
 
+@pytest.mark.parametrize("scheme", ["rotary", "relative"])
+@pytest.mark.parametrize("length", [1, CHUNK])
+def test_flat_weights_give_the_same_logits(scheme, length):
+    """Another layout of weights, tables and keys; values and the meaning of slots stay."""
+    model, params = model_and_params(scheme, 2)
+    flat = dataclasses.replace(model, flat=True)
+    tokens, starts, cache = some_tokens(3, length), at(0, 6, 10), stale_cache(model)
+    transposed = KVCache(keys=tuple(k.swapaxes(2, 3) for k in cache.keys), values=cache.values)
+    assert jax.tree.map(jnp.shape, transposed) == jax.tree.map(jnp.shape, flat.init_cache(3, SLOTS))
+    expected = call(model, model.prepare(params, SLOTS), tokens, starts, cache)
+    got = call(flat, flat.prepare(params, SLOTS), tokens, starts, transposed)
+    assert_close(got.logits_BTV, expected.logits_BTV)
+    for ours, theirs in zip(got.cache.keys, expected.cache.keys, strict=True):
+        assert_close(ours.swapaxes(2, 3), theirs)
+
+
+def test_only_flat_float32_models_ask_the_compiler_for_anything():
+    model, _ = model_and_params("rotary")
+    flat = dataclasses.replace(model, flat=True)
+    assert flat.compiler_options == few_rows_on_cpu() and model.compiler_options == ()
+    half = dataclasses.replace(flat, config=dataclasses.replace(flat.config, dtype="bfloat16"))
+    assert half.compiler_options == ()
+
+
 def test_prepare_leaves_rotary_parameters_as_they_are():
     model, params = model_and_params("rotary")
     weights = model.prepare(params, SLOTS)
@@ -293,7 +319,7 @@ def test_the_number_of_slots_does_not_matter():
 def test_rotary_scores_depend_on_the_distance_only():
     rng = np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
-    turned = lambda x, position: positions.rotate(x, at(position)[None], 1e4)
+    turned = lambda x, position: positions.rotate(x, *positions.turns(at(position)[None], 8, 1e4))
     score = lambda i, j: jnp.sum(turned(query, i) * turned(key, j), axis=-1)
     for shift in (1, 17, 200):
         assert_close(score(11 + shift, 4 + shift), score(11, 4), atol=1e-4)  # angles of float32 at 200

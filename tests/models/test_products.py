@@ -1,0 +1,77 @@
+"""Products in bfloat16 with gradients in float32: against plain einsum, forwards and backwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.products import contract
+
+SHAPES = {
+    "BTD,VD->BTV": ((2, 3, 8), (5, 8)),
+    "BTNH,NHD->BTD": ((2, 3, 4, 2), (4, 2, 6)),
+    "BMRH,BMSH->BMRS": ((2, 2, 3, 4), (2, 2, 5, 4)),
+}
+every_spec = pytest.mark.parametrize("spec", SHAPES)
+
+
+def operands(spec, dtype=jnp.float32):
+    """Two operands and a cotangent of their product."""
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES[spec])
+    weights = jnp.asarray(rng.normal(size=jnp.einsum(spec, x, y).shape), jnp.float32)
+    return x.astype(dtype), y, weights
+
+
+def value_and_gradients(product, spec, x, y, weights):
+    scalar = lambda x, y: (product(spec, x, y).astype(jnp.float32) * weights).sum()
+    return product(spec, x, y), *jax.grad(scalar, argnums=(0, 1))(x, y)
+
+
+@every_spec
+def test_float32_is_einsum(spec):
+    given = operands(spec)
+    for ours, plain in zip(value_and_gradients(contract, spec, *given), value_and_gradients(jnp.einsum, spec, *given)):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
+@every_spec
+def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
+    """Rounded are the operands alone: the control rounds the gradient too, as plain einsum would."""
+    x, y, weights = operands(spec, jnp.bfloat16)
+    weights = weights.astype(jnp.bfloat16).astype(jnp.float32)  # a cotangent that is not rounded again
+    result, of_x, of_y = value_and_gradients(contract, spec, x, y, weights)
+    assert (result.dtype, of_x.dtype, of_y.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = value_and_gradients(jnp.einsum, spec, x.astype(jnp.float32), y, weights)[2]
+    np.testing.assert_allclose(of_y, exact, atol=1e-5)
+    assert np.abs(of_y.astype(jnp.bfloat16).astype(jnp.float32) - exact).max() > 1e-3
+
+
+def test_the_result_may_be_float32():
+    """Logits: accumulated and returned in float32, finer than what bfloat16 can tell apart."""
+    spec = "BTD,VD->BTV"
+    x, y, _ = operands(spec, jnp.bfloat16)
+    rounded = y.astype(jnp.bfloat16).astype(jnp.float32)
+    exact = jnp.einsum(spec, x.astype(jnp.float32), rounded)
+    result = contract(spec, x, y, dtype=jnp.float32)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, exact, atol=1e-5)
+    assert np.abs(contract(spec, x, y).astype(jnp.float32) - exact).max() > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
+    """Also where the gradient is made outside of the context that the product was made in."""
+    spec = "BTD,VD->BTV"
+    x, y, _ = operands(spec)
+
+    def loss(x, y):
+        with jax.default_matmul_precision(precision):
+            return contract(spec, x, y).sum()
+
+    products = [e for e in jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, y).eqns if "dot_general" in str(e)]
+    text = " ".join(map(str, products))
+    wanted, other = ("HIGHEST", "DEFAULT") if precision == "float32" else ("DEFAULT", "HIGHEST")
+    assert text.count("dot_general[") == 3
+    assert text.count(wanted) >= 3 and other not in text
