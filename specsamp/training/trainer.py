@@ -157,12 +157,13 @@ def train(
       warps: laws under which a draft is compared with its target, by name; default: the models' own.
 
     Raises:
-      ValueError: rows do not divide over the devices, or a checkpoint or ``params`` do not fit.
+      ValueError: rows do not divide over the devices or do not fill them, or a checkpoint or ``params`` do not fit.
     """
     folder, console, mesh = pathlib.Path(folder), console or Console(), mesh or data_mesh()
     per_microbatch = recipe.batch // recipe.microbatches
     if per_microbatch % mesh.size:
         raise ValueError(f"{per_microbatch} rows of a microbatch do not divide over {mesh.size} devices: change batch")
+    _evaluation_batch(held_out, per_microbatch, mesh)  # now, not after hundreds of steps
     everywhere = NamedSharding(mesh, PartitionSpec())
     rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
 
@@ -214,9 +215,7 @@ def evaluate(
     """Averages of `Task.measure` over ``rows`` (the last few that fill no batch are left out)."""
     mesh = mesh or data_mesh()
     params, frozen = jax.device_put((params, frozen), NamedSharding(mesh, PartitionSpec()))
-    batch = min(batch, len(rows) // mesh.size * mesh.size)
-    if batch < 1:
-        raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
+    batch = _evaluation_batch(rows, batch, mesh)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     results: dict[str, list[float]] = {}
     for name, warp in (warps or {"": chain()}).items():
@@ -227,6 +226,13 @@ def evaluate(
                 label = key if not name or key == "loss" else f"{key} ({name})"
                 results.setdefault(label, []).append(value)
     return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
+
+
+def _evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
+    batch = min(batch, len(rows) // mesh.size * mesh.size)
+    if batch < 1:
+        raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
+    return batch
 
 
 @functools.partial(jax.jit, static_argnums=0)

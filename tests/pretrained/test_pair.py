@@ -1,0 +1,224 @@
+"""Pairs in a folder: int8 within half a step, written and read without a change, and every damage named."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained import pair as pairs
+from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
+from specsamp.pretrained.quantise import SCALE_SUFFIX, SUMMED_AXES, dequantise, flatten, quantise, unflatten
+from specsamp.training.data import train_tokenizer
+
+SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
+TARGET = tiny(**SHAPE)
+DRAFT = tiny(**SHAPE | {"width": 12, "positions": "rotary"})
+
+
+def random_params(config, seed):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {"target": random_params(TARGET, 0), "draft": random_params(DRAFT, 1)}
+
+
+@pytest.fixture(scope="module")
+def original(params, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs") / "mine"
+    tokenizer = train_tokenizer(["def f(x): return x  # é"] * 3, 300).to_str()
+    save_pair(
+        folder, target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]), tokenizer_json=tokenizer,
+        provenance={"of": "a test"},
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "pair")
+
+
+def channels(name, value):
+    """``[channels, summed]``."""
+    axes = [axis % value.ndim for axis in SUMMED_AXES[name.split("/")[-1]]]
+    kept = [axis for axis in range(value.ndim) if axis not in axes]
+    return np.transpose(value, kept + axes).reshape(int(np.prod([value.shape[axis] for axis in kept])), -1)
+
+
+def test_no_weight_moves_by_more_than_half_a_step(params):
+    tensors = quantise(params["target"])
+    restored = dequantise(tensors)
+    weights = flatten(params["target"])
+    matrices = [name for name in weights if not name.endswith(("bias", "scale"))]
+    assert {name.split("/")[-1] for name in matrices} == set(SUMMED_AXES)
+    for name, value in weights.items():
+        if name not in matrices:
+            assert tensors[name].dtype == np.float32
+            np.testing.assert_array_equal(restored[name], value)
+            continue
+        assert tensors[name].dtype == np.int8
+        before, after = channels(name, np.asarray(value)), channels(name, restored[name])
+        half_a_step = np.abs(before).max(1, keepdims=True) / 127 / 2
+        assert (np.abs(after - before) <= half_a_step * (1 + 1e-5)).all()
+        assert (np.abs(after - before) > half_a_step / 2).any(1).mean() > 0.9  # and no finer
+        assert (np.abs(channels(name, tensors[name])).max(1) == 127).all()  # every channel uses the range
+
+
+def test_a_scale_for_every_output_channel(params):
+    """N = 2 heads of H = 8, D = 16, F = 64: what a product sums over has one scale."""
+    shapes = {name: value.shape for name, value in quantise(params["target"]).items() if name.endswith(SCALE_SUFFIX)}
+    layer = {f"attention/{name}": (2, 1, 8) for name in ("query", "key", "value", "relative")}
+    layer |= {"attention/output": (1, 1, 16), "mlp/up": (1, 64), "mlp/down": (1, 16)}
+    assert shapes == {"embedding" + SCALE_SUFFIX: (300, 1)} | {
+        f"layer_0/{name}{SCALE_SUFFIX}": shape for name, shape in layer.items()
+    }
+
+
+def test_an_empty_channel_stays_empty(params):
+    weights = dict(params["draft"]) | {"embedding": params["draft"]["embedding"].at[3].set(0)}
+    restored = dequantise(quantise(weights))["embedding"]
+    assert (restored[3] == 0).all() and np.isfinite(restored).all()
+
+
+def test_what_was_quantised_stays_as_it_is(params):
+    once = dequantise(quantise(params["target"]))
+    twice = dequantise(quantise(unflatten(once)))
+    for name, value in once.items():
+        np.testing.assert_allclose(twice[name], value, rtol=1e-6)
+    first, second = quantise(params["target"]), quantise(unflatten(once))
+    for name in first:
+        if not name.endswith(SCALE_SUFFIX):
+            np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_trees_are_flattened_and_back(params):
+    tree = params["target"]
+    assert jax.tree.structure(unflatten(flatten(tree))) == jax.tree.structure(tree)
+    assert "layer_0/mlp/up" in flatten(tree)
+
+
+def test_a_pair_is_its_dequantised_weights(original, params):
+    pair = load_pair(original)
+    for config, model, loaded, given in [
+        (TARGET, pair.target, pair.target_params, params["target"]),
+        (DRAFT, pair.draft, pair.draft_params, params["draft"]),
+    ]:
+        assert model.config == config
+        assert jax.tree.structure(loaded) == jax.tree.structure(given)
+        stored = dequantise(quantise(given))
+        for name, value in flatten(loaded).items():
+            assert value.dtype == jnp.float32
+            np.testing.assert_array_equal(value, stored[name])
+    assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
+    assert load_pair(original, dtype="bfloat16").target.config.dtype == "bfloat16"
+    assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {"of": "a test"}
+
+
+def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
+    """Killed while an older pair was being replaced: better none than a mixture."""
+    folder = shutil.copytree(original, tmp_path / "pair")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pairs, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_pair(
+            folder, target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]), tokenizer_json="", provenance={}
+        )  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="no pair"):
+        load_pair(folder)
+
+
+@pytest.mark.parametrize("name", ["target.safetensors", "draft.safetensors", "tokenizer.json"])
+def test_missing_and_truncated_files_are_named(saved, name):
+    content = (saved / name).read_bytes()
+    for length in (len(content) - 3, len(content) // 2, 5):
+        (saved / name).write_bytes(content[:length])
+        with pytest.raises(ValueError, match=f"pair/{name} is (damaged|no tokenizer.json)"):
+            load_pair(saved)
+    (saved / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load_pair(saved)
+
+
+def test_weights_without_their_scales_are_damaged(saved):
+    path = saved / "draft.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    del tensors["embedding" + SCALE_SUFFIX]
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
+        load_pair(saved)
+
+
+def change(folder, side, **fields):
+    path = folder / "pair.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    described[side] |= fields
+    path.write_text(json.dumps(described), encoding="utf-8")
+
+
+def test_weights_of_another_model_list_both_shapes(saved):
+    change(saved, "draft", feedforward_width=50, positions="relative")
+    with pytest.raises(ValueError, match="draft.safetensors holds another model") as caught:
+        load_pair(saved)
+    message = str(caught.value)
+    assert "layer_0/mlp/up: (12, 48) in the file, (12, 50) in pair.json" in message
+    assert "layer_0/attention/relative: absent in the file, (2, 12, 6) in pair.json" in message
+    assert "target" not in message.split("holds")[1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"target": {}}', '{"target": 1, "draft": 1}', '{"target": {"wdth": 3}, "draft": {}}'],
+)
+def test_a_pair_json_that_describes_none(saved, content):
+    (saved / "pair.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="pair.json describes no pair"):
+        load_pair(saved)
+
+
+def test_a_tokenizer_of_another_model(saved):
+    texts = ["".join(map(chr, range(300 + 40 * i, 340 + 40 * i))) for i in range(20)]
+    larger = train_tokenizer(texts * 3, 400)
+    assert larger.get_vocab_size() > 300
+    (saved / "tokenizer.json").write_text(larger.to_str(), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"the tokenizer has {larger.get_vocab_size()} tokens .* only 300"):
+        load_pair(saved)
+
+
+def test_the_end_of_text_is_the_pairs_own(saved):
+    path = saved / "pair.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(described["eos"])
+    path.write_text(json.dumps(described | {"eos": "<end>"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="has no token '<end>'"):
+        load_pair(saved)
+
+
+def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "ASSETS", tmp_path)
+    assert pairs.shipped() == ["pair"]
+    assert load_pair("pair").target.config == TARGET
+    with pytest.raises(FileNotFoundError, match="no pair 'rust': give one of pair, or a folder"):
+        load_pair("rust")
+    monkeypatch.setattr(pairs, "ASSETS", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="give one of none"):
+        load_pair("pair")
+
+
+def test_prompts(saved):
+    with pytest.raises(FileNotFoundError, match="comes without prompts: .*prompts.json is missing"):
+        load_prompts(saved)
+    (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8")
+    assert load_prompts(saved) == ["é", "b"]

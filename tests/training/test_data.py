@@ -1,0 +1,201 @@
+"""Corpora, tokenizers and windows: functions of the files, the seed and the step."""
+
+import types
+
+import numpy as np
+import pytest
+
+from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.training.data import (
+    EOS, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
+)  # fmt: skip
+
+LETTERS = types.SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=0)
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+FILES = {f"package_{i % 3}/module_{i}.py": f"value = {i}\n" for i in range(40)}
+
+
+def test_a_files_side_depends_on_its_path_alone(tmp_path):
+    before = read_corpus(write(tmp_path / "one", FILES), held_out=0.3)
+    assert 5 < len(before.held_out) < 20 and len(before.train) + len(before.held_out) == len(FILES)
+    others = {f"later/{i}.py": "x = 1\n" for i in range(40)} | {name: "changed = True\n" for name in FILES}
+    after = read_corpus(write(tmp_path / "moved" / "elsewhere", others), held_out=0.3)
+    assert after.held_out.keys() & FILES.keys() == before.held_out.keys()
+    assert after.train.keys() & FILES.keys() == before.train.keys()
+    assert {name for name in after.held_out if name.startswith("later/")}  # the hash spreads new files as well
+
+
+def test_contents_are_read_as_they_are(tmp_path):
+    corpus = read_corpus(write(tmp_path, {"a.py": "x = 'é'\r\n"}), held_out=0.0)
+    assert corpus.train == {"a.py": "x = 'é'\r\n"} and corpus.held_out == {}
+    assert corpus.describe() == {
+        "sha256": corpus.digest, "train_files": 1, "train_bytes": 10, "held_out_files": 0, "held_out_bytes": 0,
+        "skipped_files": 0,
+    }  # fmt: skip
+
+
+def test_files_that_are_no_text_are_skipped_and_listed(tmp_path):
+    corpus = read_corpus(write(tmp_path, FILES | {"package_0/latin.py": "é".encode("latin-1"), "empty.py": " \n"}))
+    assert corpus.skipped == ("package_0/latin.py",) and corpus.describe()["skipped_files"] == 1
+    assert not {"package_0/latin.py", "empty.py"} & (corpus.train.keys() | corpus.held_out.keys())
+
+
+def test_names_that_are_excluded_are_left_out_anywhere(tmp_path):
+    files = {"a.py": "1", "test/b.py": "2", "deep/test/c.py": "3", "deep/test_d.py": "4", "deep/e.txt": "5"}
+    corpus = read_corpus(write(tmp_path, files), exclude=("test", "*_d.py"), held_out=0.0)
+    assert corpus.train.keys() == {"a.py"}
+    assert read_corpus(tmp_path, pattern="*.txt", held_out=0.0).train.keys() == {"deep/e.txt"}
+
+
+def test_nothing_to_train_on(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder of texts at .*nowhere"):
+        read_corpus(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"nothing to train on: .* matches '\*.py'"):
+        read_corpus(tmp_path)
+    write(tmp_path, {"a.py": b"\xff", "b.py": "1"})
+    with pytest.raises(ValueError, match="1 undecodable, 1 held out"):
+        read_corpus(tmp_path, held_out=1.0)
+
+
+def test_the_digest_sees_every_content_and_path(tmp_path):
+    digest = lambda name, files: read_corpus(write(tmp_path / name, files)).digest
+    base = digest("a", FILES)
+    assert digest("b", FILES) == base
+    first, *others = FILES
+    changed = {
+        digest("c", FILES | {first: "value = -1\n"}),
+        digest("d", {name: FILES[name] for name in others}),
+        digest("e", {name: FILES[name] for name in others} | {"moved.py": FILES[first]}),
+        base,
+    }
+    assert len(changed) == 4
+
+
+def test_the_standard_library_is_there():
+    assert (standard_library() / "ast.py").is_file()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    made = train_tokenizer([(standard_library() / "ast.py").read_text(encoding="utf-8")], 300)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return JsonTokenizer(path, eos=EOS)
+
+
+def test_any_text_survives_the_tokenizer(tokenizer):
+    bytes_of_every_kind = "".join(map(chr, range(0x250))) + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
+    tokens = tokenizer.encode(bytes_of_every_kind)
+    assert tokenizer.decode(tokens) == bytes_of_every_kind
+    assert len(tokenizer.encode("def ")) < 4  # it has learnt something
+
+
+def test_the_end_of_text_is_the_last_id(tokenizer):
+    assert tokenizer.vocab_size == 300 and tokenizer.eos_id == 299 and tokenizer.token(299) == EOS
+    few = train_tokenizer(["ab"], 300)  # less to learn than there is room
+    assert few.token_to_id(EOS) == max(few.get_vocab().values()) < 299
+    assert train_tokenizer(["ab"], 300, "<end>").token_to_id("<end>") == few.token_to_id(EOS)
+
+
+def test_texts_are_parted_by_the_end_of_text():
+    np.testing.assert_array_equal(token_stream(["ab", "", "c"], LETTERS), [0, 97, 98, 0, 0, 99, 0])
+    assert token_stream([], LETTERS).dtype == np.int32
+
+
+STREAM = np.arange(103, dtype=np.int32)
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    windows = Windows(STREAM, 8, seed=3)
+    later = windows.batch(5, 4)
+    for step in (0, 7):
+        windows.batch(step, 4)
+    np.testing.assert_array_equal(windows.batch(5, 4), later)
+    np.testing.assert_array_equal(Windows(STREAM.copy(), 8, seed=3).batch(5, 4), later)
+    assert (Windows(STREAM, 8, seed=4).batch(5, 4) != later).any()
+    assert (windows.batch(6, 4) != later).any()
+
+
+def test_batches_of_any_size_hold_the_same_rows():
+    """Across epochs too: 60 rows are five of them."""
+    windows = Windows(STREAM, 8)
+    assert windows.per_epoch == 11
+    rows = lambda size: np.concatenate([windows.batch(step, size) for step in range(60 // size)])
+    np.testing.assert_array_equal(rows(4), rows(60))
+    np.testing.assert_array_equal(rows(15), rows(60))
+
+
+@pytest.mark.parametrize("tokens", [103, 104, 105])
+def test_an_epoch_has_every_window_once(tokens):
+    windows = Windows(np.arange(tokens, dtype=np.int32), 8)
+    starts = []
+    for epoch in range(6):
+        rows = windows.batch(epoch, windows.per_epoch)
+        np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(9))  # so labels are inputs, shifted
+        inputs = np.sort(rows[:, :-1].ravel())
+        np.testing.assert_array_equal(inputs, inputs[0] + np.arange(8 * windows.per_epoch))
+        assert inputs[0] < 8 and rows.max() < tokens
+        starts.append(rows[:, 0].tolist())
+    assert all(order != sorted(order) for order in starts)
+    assert len({order[0] % 8 for order in starts}) > 1  # cut elsewhere
+
+
+def test_windows_in_order_cover_the_stream():
+    rows = Windows(STREAM, 8).in_order()
+    assert rows.shape == (12, 9)
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), np.arange(96))
+
+
+def test_too_short_a_stream():
+    assert Windows(STREAM[:17], 8).per_epoch == 1
+    with pytest.raises(ValueError, match=r"16 tokens are too few for windows of 8 \+ 1"):
+        Windows(STREAM[:16], 8)
+
+
+def test_held_out_windows_spread_over_the_texts(tmp_path):
+    corpus = read_corpus(write(tmp_path, {f"{i}.py": "x" * 50 for i in range(30)}), held_out=0.5)
+    stream = token_stream(corpus.held_out.values(), LETTERS)
+    every = held_out_windows(corpus, LETTERS, 8, 10**6)
+    np.testing.assert_array_equal(every, Windows(stream, 8).in_order())
+    some = held_out_windows(corpus, LETTERS, 8, 5)
+    np.testing.assert_array_equal(some[[0, -1]], every[[0, -1]])
+    assert some.shape == (5, 9)
+
+
+def generated_rows(count):
+    return 1000 + np.arange(count, dtype=np.int32)[:, None] + np.zeros(9, np.int32)
+
+
+def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
+    windows, rows = Windows(STREAM, 8), generated_rows(12)
+    mixture = Mixture(windows, rows, share=0.5)
+    batches = [mixture.batch(step, 6) for step in range(8)]
+    assert all((batch[:, 0] >= 1000).sum() == 3 for batch in batches)
+    np.testing.assert_array_equal(np.concatenate([batch[:3] for batch in batches]), windows.batch(0, 24))
+    drawn = np.concatenate([batch[3:, 0] for batch in batches]) - 1000
+    first, second = drawn[:12].tolist(), drawn[12:].tolist()
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second and first != sorted(first)
+    np.testing.assert_array_equal(Mixture(windows, rows, share=0.5).batch(6, 6), batches[6])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_mixture_of_one_kind(share):
+    batch = Mixture(Windows(STREAM, 8), generated_rows(5), share).batch(1, 4)
+    assert batch.shape == (4, 9) and ((batch[:, 0] >= 1000) == bool(share)).all()
+
+
+def test_rows_that_do_not_mix():
+    with pytest.raises(ValueError, match="rows of 9 tokens beside windows of 8"):
+        Mixture(Windows(STREAM, 7), generated_rows(5), 0.5)
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\]; got 1.5"):
+        Mixture(Windows(STREAM, 8), generated_rows(5), 1.5)

@@ -1,0 +1,142 @@
+"""Objectives against float64, at laws that exclude tokens; each check also catches a broken variant."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.training import objective
+from specsamp.training.objective import DIVERGENCES
+
+B, T, V = 2, 5, 7
+CLOSE = 1e-5
+
+
+def log_law(logits):
+    with np.errstate(divide="ignore"):
+        probs = np.exp(np.asarray(logits, np.float64))
+        return np.log(probs / probs.sum(-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def logits():
+    """Of a target and a draft; both exclude tokens, the draft only such as the target does too."""
+    rng = np.random.default_rng(0)
+    target, draft = rng.normal(size=(2, B, T, V)) * 2
+    target[..., :2] = -np.inf
+    draft[..., 0] = -np.inf
+    draft[0, 0] = target[0, 0]  # equal laws
+    return target, draft
+
+
+def forward_kl(target, draft):
+    return sum(np.exp(target[i]) * (target[i] - draft[i]) for i in range(V) if target[i] > -np.inf)
+
+
+def reverse_kl(target, draft):
+    return forward_kl(draft, target)
+
+
+def total_variation(target, draft):
+    return 0.5 * np.abs(np.exp(target) - np.exp(draft)).sum()
+
+
+ORACLES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+
+
+def of_rows(oracle, target, draft):
+    return np.array([[oracle(log_law(target[b, t]), log_law(draft[b, t])) for t in range(T)] for b in range(B)])
+
+
+def ours(name, target, draft):
+    target, draft = (jax.nn.log_softmax(jnp.asarray(x, jnp.float32)) for x in (target, draft))
+    return np.asarray(DIVERGENCES[name](target, draft))
+
+
+def check(name, function, target, draft):
+    """Raises where ``function`` is not the divergence."""
+    np.testing.assert_allclose(function(name, target, draft), of_rows(ORACLES[name], target, draft), atol=CLOSE)
+
+
+def supported(name, target, draft):
+    """The reverse divergence is infinite where the draft has mass that the target excludes: give it the other order."""
+    return (draft, target) if name == "reverse_kl" else (target, draft)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences(logits, name):
+    target, draft = supported(name, *logits)
+    check(name, ours, target, draft)
+    assert abs(ours(name, target, draft)[0, 0]) < CLOSE  # of equal laws
+    swapped = lambda name, target, draft: ours(name, draft, target)
+    halved = lambda name, target, draft: 0.5 * ours(name, target, draft)
+    for broken in [halved] if name == "total_variation" else [halved, swapped]:
+        with pytest.raises(AssertionError):
+            check(name, broken, target, draft)
+
+
+def test_reverse_divergence_is_infinite_where_the_target_has_no_mass(logits):
+    assert np.isposinf(ours("reverse_kl", *logits)[1]).all()
+
+
+def test_total_variation_is_one_less_the_overlap(logits):
+    target, draft = (jnp.asarray(log_law(x), jnp.float32) for x in logits)
+    variation, overlap = objective.total_variation(target, draft), objective.overlap(target, draft)
+    np.testing.assert_allclose(variation + overlap, 1, atol=CLOSE)
+    assert 0.05 < variation.max() < 0.95
+    exact = np.minimum(np.exp(log_law(logits[0])), np.exp(log_law(logits[1]))).sum(-1)
+    np.testing.assert_allclose(overlap, exact, atol=CLOSE)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(2 * variation + overlap, 1, atol=CLOSE)  # without the half
+
+
+def gradient(function, logits):
+    scalar = lambda x: function(jax.nn.log_softmax(x)).sum()
+    return np.asarray(jax.grad(scalar)(jnp.asarray(logits, jnp.float32)))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
+    target, draft = supported(name, *logits)
+    law = jnp.asarray(log_law(target), jnp.float32)
+    of_ours = gradient(lambda q: DIVERGENCES[name](law, q), draft)
+    assert np.isfinite(of_ours).all()
+    step = 1e-5
+    for index in [(0, 2, 3), (1, 4, 6)]:
+        ends = []
+        for sign in (1, -1):
+            moved = draft.copy()
+            moved[index] += sign * step
+            ends.append(of_rows(ORACLES[name], target, moved).sum())
+        np.testing.assert_allclose(of_ours[index], (ends[0] - ends[1]) / (2 * step), atol=1e-4)
+        assert abs(of_ours[index]) > 1e-3  # zero would be finite too
+
+
+def test_a_careless_divergence_has_no_gradient(logits):
+    """The control: without its masks the reverse divergence of the same laws has a gradient that is not a number."""
+    target, draft = supported("reverse_kl", *logits)
+    law = jnp.asarray(log_law(target), jnp.float32)
+    careless = gradient(lambda q: (jnp.exp(q) * (q - law)).sum(-1), draft)
+    assert np.isnan(careless).any()
+
+
+def test_forward_divergence_has_the_gradient_of_cross_entropy_on_the_targets_tokens(logits):
+    """In expectation over them, taken exactly: every token as a label, weighted with its chance."""
+    target, draft = logits
+    law = jnp.asarray(log_law(target), jnp.float32)
+
+    def expected(q_BTV, weights_BTV):
+        labels = [jnp.full((B, T), token) for token in range(2, V)]  # the others have no chance
+        return sum(weights_BTV[..., token] * objective.cross_entropy(q_BTV, label) for token, label in enumerate(labels, 2))
+
+    divergence = gradient(lambda q: objective.forward_kl(law, q), draft)
+    np.testing.assert_allclose(divergence, gradient(lambda q: expected(q, jnp.exp(law)), draft), atol=CLOSE)
+    uniform = gradient(lambda q: expected(q, jnp.full((B, T, V), 1 / (V - 2))), draft)
+    assert np.abs(divergence - uniform).max() > 0.1
+
+
+def test_greedy_agreement(logits):
+    target, draft = (jnp.asarray(log_law(x), jnp.float32) for x in logits)
+    agreement = np.asarray(objective.greedy_agreement(target, draft))
+    np.testing.assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
+    assert 0 < agreement.mean() < 1

@@ -1,0 +1,202 @@
+"""The folder of a run: what is missing, damaged or of another shape is named; the log forgets what is done again."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.training import run
+from specsamp.training.checkpoint import Checkpoints
+from specsamp.training.log import MetricsLog, Progress
+
+CONFIG = tiny(num_layers=1, width=16, vocab_size=32, num_heads=2, positions="rotary")
+PARAMS = {"matrix": jnp.arange(6.0).reshape(2, 3), "scale": jnp.ones(3)}
+REST = {"moment": jnp.full(4, 2.0)}
+
+
+def opened(folder, **options):
+    return contextlib.closing(Checkpoints(folder, **options))
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Checkpoints of steps 3 and 6; the parameters of a step are its number times `PARAMS`."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with opened(folder) as checkpoints:
+        for step in (1, 3, 6):
+            checkpoints.save(step, jax.tree.map(lambda x: step * x, PARAMS), REST)
+    return folder
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "checkpoints")
+
+
+def params_of(folder, step=None):
+    with opened(folder) as checkpoints:
+        return checkpoints.restore(step, params=shapes(PARAMS))["params"]
+
+
+def test_the_last_states_come_back(saved):
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
+    np.testing.assert_array_equal(params_of(saved, 3)["matrix"], 3 * PARAMS["matrix"])
+    with opened(saved) as checkpoints:
+        assert checkpoints.latest == 6
+        restored = checkpoints.restore(params=shapes(PARAMS), rest=shapes(REST))
+    np.testing.assert_array_equal(restored["rest"]["moment"], REST["moment"])
+
+
+def test_no_checkpoint(saved, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nothing: it has steps \[\]"):
+        params_of(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 1 in .*: it has steps \[3, 6\]"):
+        params_of(saved, 1)  # more than the two that are kept
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda step: truncate(largest(step / "params")),
+        lambda step: truncate(step / "params" / "_METADATA"),
+        lambda step: [path.unlink() for path in (step / "params").rglob("*") if path.is_file()],
+    ],
+    ids=["half of the data", "half of the metadata", "no files"],
+)
+def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved, damage):
+    damage(saved / "6")
+    with pytest.raises(ValueError, match="checkpoints/6 is damaged .*: delete that folder to go back") as caught:
+        params_of(saved)
+    assert str(saved) in str(caught.value)
+    shutil.rmtree(saved / "6")
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
+
+
+def test_a_checkpoint_of_another_model_lists_both_shapes(saved):
+    other = {"matrix": jnp.zeros((2, 4)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
+    with opened(saved) as checkpoints, pytest.raises(ValueError) as caught:
+        checkpoints.restore(params=shapes(other))
+    message = str(caught.value)
+    assert "6/params is of another model" in message and "delete" not in message
+    assert "matrix: (2, 3) saved, (2, 4) wanted" in message
+    assert "bias: absent saved, (3,) wanted" in message
+    assert "scale" not in message
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run whose parameters lie on all eight devices."""
+    folder = tmp_path_factory.mktemp("run")
+    shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
+    run.open_run(folder, {"model": shape, "recipe": {"batch": 2}, "data": {"length": 10}})
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(TransformerLM(CONFIG).init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    with opened(folder / "checkpoints") as checkpoints:
+        checkpoints.save(7, params, REST)
+    log = MetricsLog(folder / "metrics.jsonl")
+    log.write(5, loss=2.0, tokens_per_second=10.0)
+    log.write(7, loss=1.0, tokens_per_second=20.0)
+    log.write(7, **{"held_out/loss": 3.0})
+    return folder, params
+
+
+def test_a_trained_model_is_opened_without_its_optimizer(trained):
+    """On one device: there may be fewer where it is opened than where it was trained."""
+    folder, params = trained
+    model = run.open_trained(folder)
+    assert model.config == CONFIG and model.step == 7
+    expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0}
+    assert expected.items() <= model.last_metrics().items()
+    assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
+    jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
+
+
+def test_opening_what_is_no_trained_model(trained, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no training run at '.*nowhere': it has no run.json"):
+        run.open_trained(tmp_path / "nowhere")
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    config = run.open_trained(folder).run_config()
+    config["model"]["feedforward_width"] += 1
+    run.write_json(folder / "run.json", config)
+    with pytest.raises(ValueError, match=r"up: \(16, 64\) saved, \(16, 65\) wanted"):
+        run.open_trained(folder)
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        run.open_trained(folder)
+
+
+RUN = {"model": {"width": 16, "layers": 2}, "rhythm": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
+
+
+def test_a_run_belongs_to_its_configuration(tmp_path):
+    folder = tmp_path / "new" / "run"
+    run.open_run(folder, RUN, changeable=("rhythm",))
+    run.open_run(folder, RUN, changeable=("rhythm",))
+    changed = {**RUN, "model": {"width": 32, "depth": 2}, "rhythm": {"log": 1}}
+    with pytest.raises(ValueError) as caught:
+        run.open_run(folder, changed, changeable=("rhythm",))
+    message = str(caught.value)
+    assert "model.width was 16, is 32" in message
+    assert "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
+    assert "rhythm" not in message and "exclude" not in message
+    run.open_run(folder, {**RUN, "rhythm": {"log": 1}}, changeable=("rhythm",))
+    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["rhythm"] == {"log": 1}
+    with pytest.raises(ValueError, match="rhythm.log was 1, is 10"):
+        run.open_run(folder, RUN)
+
+
+def test_the_log_forgets_what_will_be_done_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (1, 2, 3, 4):
+        log.write(step, loss=1 / step)
+    path.write_text(path.read_text(encoding="utf-8") + '{"step": 5, "lo', encoding="utf-8")
+    MetricsLog(path, resumed_at=3).write(4, loss=0.125)
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.125)]
+    MetricsLog(path)
+    assert path.read_text(encoding="utf-8") == ""
+
+
+def test_arrays_and_texts_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    run.write_array(tmp_path / "rows.npy", np.arange(3))
+    monkeypatch.setattr(run.os, "replace", lambda *_: None)  # as if killed before the last act
+    run.write_array(tmp_path / "rows.npy", np.arange(4))
+    run.write_json(tmp_path / "new.json", {})
+    np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), np.arange(3))
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_progress_tells_pace_and_time_left(monkeypatch):
+    clock = iter([100.0, 110.0, 115.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    file = io.StringIO()
+    progress = Progress(steps=100, tokens_per_step=50, start=20, console=Console(file=file))
+    assert progress.report(30, loss=1.5) == 50.0  # a second per step
+    assert progress.report(40) == 100.0
+    first, second = file.getvalue().splitlines()
+    assert "step 30/100" in first and "loss 1.5" in first and "50 tokens/s  00:01:10 left" in first
+    assert "100 tokens/s  00:00:51 left" in second  # 60 steps at 0.85 s, the smoothed pace

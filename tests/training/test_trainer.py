@@ -1,0 +1,283 @@
+"""Training: exact resume, equal results however the rows are spread, and drafts that get closer to their target."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from rich.console import Console
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import chain
+from specsamp.training.data import Windows
+from specsamp.training.objective import DIVERGENCES
+from specsamp.training.task import Distill, Pretrain
+from specsamp.training.trainer import Recipe, Rhythm, evaluate, init_state, train, train_step
+
+V, LENGTH = 32, 8
+
+
+def lm(width=16, num_layers=1):
+    return TransformerLM(
+        TransformerConfig(
+            vocab_size=V, width=width, num_layers=num_layers, num_heads=2, positions="rotary", max_positions=32
+        )
+    )  # fmt: skip
+
+
+MODEL = lm()
+TASK = Pretrain(MODEL)
+RECIPE = Recipe(steps=12, batch=8, warmup_steps=3, learning_rate=1e-2)
+RHYTHM = Rhythm(log=1, evaluate=6, checkpoint=4)
+STREAM = np.random.default_rng(0).integers(0, V, 600).astype(np.int32)
+DATA = Windows(STREAM, LENGTH)
+HELD_OUT = DATA.in_order()[:16]
+
+
+def mesh_of(devices):
+    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def run(folder, task=TASK, recipe=RECIPE, data=DATA, devices=1, rhythm=RHYTHM, **options):
+    folder.mkdir(exist_ok=True)
+    return train(
+        task, recipe, data, folder, held_out=HELD_OUT, rhythm=rhythm, mesh=mesh_of(devices),
+        console=Console(file=io.StringIO()), **options,
+    )  # fmt: skip
+
+
+def metrics(folder):
+    """All records but for what depends on the clock."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+
+
+def losses(folder):
+    return [record["loss"] for record in metrics(folder) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts: its folder and last state."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder)
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Breaking:
+    """Data that ends the run before a step, and remembers the steps it was asked for."""
+
+    at: int
+    asked: list = dataclasses.field(default_factory=list)
+
+    def batch(self, step, size):
+        if step == self.at:
+            raise Killed
+        self.asked.append(step)
+        return DATA.batch(step, size)
+
+
+@pytest.mark.parametrize("at, resumed", [(2, 0), (4, 4), (11, 8)])
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
+    """In losses, held-out losses and parameters, to the last bit; nothing before the last checkpoint is done again."""
+    folder, state = whole
+    with pytest.raises(Killed):
+        run(tmp_path / "run", data=Breaking(at))
+    assert len(losses(tmp_path / "run")) == at
+    again = Breaking(at=-1)
+    resumed_state = run(tmp_path / "run", data=again)
+    assert again.asked == list(range(resumed, RECIPE.steps))
+    assert metrics(tmp_path / "run") == metrics(folder)
+    jax.tree.map(np.testing.assert_array_equal, resumed_state, state)
+
+
+class FromTheStart:
+    """Data that does not know how far the run had come."""
+
+    batch = staticmethod(lambda step, size: DATA.batch(step - 4, size))
+
+
+def test_a_lost_position_in_the_data_would_be_seen(whole, tmp_path):
+    """The control."""
+    with pytest.raises(Killed):
+        run(tmp_path / "run", data=Breaking(4))
+    run(tmp_path / "run", data=FromTheStart)
+    assert losses(tmp_path / "run")[:4] == losses(whole[0])[:4]
+    assert all(a != b for a, b in zip(losses(tmp_path / "run")[4:], losses(whole[0])[4:], strict=True))
+
+
+def test_a_finished_run_is_left_alone(whole):
+    folder, state = whole
+    before, data = metrics(folder), Breaking(at=0)
+    again = run(folder, data=data)
+    assert metrics(folder) == before and not data.asked
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+def test_what_is_logged(whole):
+    records = metrics(whole[0])
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 13))
+    assert [r["step"] for r in records if "held_out/loss" in r] == [6, 12]
+    assert losses(whole[0])[-1] < losses(whole[0])[0]
+    rates = [r["learning_rate"] for r in records if "loss" in r]
+    np.testing.assert_allclose(rates, [RECIPE.learning_rates()(step) for step in range(12)])
+
+
+one_step = jax.jit(train_step, static_argnums=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(MODEL.init)(jax.random.key(5))
+
+
+def test_microbatches_change_nothing_but_rounding(params):
+    def two_steps(microbatches, rows_of=lambda rows: rows):
+        """The first of them has no learning rate yet."""
+        recipe = dataclasses.replace(RECIPE, microbatches=microbatches)
+        state = init_state(TASK, recipe, params)
+        for step in range(2):
+            rows = rows_of(DATA.batch(step, 8)).reshape(microbatches, -1, LENGTH + 1)
+            state, numbers = one_step(TASK, recipe, state, None, rows)
+        return state.params, numbers
+
+    one, of_one = two_steps(1)
+    four, of_four = two_steps(4)
+    for name in of_one:
+        np.testing.assert_allclose(of_one[name], of_four[name], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, four)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(params), strict=True))
+    half_twice = lambda rows: np.concatenate([rows[:4], rows[:4]])
+    assert abs(two_steps(4, half_twice)[1]["loss"] - of_one["loss"]) > 1e-3  # the control: some rows are missing
+
+
+def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
+    run(tmp_path, devices=8)
+    np.testing.assert_allclose(losses(tmp_path), losses(whole[0]), rtol=1e-4)
+    held_out = lambda folder: [r["held_out/loss"] for r in metrics(folder) if "held_out/loss" in r]
+    np.testing.assert_allclose(held_out(tmp_path), held_out(whole[0]), rtol=1e-4)
+
+
+def test_rows_that_do_not_divide_over_the_devices(tmp_path):
+    with pytest.raises(ValueError, match="4 rows of a microbatch do not divide over 8 devices"):
+        run(tmp_path, recipe=dataclasses.replace(RECIPE, microbatches=2), devices=8)
+    with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
+        evaluate(TASK, {}, None, HELD_OUT[:3], 8, mesh_of(8))
+    with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
+        train(TASK, RECIPE, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))  # before the first step
+
+
+def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
+    with pytest.raises(Killed):
+        run(tmp_path, params=params, data=Breaking(2))  # steps donate their own copy
+    expected = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)))
+    np.testing.assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
+
+
+def test_parameters_of_another_model_list_both_shapes(params):
+    with pytest.raises(ValueError, match=r"starts from is of another model: embedding: \(32, 16\) saved, \(32, 24\) wanted"):
+        init_state(Pretrain(lm(width=24)), RECIPE, params)
+
+
+def test_weight_decay_leaves_scales_alone():
+    optimizer = dataclasses.replace(RECIPE, warmup_steps=0, weight_decay=0.5).optimizer()
+    params = {"matrix": jnp.ones((2, 3)), "scale": jnp.ones(3)}
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.5 * RECIPE.learning_rate)
+    np.testing.assert_array_equal(updates["scale"], 0)
+
+
+def test_learning_rates_rise_and_fall():
+    recipe = Recipe(steps=100, batch=1, warmup_steps=10, learning_rate=2.0, final_share=0.1)
+    rates = np.array([recipe.learning_rates()(step) for step in (0, 5, 10, 55, 100)])
+    np.testing.assert_allclose(rates, [0.0, 1.0, 2.0, 1.1, 0.2], rtol=1e-5)
+    at_once = dataclasses.replace(recipe, warmup_steps=0).learning_rates()
+    np.testing.assert_allclose([at_once(0), at_once(100)], [2.0, 0.2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"steps": 0}, "steps must be >= 1; got 0"),
+        ({"batch": 0}, "batch must be >= 1; got 0"),
+        ({"microbatches": 0}, "microbatches must be >= 1; got 0"),
+        ({"microbatches": 3}, "batch 8 is no multiple of microbatches 3"),
+        ({"warmup_steps": 12}, r"warmup_steps must be in \[0, steps\); got 12 of 12"),
+        ({"warmup_steps": -1}, r"warmup_steps must be in \[0, steps\); got -1"),
+    ],
+)
+def test_recipes_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(RECIPE, **changes)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A larger model whose law is far from uniform."""
+    model = lm(width=24)
+    params = jax.jit(model.init)(jax.random.key(1))
+    return model, {**params, "embedding": params["embedding"] * 4}
+
+
+@pytest.mark.parametrize("objective", DIVERGENCES)
+def test_a_draft_gets_closer_to_its_target(target, params, objective):
+    model, frozen = target
+    task, recipe = Distill(MODEL, model, objective), Recipe(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
+    state = init_state(task, recipe, params)
+    judge = Distill(MODEL, model)  # one program for all objectives
+    acceptance = lambda state: evaluate(judge, state.params, frozen, HELD_OUT, 16, mesh_of(1))["acceptance"]
+    before = acceptance(state)
+    for number in range(recipe.steps):
+        state, numbers = one_step(task, recipe, state, frozen, DATA.batch(number, 8)[None])
+    assert np.isfinite(numbers["loss"])
+    assert before < 0.6 and acceptance(state) > before + 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent:
+    """A target that must not be asked."""
+
+    vocab_size: int = V
+
+    def forward(self, *_):
+        raise AssertionError("the target was asked")
+
+
+def test_cross_entropy_does_not_ask_the_target(target, params):
+    loss = lambda model, frozen, *options: Distill(MODEL, model, *options).loss(params, frozen, jnp.asarray(HELD_OUT))
+    text = TASK.loss(params, None, jnp.asarray(HELD_OUT))
+    assert loss(Silent(), None, "cross_entropy") == text
+    with pytest.raises(AssertionError, match="was asked"):
+        loss(Silent(), None, "forward_kl")
+    divergence, mixed = loss(*target, "forward_kl"), loss(*target, "forward_kl", 0.25)
+    np.testing.assert_allclose(mixed, 0.75 * divergence + 0.25 * text, rtol=1e-5)
+    assert abs(divergence - text) > 0.1
+
+
+def test_a_draft_that_is_its_target_is_always_accepted(target):
+    model, params = target
+    task = Distill(model, model)
+    measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1), {"own": chain()})
+    assert measured["greedy_agreement (own)"] == 1.0
+    np.testing.assert_allclose(measured["acceptance (own)"], 1.0, atol=1e-5)
+    assert measured.keys() == {"loss", "acceptance (own)", "greedy_agreement (own)"}
+    np.testing.assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT)), 0.0, atol=1e-5)
+
+
+def test_tasks_are_checked():
+    with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, .*cross_entropy"):
+        Distill(MODEL, MODEL, "kl")
+    with pytest.raises(ValueError, match=r"text_share must be in \[0, 1\]; got 2"):
+        Distill(MODEL, MODEL, text_share=2)
+    other = TransformerLM(dataclasses.replace(MODEL.config, vocab_size=V + 1))
+    with pytest.raises(ValueError, match="draft vocabulary 32 != target 33"):
+        Distill(MODEL, other)
