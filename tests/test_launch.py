@@ -1,19 +1,27 @@
 """The launch boundary: what is wrong in a configuration is named, and the demo runs without compiling."""
 
+import importlib
+import io
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
+import types
 
+import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
+from rich.console import Console
 
-from configs import random_pair
-from launch import experiment
+from configs import python_pair, random_pair
+from launch import experiment, export_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
+from specsamp.pretrained.pair import load_pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
 
@@ -118,10 +126,10 @@ def run(*arguments, **environment):
 
 
 def test_the_demo_runs_without_jit():
-    fields = ("--config.max_new_tokens=3", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    done = run("launch/demo.py", "--config=configs/random_pair.py:tiny", *fields, JAX_DISABLE_JIT="1")
+    fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
+    done = run("launch/demo.py", "--config=configs/random_pair.py:tiny", "--passes=1", *fields, JAX_DISABLE_JIT="1")
     assert done.returncode == 0, done.stderr
-    assert "greedy, speculative = autoregressive: 4 of 4 prompts" in done.stdout
+    assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" in done.stdout
 
 
@@ -146,3 +154,141 @@ def test_a_wrong_configuration_ends_the_command_with_its_message():
     done = run("launch/benchmark.py", "--config=configs/random_pair.py:tiny", "--config.rule=lucky")
     assert done.returncode == 1
     assert "no rule 'lucky'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A corpus of a few files."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        body = "\n\n".join(f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
+        (folder / f"module_{i}.py").write_text(body, encoding="utf-8")
+    return folder
+
+
+SMALL = {
+    "data.pattern": "*.py", "data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 16, "model.vocab_size": 300, "model.width": 16,
+    "model.num_layers": 1, "recipe.warmup_steps": 2, "rhythm.log": 1, "compute_dtype": "float32",
+}  # fmt: skip
+TARGET = {**SMALL, "recipe.steps": 24, "rhythm.evaluate": 8, "rhythm.checkpoint": 4}
+DRAFT = {
+    **SMALL, "recipe.steps": 4, "rhythm.evaluate": 4, "rhythm.checkpoint": 4, "generated.rows": 8,
+    "generated.prompt_length": 4, "generated.batch": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """The script as a module; on its first import it reads its default configuration."""
+    monkeypatch.chdir(ROOT)
+    return importlib.import_module("launch.train")
+
+
+def training_config(kind, texts, fields):
+    config = python_pair.get_config(kind)
+    config.update_from_flattened_dict({**fields, "data.folder": str(texts)})
+    return config
+
+
+def quiet():
+    return Console(file=io.StringIO())
+
+
+def metrics(folder):
+    """All records but for what depends on the clock; a line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+
+
+def killed_once_it_has_reached(step, folder, command, environment):
+    """Runs a training until it has logged a step, then kills it for good."""
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < until:
+            if any(record["step"] >= step for record in metrics(folder)):
+                break
+            time.sleep(0.005)
+    finally:
+        process.kill()
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+
+
+def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
+    """Killed without a chance to clean up: the losses are those of a run that was left alone."""
+    target = tmp_path / "target"
+    flags_of = [f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()]
+    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
+    as_here = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_here}
+    killed_once_it_has_reached(10, target, command, environment)
+    assert not (target / "checkpoints" / "24").exists()
+    done = run(*command, **as_here)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stdout
+
+    train.start(training_config("tiny_target", texts, TARGET | {"rhythm.checkpoint": 24}), tmp_path / "alone", quiet())
+    assert metrics(target) == metrics(tmp_path / "alone")
+    assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
+
+    config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
+    train.start(config, tmp_path / "draft", quiet())
+    assert np.load(tmp_path / "draft" / "generated.npy").shape == (8, 17)
+    export_pair.export(target, tmp_path / "draft", tmp_path / "pair", quiet())
+    pair = load_pair(tmp_path / "pair")
+    assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
+    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
+    assert provenance["target"]["step"] == 24 and provenance["draft"]["config"]["objective"] == "forward_kl"
+    for weights in ("float32", "int8"):
+        measured = provenance["held_out"][weights]
+        assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
+    last = [record for record in metrics(target) if "held_out/loss" in record][-1]
+    np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
+
+
+def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path):
+    begin = lambda fields, kind="tiny_target": train.start(training_config(kind, texts, fields), tmp_path / "run", quiet())
+    with pytest.raises(FileNotFoundError, match="no training run at '.*nothing'"):
+        begin(DRAFT | {"target": str(tmp_path / "nothing")}, "tiny_draft")
+    with pytest.raises(ValueError, match="microbatches must be >= 1; got 0"):
+        begin(TARGET | {"recipe.microbatches": 0})
+    with pytest.raises(ValueError, match=r"nothing to train on: .*'\*.txt'"):
+        begin(TARGET | {"data.pattern": "*.txt"})
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model a vocabulary of 100"):
+        begin(TARGET | {"model.vocab_size": 100})
+    with pytest.raises(ValueError, match="another configuration: model.vocab_size was 100, is 300"):
+        begin(TARGET)
+    config = training_config("tiny_target", texts, TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
+    with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
+        train.start(config, tmp_path / "other", quiet())
+
+
+def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
+    model = train.make_model(training_config("tiny_target", texts, TARGET))
+    trained = types.SimpleNamespace(model_in=lambda dtype: model)
+    monkeypatch.setattr(train.run, "open_trained", lambda folder: trained)
+    with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
+        train.start(training_config("tiny_draft", texts, DRAFT | {"objective": "kl"}), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_training_without_its_target_ends_with_a_message(tmp_path):
+    done = run("launch/train.py", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 1
+    assert "no training run at" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_unknown_kinds_of_training_fail():
+    with pytest.raises(ValueError, match="no 'huge' .*choose one of target, draft, tiny_target, tiny_draft"):
+        python_pair.get_config("huge")
+
+
+def test_rows_of_a_batch_are_written_at_several_temperatures(train):
+    fields = python_pair.get_config("draft").generated
+    temperatures = train.mixed_temperatures(fields)
+    assert len(temperatures) == 64 and temperatures.count(0.0) == 16 and temperatures.count(0.8) == 48
