@@ -60,7 +60,7 @@ def test_no_weight_moves_by_more_than_half_a_step(params):
     restored = dequantise(tensors)
     weights = flatten(params["target"])
     matrices = [name for name in weights if not name.endswith(("bias", "scale"))]
-    assert {name.split("/")[-1] for name in matrices} == set(SUMMED_AXES)
+    assert {name.split("/")[-1] for name in matrices} <= set(SUMMED_AXES)  # no matrix is forgotten
     for name, value in weights.items():
         if name not in matrices:
             assert tensors[name].dtype == np.float32
