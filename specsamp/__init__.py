@@ -10,12 +10,13 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.pair import load_pair
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
 
 __all__ = [
     "BlockRule", "Chunk", "Completion", "CoupledRule", "Draft", "LanguageModel", "Loop", "ModelDrafter",
     "NgramDrafter", "NoDrafter", "Output", "Pair", "RowStats", "TokenRule", "TransformerConfig", "TransformerLM",
-    "Verdict", "chain", "generate", "greedy", "min_p", "stream", "temperature", "top_k", "top_p",
+    "Verdict", "chain", "generate", "greedy", "load_pair", "min_p", "stream", "temperature", "top_k", "top_p",
     "use_compilation_cache",
 ]  # fmt: skip

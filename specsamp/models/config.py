@@ -31,6 +31,8 @@ class TransformerConfig:
     positions: str = "relative"  # or "rotary"
     max_positions: int = 2048
     rotary_base: float = 10_000.0
+    ngram_rows: int = 0  # of each hashed table of n-gram embeddings, see ngrams.py; 0: none
+    ngram_order: int = 3  # the longest n; one table for each n from 2
     activation: str = "gelu"
     norm_epsilon: float = 1e-6
     dtype: str = "float32"  # of decode-time weights, activations and cache
@@ -42,6 +44,10 @@ class TransformerConfig:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
                 raise ValueError(f"{name} must be a positive integer; got {value!r}")
+        if self.ngram_rows < 0 or self.ngram_order < 2:
+            raise ValueError(
+                f"ngram_rows must be >= 0 and ngram_order >= 2; got {self.ngram_rows} and {self.ngram_order}"
+            )
         if self.num_kv_heads is None:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
@@ -67,6 +73,10 @@ class TransformerConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def num_ngram_tables(self) -> int:
+        return self.ngram_order - 1 if self.ngram_rows else 0
+
+    @property
     def num_parameters(self) -> int:
         """Counted from the formula; tests compare with the shapes of the module itself."""
         heads, kv, size, width = self.num_heads, self.num_kv_heads, self.head_size, self.width
@@ -74,7 +84,8 @@ class TransformerConfig:
         if self.positions == "relative":
             attention += kv * size * width + 2 * heads * size  # projection, and the two biases
         layer = attention + 2 * width * self.feedforward_width + 2 * width
-        return self.num_layers * layer + self.vocab_size * width + width
+        ngrams = self.num_ngram_tables * self.ngram_rows * width
+        return self.num_layers * layer + self.vocab_size * width + width + ngrams
 
     @property
     def kv_bytes_per_token(self) -> int:

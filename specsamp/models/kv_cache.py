@@ -33,6 +33,7 @@ class KVCache:
 
     keys: tuple[Array, ...]  # per layer [B, M, S, H], or [B, M, H, S]
     values: tuple[Array, ...]  # per layer [B, M, S, H]
+    tokens_BS: Array | None = None  # int32, of models that embed n-grams
 
     @classmethod
     def zeros(cls, config: TransformerConfig, batch: int, slots: int, transposed_keys: bool = False) -> KVCache:
@@ -40,7 +41,8 @@ class KVCache:
         # Each its own buffer: donating one buffer twice is an error.
         fill = lambda *shape: tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(config.num_layers))
         keys = fill(batch, heads, size, slots) if transposed_keys else fill(batch, heads, slots, size)
-        return cls(keys=keys, values=fill(batch, heads, slots, size))
+        tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
+        return cls(keys=keys, values=fill(batch, heads, slots, size), tokens_BS=tokens_BS)
 
 
 def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:

@@ -20,6 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specsamp.models import ngrams
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Output
@@ -141,7 +142,17 @@ class Transformer(nn.Module):
         embedding_VD = _param(
             self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
         )
-        x_BTD = embedding_VD[tokens_BT].astype(config.compute_dtype)
+        x_BTD = embedding_VD[tokens_BT]
+        tokens_BS = None if cache is None else cache.tokens_BS
+        if config.num_ngram_tables:
+            before = config.ngram_order - 1
+            context_BX, tokens_BS = ngrams.context(tokens_BT, start_B, tokens_BS, before)
+            for order in range(2, config.ngram_order + 1):
+                shape = (config.ngram_rows, config.width)
+                table_RD = _param(self, f"ngrams_{order}", shape, ("vocab", "embed"), fan_in=config.width)
+                rows_BX = ngrams.rows_of(context_BX, order, config.ngram_rows)
+                x_BTD = x_BTD + table_RD[rows_BX[:, -tokens_BT.shape[1] :]]
+        x_BTD = x_BTD.astype(config.compute_dtype)
         rotary = None
         if config.positions == "rotary":
             positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
@@ -163,7 +174,7 @@ class Transformer(nn.Module):
                 logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
         return Output(
             logits_BTV=logits_BTV,
-            cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values)),
+            cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values), tokens_BS=tokens_BS),
             hidden=tuple(hidden[i] for i in hidden_layers),
         )
 

@@ -65,11 +65,18 @@ class TrainedModel:
         return json.loads((self.folder / "corpus.json").read_text(encoding="utf-8"))
 
     def last_metrics(self) -> dict:
-        """The last value of every number in the log."""
+        """The last value of every number in the log, and the seconds that the steps took."""
         last: dict = {}
+        seconds, before = 0.0, 0
+        config = self.run_config()
+        tokens_per_step = config["recipe"]["batch"] * config["data"]["length"]
         for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            last |= json.loads(line)
-        return last
+            record = json.loads(line)
+            if "tokens_per_second" in record:
+                seconds += (record["step"] - before) * tokens_per_step / record["tokens_per_second"]
+                before = record["step"]
+            last |= record
+        return last | {"training_seconds": seconds}
 
 
 def open_trained(folder: str | pathlib.Path) -> TrainedModel:

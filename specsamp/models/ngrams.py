@@ -1,0 +1,53 @@
+"""Embeddings of the last n tokens: capacity that costs a step nothing.
+
+A draft must be small because each of its steps streams all its weights, but a lookup streams one row.
+So beside the embedding of a token, those of the last two, three, ... tokens are added to the stream
+(Huang et al., arXiv 2501.16975, call it over-encoding); n-grams share the rows of a table by their hash.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.kv_cache import write_rows
+
+Array = jax.Array
+
+# Odd, with bits everywhere, one per place: the hash is a sum of products modulo 2^32.
+_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
+
+
+def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
+    """Row of the n-gram (n = ``order``) that ends at each token but the first ``X - T``.
+
+    Args:
+      context_BX: ``[B, T + most - 1]`` int32 tokens, ``most`` the longest order of the model; -1 before
+        the beginning of a text.
+
+    Returns:
+      ``[B, X - order + 1]`` int32 in ``[0, num_rows)``: of the n-grams that end at positions ``order-1 ..``.
+    """
+    length = context_BX.shape[1] - order + 1
+    mixed = jnp.full((context_BX.shape[0], length), order, jnp.uint32)
+    for place in range(order):
+        token = jax.lax.slice_in_dim(context_BX, place, place + length, axis=1).astype(jnp.uint32)
+        mixed = mixed + (token + 1) * jnp.uint32(_FACTORS[place % len(_FACTORS)])
+        mixed = mixed ^ (mixed >> 15)
+    return (mixed % jnp.uint32(num_rows)).astype(jnp.int32)
+
+
+def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> tuple[Array, Array | None]:
+    """The call's tokens with the ``before`` tokens ahead of each row, ``[B, before + T]``, and the memory with them written.
+
+    Without a memory the call begins the text. What stands before a text is -1.
+    """
+    batch, length = tokens_BT.shape
+    if memory_BS is None:
+        return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1), None
+    memory_BS = write_rows(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]
+    padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
+    read = lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, before + length)
+    if batch == 1:  # vmap would make a gather of it
+        return read(padded_BS[0], start_B[0])[None], memory_BS
+    return jax.vmap(read)(padded_BS, start_B), memory_BS
