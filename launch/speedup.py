@@ -21,8 +21,8 @@ from specsamp.analysis import report
 from specsamp.analysis.speedup import speedup_curve
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_LENGTHS = flags.DEFINE_list("draft_lengths", ["1", "2", "3", "4", "5", "6", "7", "8"], "K, each of them.")
-_RULES = flags.DEFINE_list("rules", ["token", "block"], "Acceptance rules.")
+_LENGTHS = flags.DEFINE_multi_integer("draft_length", [1, 2, 3, 4, 5, 6, 7, 8], "K; may be repeated.", lower_bound=1)
+_RULES = flags.DEFINE_multi_enum("rule", ["token", "block"], sorted(RULES), "Acceptance rule; may be repeated.")
 _PASSES = flags.DEFINE_integer("passes", 3, "Over all prompts and contenders.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         for law, warp in LAWS.items():
             curves[law] = speedup_curve(
                 experiment.pair, lambda K: DRAFTERS[_CONFIG.value.drafter](experiment.pair, K),
-                {name: RULES[name]() for name in _RULES.value}, [int(K) for K in _LENGTHS.value],
+                {name: RULES[name]() for name in _RULES.value}, _LENGTHS.value,
                 warp, experiment.workload,
                 passes=_PASSES.value, deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
             )  # fmt: skip

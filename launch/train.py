@@ -54,11 +54,13 @@ def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
-    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
-    run.write_json(folder / "corpus.json", corpus.describe())
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
+    init = first_params(config, tokenizer)
+    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
+    run.keep_corpus(folder, corpus.describe())
+    write_atomically(folder / "tokenizer.json", tokenizer.to_json())
     stream = token_stream(corpus.train.values(), tokenizer)
     windows = Windows(stream, data.length, recipe.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
@@ -73,7 +75,7 @@ def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
     batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
     train(
         task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
-        params=run.open_trained(config.init).params if config.init else None, warps=COMPARED_LAWS,
+        params=init, warps=COMPARED_LAWS,
     )  # fmt: skip
 
 
@@ -83,16 +85,22 @@ def make_model(config: ConfigDict) -> TransformerLM:
 
 def make_tokenizer(config: ConfigDict, folder: pathlib.Path, corpus: Corpus, target: run.TrainedModel | None) -> JsonTokenizer:
     """The run's own if it has one, else the target's, else a given one, else a new one."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        if target is not None:
-            content = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
-        elif config.data.tokenizer:
-            content = JsonTokenizer(config.data.tokenizer, config.data.eos).to_json()
-        else:
-            content = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos).to_str()
-        write_atomically(path, content)
-    return JsonTokenizer(path, config.data.eos)
+    given = [folder / "tokenizer.json", target and target.folder / "tokenizer.json", config.data.tokenizer]
+    for path in filter(None, given):
+        if path != given[0] or path.exists():
+            return JsonTokenizer(path, config.data.eos)
+    trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
+    return JsonTokenizer.of(trained, config.data.eos)
+
+
+def first_params(config: ConfigDict, tokenizer: JsonTokenizer):
+    """Of the run named by ``init``, None for random ones."""
+    if not config.get("init"):
+        return None
+    first = run.open_trained(config.init)
+    if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
+        raise ValueError(f"the draft in {config.init} was trained with another tokenizer than this target's")
+    return first.params
 
 
 def target_rows(config: ConfigDict, folder: pathlib.Path, target, windows: Windows, console: Console):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,14 +259,26 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
         begin(TARGET | {"recipe.microbatches": 0})
     with pytest.raises(ValueError, match=r"nothing to train on: .*'\*.txt'"):
         begin(TARGET | {"data.pattern": "*.txt"})
-    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model a vocabulary of 100"):
         begin(TARGET | {"model.vocab_size": 100})
-    with pytest.raises(ValueError, match="another configuration: model.vocab_size was 100, is 300"):
-        begin(TARGET)
-    config = training_config("tiny_target", texts, TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
     with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
-        train.start(config, tmp_path / "other", quiet())
+        begin(TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda *_, **__: None)
+    mine = tmp_path / "texts"
+    shutil.copytree(texts, mine)
+    begin = lambda fields: train.start(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
+    begin(TARGET)
+    begin(TARGET)
+    with pytest.raises(ValueError, match="another configuration: recipe.seed was 0, is 1. Give the old values"):
+        begin(TARGET | {"recipe.seed": 1})
+    begin(TARGET | {"rhythm.log": 7})
+    (mine / "new.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="begun on another corpus: .* now "):
+        begin(TARGET)
 
 
 def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):

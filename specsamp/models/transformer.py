@@ -149,7 +149,9 @@ class Transformer(nn.Module):
             context_BX, tokens_BS = ngrams.context(tokens_BT, start_B, tokens_BS, before)
             for order in range(2, config.ngram_order + 1):
                 shape = (config.ngram_rows, config.width)
-                table_RD = _param(self, f"ngrams_{order}", shape, ("vocab", "embed"), fan_in=config.width)
+                # From zero: an n-gram that was never seen adds nothing.
+                zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
+                table_RD = self.param(f"ngrams_{order}", zeros, shape)
                 rows_BX = ngrams.rows_of(context_BX, order, config.ngram_rows)
                 x_BTD = x_BTD + table_RD[rows_BX[:, -tokens_BT.shape[1] :]]
         x_BTD = x_BTD.astype(config.compute_dtype)

@@ -37,14 +37,23 @@ class JsonTokenizer:
         if not pathlib.Path(path).is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the class itself is what it raises
             raise ValueError(f"{path} is no tokenizer.json ({error})") from error
-        self.eos_id = None
-        if eos is not None:
-            self.eos_id = self._tokenizer.token_to_id(eos)
-            if self.eos_id is None:
-                raise ValueError(f"{path} has no token {eos!r} to end texts with")
+        self._set(tokenizer, eos, str(path))
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> JsonTokenizer:
+        """One that is no file yet."""
+        made = cls.__new__(cls)
+        made._set(tokenizer, eos, "the tokenizer")
+        return made
+
+    def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | None, name: str) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id = None if eos is None else tokenizer.token_to_id(eos)
+        if eos is not None and self.eos_id is None:
+            raise ValueError(f"{name} has no token {eos!r} to end texts with")
 
     @property
     def vocab_size(self) -> int:

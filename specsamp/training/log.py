@@ -15,20 +15,23 @@ class MetricsLog:
 
     def __init__(self, path: str | pathlib.Path, resumed_at: int = 0):
         self._path = pathlib.Path(path)
-        kept = []
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # the run was killed while writing it
-                if record["step"] <= resumed_at:
-                    kept.append(line)
-        write_atomically(self._path, "".join(line + "\n" for line in kept))
+        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
+        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, **numbers: float) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+def read_metrics(path: str | pathlib.Path) -> list[dict]:
+    """The records of a log, without a last line that was cut while it was being written."""
+    path, records = pathlib.Path(path), []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
 
 
 class Progress:

@@ -17,7 +17,7 @@ import numpy as np
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.checkpoint import Checkpoints
-from specsamp.training.log import write_atomically
+from specsamp.training.log import read_metrics, write_atomically
 
 
 def open_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str] = ()) -> None:
@@ -46,6 +46,23 @@ def open_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str]
     write_json(path, config)
 
 
+def keep_corpus(folder: str | pathlib.Path, description: dict) -> None:
+    """Writes down what the run is trained on, or checks that it still is.
+
+    Raises:
+      ValueError: the files have changed since the run began.
+    """
+    path = pathlib.Path(folder) / "corpus.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["sha256"] != description["sha256"]:
+            raise ValueError(
+                f"{folder} was begun on another corpus: {before}, now {description}. Another Python has another "
+                "standard library: resume with the same one, or set --config.data.folder"
+            )
+    write_json(path, description)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedModel:
     """The last checkpoint of a run."""
@@ -70,8 +87,7 @@ class TrainedModel:
         seconds, before = 0.0, 0
         config = self.run_config()
         tokens_per_step = config["recipe"]["batch"] * config["data"]["length"]
-        for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in read_metrics(self.folder / "metrics.jsonl"):
             if "tokens_per_second" in record:
                 seconds += (record["step"] - before) * tokens_per_step / record["tokens_per_second"]
                 before = record["step"]

@@ -23,6 +23,8 @@ def test_pieces_give_the_logits_of_the_whole(batch, flat):
     """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
     model = make(flat=flat)
     params = model.init(jax.random.key(0))
+    tables = [name for name in params if name.startswith("ngrams")]
+    params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}
     tokens_BT = jax.random.randint(jax.random.key(1), (batch, 12), 0, 40)
     whole = model.forward(params, tokens_BT).logits_BTV
     weights, cache = model.prepare(params, SLOTS), model.init_cache(batch, SLOTS)
