@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     config = _CONFIG.value
     try:
         experiment = build(config)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{config_flags.get_config_filename(flags.FLAGS['config'])}: {error}")
     console.print(headline(experiment), highlight=False)
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
@@ -48,7 +48,8 @@ def main(argv: list[str]) -> None:
             "environment": report.environment(),
             "config": config.to_dict(),
             "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
-            "random_weights": True,
+            "pair": experiment.pair_name,
+            "random_weights": experiment.pair_name is None,
             "result": result,
         }
         report.write_json(_OUTPUT.value, document)

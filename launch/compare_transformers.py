@@ -40,6 +40,8 @@ def main(argv: list[str]) -> None:
     experiment = build(_CONFIG.value)
     console.print(headline(experiment))
     work = experiment.workload
+    if not work.prompts or work.batch != 1:
+        sys.exit("--config: compare a pair with prompts, at batch 1")
     ours = decoders(experiment.pair, {"ours": (NoDrafter(), TokenRule())}, greedy(), work)["ours"]
     theirs = same_shape(experiment.pair.target.config)
     parameters = sum(p.numel() for p in theirs.parameters())

@@ -30,9 +30,9 @@ from specsamp.analysis.decoder import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to complete (of a pair with a tokenizer); may be repeated.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to complete, \\n for a line break; may be repeated.")
 _PLAIN = flags.DEFINE_bool("plain", False, "No colours: the target's own tokens stand in brackets.")
-_PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.")
+_PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.", lower_bound=1)
 
 NUM_PROMPTS = 3
 DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
@@ -56,7 +56,10 @@ def main(argv: list[str]) -> None:
     # Numbers of a warp are data: the greedy and the sampled law run the same programs.
     laws = {"greedy": chain(temperature(0.0), experiment.sampling), "sampled": chain(temperature(1.0), experiment.sampling)}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
-    sides = {law: decoders(experiment.pair, contenders, warp, experiment.workload) for law, warp in laws.items()}
+    try:
+        sides = {law: decoders(experiment.pair, contenders, warp, experiment.workload) for law, warp in laws.items()}
+    except ValueError as error:
+        sys.exit(str(error))
     with console.status("compiling"):
         for side in sides["greedy"].values():
             side.decode(0)
@@ -138,10 +141,11 @@ def streaming_share(side: Decoder) -> float:
     """Time of plain products over the target's matrices / time of an autoregressive step, measured in turn."""
     request = side.request(0)
     board = phases.first_board(side.loop, side.weights, request, side.warm_state())
+    matrices = phases.matrices_of(side.loop.target, side.weights.target)
     iterations, ratios = 8, []
     for number in range(6):
         start = time.perf_counter()
-        jax.block_until_ready(phases.stream(side.weights.target, iterations, rows=side.workload.batch))
+        jax.block_until_ready(phases.stream(matrices, iterations, rows=side.workload.batch))
         middle = time.perf_counter()
         board = phases.repeat(phases.whole_round, side.loop, side.weights, request, board, iterations)
         jax.block_until_ready(board)

@@ -15,8 +15,10 @@ from absl import app, flags, logging
 from rich.console import Console
 
 from specsamp.analysis import report
-from specsamp.pretrained.pair import load_pair, pair_folder, save_pair
-from specsamp.training.data import held_out_windows, read_corpus, standard_library
+from specsamp.pretrained.pair import load_pair, save_pair
+from specsamp.training import run
+from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
+from specsamp.training.log import write_atomically
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import COMPARED_LAWS, evaluate
@@ -24,6 +26,8 @@ from specsamp.training.trainer import COMPARED_LAWS, evaluate
 _TARGET = flags.DEFINE_string("target", None, "Folder of the target's run.", required=True)
 _DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft's run.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
+
+MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
 def main(argv: list[str]) -> None:
@@ -42,22 +46,26 @@ def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Pa
     tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
     if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
+    asked = draft.made_from("target")["sha256"]
+    if asked != target.describe()["sha256"]:
+        raise ValueError(f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds")
+    data = target.run_config()["data"]
+    corpus = read_corpus(
+        data["folder"] or standard_library(), pattern=data["pattern"], exclude=data["exclude"], held_out=data["held_out"]
+    )
+    run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
-        side: {"config": run.run_config(), "corpus": run.corpus(), "step": run.step, "last_metrics": run.last_metrics()}
-        for side, run in (("target", target), ("draft", draft))
+        side: {"config": trained.run_config(), "corpus": trained.made_from("corpus"), "step": trained.step, "last_metrics": trained.last_metrics()}
+        for side, trained in (("target", target), ("draft", draft))
     }
     save = lambda: save_pair(
         output, target=(target.config, target.params), draft=(draft.config, draft.params),
         tokenizer_json=tokenizer_json, provenance=provenance, eos=target.run_config()["data"]["eos"],
     )  # fmt: skip
     save()
-    stored = load_pair(output)
-    data = target.run_config()["data"]
-    corpus = read_corpus(
-        data["folder"] or standard_library(), pattern=data["pattern"], exclude=data["exclude"], held_out=data["held_out"]
-    )
+    stored = load_pair(output.absolute())
     rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
-    models = {side: run.model_in("float32") for side, run in (("target", target), ("draft", draft))}
+    models = {side: trained.model_in("float32") for side, trained in (("target", target), ("draft", draft))}
     measure = lambda target_params, draft_params: {
         "target": evaluate(Pretrain(models["target"]), target_params, None, rows, 16),
         "draft": evaluate(
@@ -69,11 +77,21 @@ def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Pa
             "float32": measure(target.params, draft.params),
             "int8": measure(stored.target_params, stored.draft_params),
         }
+    write_prompts(output / "prompts.json", corpus)
     provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": report.environment()}
     save()
-    size = sum(path.stat().st_size for path in pair_folder(output).iterdir())
+    size = sum(path.stat().st_size for path in output.iterdir())
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {size / 1e6:.1f} MB")
+
+
+def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
+    """The beginnings of held-out files, unless there are prompts already: those may have been chosen with care."""
+    if path.exists():
+        return
+    beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS) + 1, 1)]
+    prompts = [{"file": name, "line": 1, "text": beginning(text)} for name, text in corpus.held_out.items()]
+    write_atomically(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

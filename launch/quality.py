@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
             pair, prompts, work.max_new_tokens, sampling=experiment.sampling, drafter=experiment.drafter,
             rule=experiment.rule, num_samples=-(-_COMPLETIONS.value // len(prompts)), seed=work.seed,
         )  # fmt: skip
-    good = [parses(prompts[c.prompt_index], c.text) for c in completions]
+    good = [parses(prompts[c.prompt_index], c.text, ended=c.finish == "stop") for c in completions]
     by_prompt = [0] * len(prompts)
     for completion, is_python in zip(completions, good, strict=True):
         by_prompt[completion.prompt_index] += is_python

@@ -39,6 +39,8 @@ def main(argv: list[str]) -> None:
         experiment = build(_CONFIG.value)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"--config: {error}")
+    if _CONFIG.value.drafter == "none":
+        sys.exit("--config.drafter: without a drafter there is no curve")
     use_compilation_cache()
     console.print(headline(experiment))
     curves = {}
@@ -55,7 +57,9 @@ def main(argv: list[str]) -> None:
         document = {
             "command": shlex.join(["python", *sys.argv]),
             "environment": report.environment(),
-            "config": _CONFIG.value.to_dict(),
+            "config": {k: v for k, v in _CONFIG.value.to_dict().items() if k not in ("sampling", "rule", "draft_length")},
+            "pair": experiment.pair_name,
+            "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
             "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
             "curves": {law: dataclasses.asdict(curve) for law, curve in curves.items()},
             "best_draft_length": {

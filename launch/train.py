@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of
 
 import pathlib
 
+import jax
 import numpy as np
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -25,9 +26,9 @@ from specsamp.training.data import (
     Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
 )  # fmt: skip
 from specsamp.training.generated import complete_windows
-from specsamp.training.log import write_atomically
+from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, train
+from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, check_devices, data_mesh, train
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
@@ -44,7 +45,10 @@ def main(argv: list[str]) -> None:
 
 
 def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
-    # All that can be wrong in a configuration, before it is written down as a run's.
+    """Checks all that can be wrong before it writes anything, then trains."""
+    if jax.process_count() > 1:
+        raise ValueError("training runs on the devices of one process; several would write the same files")
+    run.check_run(folder, config.to_dict(), changeable=("rhythm",))
     recipe, rhythm, model = Recipe(**config.recipe), Rhythm(**config.rhythm), make_model(config)
     target = run.open_trained(config.target) if "target" in config else None
     task = Pretrain(model)
@@ -54,19 +58,21 @@ def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
+    made_from = {"corpus": corpus.describe()} | ({} if target is None else {"target": target.describe()})
+    for name, description in made_from.items():
+        run.check_same(folder, name, description)
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
-    init = first_params(config, tokenizer)
-    run.open_run(folder, config.to_dict(), changeable=("rhythm",))
-    run.keep_corpus(folder, corpus.describe())
-    write_atomically(folder / "tokenizer.json", tokenizer.to_json())
-    stream = token_stream(corpus.train.values(), tokenizer)
-    windows = Windows(stream, data.length, recipe.seed)
+    windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, recipe.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
+    check_devices(recipe, held_out, data_mesh())
+    init = first_params(config, tokenizer)
+    run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
+    epochs = recipe.steps * recipe.batch * data.length / len(windows.stream)
     console.print(
-        f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, {len(stream):,} tokens "
-        f"({len(corpus.skipped)} files skipped), {recipe.steps * recipe.batch * data.length / len(stream):.2f} epochs"
+        f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, "
+        f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
     if target is None:
         train(task, recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console)
@@ -104,19 +110,29 @@ def first_params(config: ConfigDict, tokenizer: JsonTokenizer):
 
 
 def target_rows(config: ConfigDict, folder: pathlib.Path, target, windows: Windows, console: Console):
-    """Windows that the target completed, written once and kept."""
+    """Windows that the target completed, kept part by part: a killed run goes on where it was."""
     fields = config.generated
     if not fields.rows or not fields.share:
         return None
-    path = folder / "generated.npy"
-    if not path.exists():
-        rows = complete_windows(
-            target.model_in(config.compute_dtype), target.params, windows.batch(0, fields.rows),
-            prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, console=console,
-            sampling=chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p)),
-        )  # fmt: skip
-        run.write_array(path, rows)
-    return np.load(path)
+    rows, parts = windows.batch(0, fields.rows), []
+    progress = Progress(len(rows), data_tokens(config), 0, console)
+    for first in range(0, len(rows), fields.batch):
+        path = folder / "generated" / f"{first}.npy"
+        if not path.exists():
+            part = complete_windows(
+                target.model_in(config.compute_dtype), target.params, rows[first : first + fields.batch],
+                prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, first_id=first,
+                sampling=chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p)),
+            )  # fmt: skip
+            run.write_array(path, part)
+        parts.append(np.load(path))
+        progress.report(first + len(parts[-1]))
+    return np.concatenate(parts)
+
+
+def data_tokens(config: ConfigDict) -> int:
+    """Tokens that the target writes into a window."""
+    return config.data.length + 1 - config.generated.prompt_length
 
 
 def mixed_temperatures(fields: ConfigDict) -> list[float]:

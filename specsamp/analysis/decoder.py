@@ -16,7 +16,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
 from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, for_rows
+from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
 
 UNLIMITED = np.iinfo(np.int32).max
 
@@ -150,6 +150,8 @@ def decoders(
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window())
         for name, (drafter, rule) in contenders.items()
     }
+    if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:
+        sampling = chain(first_tokens(pair.tokenizer.vocab_size), sampling)  # as `generate` does
     longest = workload.longest + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {

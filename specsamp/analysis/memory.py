@@ -53,7 +53,7 @@ def memory_grid(
     points = []
     for batch, draft_length, vocab_size in grid:
         progress(f"compiling: B = {batch}, K = {draft_length}, V = {vocab_size}")
-        sized = lambda config: TransformerLM(dataclasses.replace(config, vocab_size=vocab_size))
+        sized = lambda config: TransformerLM.here(dataclasses.replace(config, vocab_size=vocab_size))
         drafter = ModelDrafter(sized(draft), draft_length, decode_window()) if draft_length else NoDrafter()
         loop = Loop(target=sized(target), drafter=drafter, rule=rule, window=decode_window())
         points.append(loop_memory(loop, sampling, batch=batch, slots=slots))

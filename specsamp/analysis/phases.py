@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import DecodeState, Draft, Output, Request, Verdict, Weights
 from specsamp.models import compiling
+from specsamp.models.interface import LanguageModel
 
 Array = jax.Array
 
@@ -129,7 +130,7 @@ def _read_one_logit(logits_BV: Array, offset: Array | int, drafter: int = 0) -> 
 
 
 @functools.partial(
-    compiling.jit, options_of=lambda phase, loop, *_: loop.compiler_options,
+    compiling.jit, options_of=lambda phase, loop, *_, **__: loop.compiler_options,
     static_argnames=("phase", "loop"), donate_argnames="board",
 )  # fmt: skip
 def repeat(
@@ -141,14 +142,14 @@ def repeat(
 
 
 @functools.partial(jax.jit, static_argnames="rows")
-def stream(weights: Any, iterations: Array | int, *, rows: int) -> Array:
-    """Multiplies ``rows`` rows by every matrix of ``weights``, one after the other: the least a call can take.
+def stream(matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
+    """Multiplies ``rows`` rows by every matrix, one after the other: the least a call of the model can take.
 
     Matrices keep the layout they have; each product waits for the one before.
     """
 
     def step(_: Any, x: Array) -> Array:
-        for matrix in matrices_of(weights):
+        for matrix in matrices:
             rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, matrix.dtype)
             rows_out = jax.lax.optimization_barrier(rows_in @ matrix)
             x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
@@ -157,6 +158,8 @@ def stream(weights: Any, iterations: Array | int, *, rows: int) -> Array:
     return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
 
 
-def matrices_of(weights: Any) -> list[Array]:
-    """All leaves with two axes or more."""
+def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
+    """What a call of the model streams; of a model that does not say, all leaves with two axes or more."""
+    if hasattr(model, "streamed"):
+        return model.streamed(weights)
     return [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]

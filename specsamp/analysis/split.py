@@ -94,7 +94,7 @@ def split_round(
         for name, run in runs.items():
             n = iterations[name]
             seconds[name][repeat] = run(n) / n, run(n // 2) / (n // 2)
-    streamed = sum(matrix.nbytes for matrix in phases.matrices_of(spec.weights.target))
+    streamed = sum(matrix.nbytes for matrix in spec.matrices)
     return _summary({name: s * 1e3 for name, s in seconds.items()}, iterations, streamed)
 
 
@@ -125,6 +125,7 @@ class _Bench:
 
     def __init__(self, loop: Loop, weights: Weights, request: Request, state: DecodeState):
         self.loop, self.weights, self.request = loop, weights, request
+        self.matrices = phases.matrices_of(loop.target, weights.target)
         self.board = phases.first_board(loop, weights, request, state)
 
     def run(self, phase: phases.Phase) -> Run:
@@ -142,7 +143,7 @@ class _Bench:
 
         def seconds(iterations: int) -> float:
             start = time.perf_counter()
-            jax.block_until_ready(phases.stream(self.weights.target, iterations, rows=rows))
+            jax.block_until_ready(phases.stream(self.matrices, iterations, rows=rows))
             return time.perf_counter() - start
 
         return seconds

@@ -116,7 +116,7 @@ class Loop:
         return getattr(self.target, "compiler_options", ())
 
     @functools.partial(
-        compiling.jit, options_of=lambda self, *_: self.compiler_options, static_argnames="self", donate_argnames="state"
+        compiling.jit, options_of=lambda self, *_, **__: self.compiler_options, static_argnames="self", donate_argnames="state"
     )
     def run(self, weights: Weights, request: Request, state: DecodeState, max_rounds: Array | int) -> DecodeState:
         """Runs until every row has ended, or for ``max_rounds`` rounds; then it can be called again.

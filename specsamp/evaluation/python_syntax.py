@@ -16,14 +16,17 @@ class Verdict(enum.Enum):
     ERROR = enum.auto()
 
 
-def parses(prompt: str, completion: str) -> bool:
+def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     """Whether ``prompt + completion``, cut at its last complete statement, parses with `ast`.
 
     The prompt must begin a top-level statement. What the budget cut (a last line without its end, a
     statement still open at the end) is not held against the completion; any error before that is, and
-    at least one line of the completion must survive the cut.
+    at least one line of the completion must survive the cut. A completion that ``ended`` itself, with the
+    end-of-text token, was not cut: all of it must parse.
     """
     text = prompt + completion
+    if ended:
+        return parse(text) is Verdict.COMPLETE
     whole = text[: text.rfind("\n") + 1]
     verdict = parse(whole)
     if verdict is Verdict.ERROR:

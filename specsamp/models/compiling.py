@@ -32,19 +32,21 @@ def few_rows_on_cpu() -> Options:
 
 
 def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
-    """`jax.jit`, compiled with the options that ``options_of(*args)`` gives for a call."""
+    """`jax.jit`, compiled with the options that ``options_of`` gives for a call."""
     variants: dict[Options, Callable] = {}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return variant(*args)(*args, **kwargs)
+        return variant(*args, **kwargs)(*args, **kwargs)
 
-    def variant(*args: Any) -> Callable:
-        options = options_of(*args)
+    def variant(*args: Any, **kwargs: Any) -> Callable:
+        # Inside another program, that program's options hold.
+        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        options = () if inside else options_of(*args, **kwargs)
         if options not in variants:
             variants[options] = jax.jit(function, compiler_options=dict(options) or None, **arguments)
         return variants[options]
 
-    call.lower = lambda *args, **kwargs: variant(*args).lower(*args, **kwargs)
+    call.lower = lambda *args, **kwargs: variant(*args, **kwargs).lower(*args, **kwargs)
     call._cache_size = lambda: sum(compiled._cache_size() for compiled in variants.values())  # as jax.jit has it
     return call

@@ -44,9 +44,9 @@ class TransformerConfig:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
                 raise ValueError(f"{name} must be a positive integer; got {value!r}")
-        if self.ngram_rows < 0 or self.ngram_order < 2:
+        if self.ngram_rows < 0 or not 2 <= self.ngram_order <= 5:
             raise ValueError(
-                f"ngram_rows must be >= 0 and ngram_order >= 2; got {self.ngram_rows} and {self.ngram_order}"
+                f"ngram_rows must be >= 0 and ngram_order from 2 to 5; got {self.ngram_rows} and {self.ngram_order}"
             )
         if self.num_kv_heads is None:
             set_default("num_kv_heads", self.num_heads)

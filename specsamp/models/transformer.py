@@ -1,7 +1,7 @@
 """The decoder: Linen modules, and `TransformerLM`, which presents them as a `LanguageModel`.
 
 Weights of the attention keep one layout for every number of tokens: Q, K, V head-major ``[N, D, H]``
-and the output ``[N, H, D]``. With any other the TPU compiler lays weights out again for a loop that
+and the output ``[N, H, D]`` (on a CPU, what `flatten` makes of them). With any other the TPU compiler lays weights out again for a loop that
 uses them at different T, and XLA's CPU backend transposes ``[D, N, H]`` in every call.
 
 Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied layer
@@ -48,7 +48,7 @@ class TransformerLM:
     @classmethod
     def here(cls, config: TransformerConfig) -> TransformerLM:
         """With decode-time weights laid out for the platform at hand."""
-        return cls(config, flat=jax.default_backend() == "cpu")
+        return cls(config, flat=jax.default_backend() == "cpu" and config.dtype == "float32")
 
     @property
     def vocab_size(self) -> int:
@@ -99,6 +99,13 @@ class TransformerLM:
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         """What `specsamp.models.compiling` hands to the compiler of a program that calls this model."""
         return few_rows_on_cpu() if self.flat and self.config.dtype == "float32" else ()
+
+    def streamed(self, weights: Any) -> list[Array]:
+        """The matrices that a call multiplies by, whatever its length: not the tables it only looks rows up in."""
+        named = jax.tree_util.tree_leaves_with_path(weights["params"])
+        looked_up = {"embedding"} if FLAT_LOGITS in weights["params"] else set()
+        is_table = lambda name: name in looked_up or name.startswith("ngrams")
+        return [leaf for path, leaf in named if leaf.ndim >= 2 and not is_table(path[-1].key)]
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
         return KVCache.zeros(self.config, batch, slots, transposed_keys=self.flat)

@@ -15,7 +15,7 @@ import numpy as np
 
 # Axes that a product sums over; the others are output channels. What is not here stays float32.
 SUMMED_AXES = {
-    "ngrams_2": (1,), "ngrams_3": (1,), "ngrams_4": (1,), "ngrams_5": (1,),  # [R, D]
+    "ngrams_2": (1,), "ngrams_3": (1,), "ngrams_4": (1,), "ngrams_5": (1,),  # [R, D]: every row
     "embedding": (1,),  # [V, D]: a logit is one channel
     "query": (1,), "key": (1,), "value": (1,), "relative": (1,),  # [N, D, H]
     "output": (0, 1),  # [N, H, D]

@@ -159,6 +159,8 @@ class Windows:
 
 def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.ndarray:
     """At most ``most`` windows ``[windows, length + 1]`` of the held-out files, spread evenly over them."""
+    if not corpus.held_out:
+        raise ValueError("no file is held out for evaluation: raise held_out, or give more files")
     windows = Windows(token_stream(corpus.held_out.values(), tokenizer), length).in_order()
     return windows[np.unique(np.linspace(0, len(windows) - 1, most).astype(int))]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
-from specsamp.training.log import Progress
 
 
 def complete_windows(
@@ -23,13 +21,14 @@ def complete_windows(
     sampling: Warp,
     seed: int = 0,
     batch: int = 64,
-    console: Console | None = None,
+    first_id: int = 0,
 ) -> np.ndarray:
     """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
 
     Args:
       rows: ``[rows, T + 1]`` tokens.
       sampling: the law of what is written, its numbers one for all rows or one per row of a batch.
+      first_id: of the first row: a row's noise depends on the seed and its id.
 
     Returns:
       ``[rows, T + 1]`` int32. An end of text inside a row does not end it: the next text follows.
@@ -37,16 +36,13 @@ def complete_windows(
     if not 1 <= prompt_length < rows.shape[1]:
         raise ValueError(f"prompt_length must be in [1, {rows.shape[1]}); got {prompt_length}")
     pair = Pair(target=target, target_params=params)
-    console = console or Console()
-    progress = Progress(len(rows), rows.shape[1] - prompt_length, 0, console)
     written = []
     for start in range(0, len(rows), batch):
         prompts = rows[start : start + batch, :prompt_length]
         padded = np.resize(prompts, (batch, prompt_length))  # one shape, one program
         completions = generate(
             pair, padded.tolist(), rows.shape[1] - prompt_length, sampling=sampling, draft_length=0, stop=(), seed=seed,
-            prompt_ids=[start + i for i in range(batch)],
+            prompt_ids=[first_id + start + i for i in range(batch)],
         )  # fmt: skip
         written += [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
-        progress.report(len(written))
     return np.array(written, np.int32)

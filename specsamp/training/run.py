@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -20,8 +21,8 @@ from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import read_metrics, write_atomically
 
 
-def open_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str] = ()) -> None:
-    """Makes the folder, or checks that it belongs to this configuration.
+def check_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str] = ()) -> None:
+    """Checks that a folder, if it holds a run, holds one of this configuration.
 
     Args:
       changeable: top-level fields that may differ between a run and its resumption.
@@ -42,25 +43,32 @@ def open_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str]
                 f"{folder} holds a run with another configuration: {'; '.join(different)}. "
                 "Give the old values to resume it, or another --workdir"
             )
-    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-    write_json(path, config)
 
 
-def keep_corpus(folder: str | pathlib.Path, description: dict) -> None:
-    """Writes down what the run is trained on, or checks that it still is.
+def check_same(folder: str | pathlib.Path, name: str, description: dict) -> None:
+    """Checks that what a run is made from (``name``: "corpus", "target") is what it was when the run began.
 
     Raises:
-      ValueError: the files have changed since the run began.
+      ValueError: its ``sha256`` differs; the message shows both descriptions.
     """
-    path = pathlib.Path(folder) / "corpus.json"
+    path = pathlib.Path(folder) / f"{name}.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["sha256"] != description["sha256"]:
             raise ValueError(
-                f"{folder} was begun on another corpus: {before}, now {description}. Another Python has another "
-                "standard library: resume with the same one, or set --config.data.folder"
+                f"{folder} was begun with another {name}: {before}, now {description}. (Another Python has another "
+                "standard library.) Resume with the same, or begin anew in another --workdir"
             )
-    write_json(path, description)
+
+
+def open_run(folder: str | pathlib.Path, config: dict, tokenizer_json: str, **made_from: dict) -> None:
+    """Makes the folder and writes down what the run is; everything has been checked."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "run.json", config)
+    write_atomically(folder / "tokenizer.json", tokenizer_json)
+    for name, description in made_from.items():
+        write_json(folder / f"{name}.json", description)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,8 +86,16 @@ class TrainedModel:
     def run_config(self) -> dict:
         return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
 
-    def corpus(self) -> dict:
-        return json.loads((self.folder / "corpus.json").read_text(encoding="utf-8"))
+    def made_from(self, name: str) -> dict:
+        """The "corpus" of the run, or a draft's "target"."""
+        return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+
+    def describe(self) -> dict:
+        """Which parameters these are."""
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(self.params):
+            digest.update(np.asarray(leaf).tobytes())
+        return {"step": self.step, "sha256": digest.hexdigest()}
 
     def last_metrics(self) -> dict:
         """The last value of every number in the log, and the seconds that the steps took."""
@@ -107,7 +123,7 @@ def open_trained(folder: str | pathlib.Path) -> TrainedModel:
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
     config = TransformerConfig(**json.loads(path.read_text(encoding="utf-8"))["model"])
     # On one device, however many there were where it was saved.
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
@@ -123,6 +139,7 @@ def write_json(path: str | pathlib.Path, content: Any) -> None:
 
 def write_array(path: str | pathlib.Path, array: np.ndarray) -> None:
     path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     np.save(buffer, array)
     partial = path.with_name(path.name + ".partial")

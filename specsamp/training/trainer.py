@@ -161,9 +161,7 @@ def train(
     """
     folder, console, mesh = pathlib.Path(folder), console or Console(), mesh or data_mesh()
     per_microbatch = recipe.batch // recipe.microbatches
-    if per_microbatch % mesh.size:
-        raise ValueError(f"{per_microbatch} rows of a microbatch do not divide over {mesh.size} devices: change batch")
-    _evaluation_batch(held_out, per_microbatch, mesh)  # now, not after hundreds of steps
+    check_devices(recipe, held_out, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
 
@@ -203,6 +201,18 @@ def train(
     return state
 
 
+def check_devices(recipe: Recipe, held_out: np.ndarray, mesh: Mesh) -> None:
+    """Refuses rows that cannot be spread over the devices: now, not after hundreds of steps.
+
+    Raises:
+      ValueError: with the numbers.
+    """
+    per_microbatch = recipe.batch // recipe.microbatches
+    if per_microbatch % mesh.size:
+        raise ValueError(f"{per_microbatch} rows of a microbatch do not divide over {mesh.size} devices: change batch")
+    _evaluation_batch(held_out, per_microbatch, mesh)
+
+
 def evaluate(
     task: Task,
     params: Any,
@@ -229,8 +239,8 @@ def evaluate(
 
 
 def _evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
-    batch = min(batch, len(rows) // mesh.size * mesh.size)
-    if batch < 1:
+    batch = max(min(batch, len(rows)) // mesh.size, 1) * mesh.size
+    if batch > len(rows):
         raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
     return batch
 

@@ -110,7 +110,7 @@ def trained(tmp_path_factory):
     """The folder of a run whose parameters lie on all eight devices."""
     folder = tmp_path_factory.mktemp("run")
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
-    run.open_run(folder, {"model": shape, "recipe": {"batch": 2}, "data": {"length": 10}})
+    run.open_run(folder, {"model": shape, "recipe": {"batch": 2}, "data": {"length": 10}}, "{}")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.device_put(TransformerLM(CONFIG).init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
     with opened(folder / "checkpoints") as checkpoints:
@@ -153,19 +153,23 @@ RUN = {"model": {"width": 16, "layers": 2}, "rhythm": {"log": 10}, "exclude": ("
 
 def test_a_run_belongs_to_its_configuration(tmp_path):
     folder = tmp_path / "new" / "run"
-    run.open_run(folder, RUN, changeable=("rhythm",))
-    run.open_run(folder, RUN, changeable=("rhythm",))
+    run.check_run(folder, RUN)  # nothing there yet
+    run.open_run(folder, RUN, "{}", corpus={"sha256": "a", "files": 3})
+    run.check_run(folder, RUN)
     changed = {**RUN, "model": {"width": 32, "depth": 2}, "rhythm": {"log": 1}}
     with pytest.raises(ValueError) as caught:
-        run.open_run(folder, changed, changeable=("rhythm",))
+        run.check_run(folder, changed, changeable=("rhythm",))
     message = str(caught.value)
     assert "model.width was 16, is 32" in message
     assert "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
     assert "rhythm" not in message and "exclude" not in message
-    run.open_run(folder, {**RUN, "rhythm": {"log": 1}}, changeable=("rhythm",))
-    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["rhythm"] == {"log": 1}
-    with pytest.raises(ValueError, match="rhythm.log was 1, is 10"):
-        run.open_run(folder, RUN)
+    run.check_run(folder, {**RUN, "rhythm": {"log": 1}}, changeable=("rhythm",))
+    with pytest.raises(ValueError, match="rhythm.log was 10, is 1"):
+        run.check_run(folder, {**RUN, "rhythm": {"log": 1}})
+    run.check_same(folder, "corpus", {"sha256": "a", "files": 4})  # the hash decides
+    run.check_same(folder, "target", {"sha256": "b"})  # nothing known of one
+    with pytest.raises(ValueError, match="another corpus: {.*'files': 3.*}, now {.*'files': 4.*}"):
+        run.check_same(folder, "corpus", {"sha256": "b", "files": 4})
 
 
 def test_the_log_forgets_what_will_be_done_again(tmp_path):

@@ -1,0 +1,86 @@
+"""A real pair, both layouts, n-gram memory: ragged prompts, many rows, samples and streams agree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
+from specsamp.decoding.loop import Loop
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+
+SAMPLING = chain(temperature(0.8), top_p(0.9))
+
+
+def make_pair(flat):
+    """Weights large enough for laws that are far from flat, tables included."""
+    shape = dict(vocab_size=48, width=32, num_heads=4, num_kv_heads=2)
+    target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), flat)
+    draft = TransformerLM(TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), flat)
+    noisy = lambda model, seed: jax.tree.map(
+        lambda x: x + 0.2 * jax.random.normal(jax.random.key(seed), x.shape), model.init(jax.random.key(seed))
+    )
+    return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return {flat: make_pair(flat) for flat in (False, True)}
+
+
+PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i).tolist() for i in range(20)]
+
+
+def test_layouts_rows_and_streams_agree(pairs):
+    """Twenty ragged rows (beyond the unrolled writes) in both layouts, each alone, and as a stream."""
+    texts = {
+        flat: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)] for flat, pair in pairs.items()
+    }
+    assert texts[True] == texts[False]
+    assert len({tuple(text) for text in texts[True]}) == 20
+    alone = generate(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
+    assert alone[0].tokens == texts[True][7] and alone[1].tokens != texts[True][7]
+    chunks = [c.tokens for c in stream(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7])]
+    assert sum(chunks, []) == texts[True][7]
+
+
+def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
+    """A hole or a stale token in the memory of n-grams would cost acceptance."""
+    pair = pairs[True]
+    same = Pair(target=pair.draft, target_params=pair.draft_params, draft=pair.draft, draft_params=pair.draft_params)
+    drafted = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=3)
+    assert all(c.stats.acceptance_rate == 1 for c in drafted)
+    plain = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=0)
+    assert [c.tokens for c in drafted] == [c.tokens for c in plain]
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layout_of_this_platform_runs(positions, dtype):
+    model = TransformerLM.here(
+        TransformerConfig(vocab_size=16, width=16, num_layers=1, num_heads=2, positions=positions, dtype=dtype)
+    )
+    pair = Pair(target=model, target_params=model.init(jax.random.key(0)))
+    assert len(generate(pair, [[1, 2, 3]], 4, draft_length=0)[0].tokens) == 4
+
+
+def test_the_loop_may_stand_inside_another_program(pairs):
+    """Options of the compiler belong to the outermost program."""
+    from specsamp.analysis.decoder import Workload, decoders
+    from specsamp.decoding.drafters import ModelDrafter
+    from specsamp.sampling.rules import TokenRule
+
+    pair = pairs[True]
+    work = Workload(prompt_length=4, max_new_tokens=4, repeats=1)
+    side = decoders(pair, {"": (ModelDrafter(pair.draft, 2), TokenRule())}, greedy(), work)[""]
+    request = side.request(0)
+    run = lambda state: side.loop.run(side.weights, request, state, 9).tokens_BS
+    assert jax.eval_shape(run, side.prefill(0)).shape == (1, side.slots)
+    inside = jax.jit(run)(side.prefill(0))
+    by_name = Loop.run(self=side.loop, weights=side.weights, request=request, state=side.prefill(0), max_rounds=9)
+    np.testing.assert_array_equal(inside, by_name.tokens_BS)
+    np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
+    assert dataclasses.replace(side.loop.target, flat=False).compiler_options == ()
