@@ -55,7 +55,7 @@ def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Pa
     )
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
-        side: {"config": trained.run_config(), "corpus": trained.made_from("corpus"), "step": trained.step, "last_metrics": trained.last_metrics()}
+        side: {"config": without_paths(trained.run_config()), "corpus": trained.made_from("corpus"), "step": trained.step, "last_metrics": trained.last_metrics()}
         for side, trained in (("target", target), ("draft", draft))
     }
     save = lambda: save_pair(
@@ -83,6 +83,11 @@ def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Pa
     size = sum(path.stat().st_size for path in output.iterdir())
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {size / 1e6:.1f} MB")
+
+
+def without_paths(config: dict) -> dict:
+    """Where runs lay on this machine is nobody else's business; their names are enough."""
+    return config | {name: pathlib.Path(config[name]).name for name in ("target", "init") if config.get(name)}
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:

@@ -95,6 +95,7 @@ def save_pair(
     shapes = {}
     for side, (config, params) in {"target": target, "draft": draft}.items():
         save_file(quantise(params), folder / f"{side}.safetensors")
+        (folder / f"{side}.safetensors").chmod(0o644)  # safetensors makes it private
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     described = json.dumps({**shapes, "eos": eos, "provenance": provenance}, indent=1) + "\n"
