@@ -91,10 +91,13 @@ def without_paths(config: dict) -> dict:
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
-    """The beginnings of held-out files, unless there are prompts already: those may have been chosen with care."""
+    """The beginnings of held-out files, unless there are prompts already: those may have been chosen with care.
+
+    Prompts end without their line break: it makes one token with the indentation that follows.
+    """
     if path.exists():
         return
-    beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS) + 1, 1)]
+    beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
     prompts = [{"file": name, "line": 1, "text": beginning(text)} for name, text in corpus.held_out.items()]
     write_atomically(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
 

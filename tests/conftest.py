@@ -1,13 +1,29 @@
 """Eight CPU devices, full-precision products, strict rank promotion: before any backend starts."""
 
+import gc
 import os
+import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)  # nothing outside the checkout is read or written
+
+# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond, XLA aborts.
+MOST_MAPPINGS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def few_mappings():
+    """Forgets compiled programs before there are too many; only time is lost."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

@@ -32,7 +32,8 @@ def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     if verdict is Verdict.ERROR:
         return False
     lines = [line + "\n" for line in whole.split("\n")[:-1]]  # not splitlines: a form feed ends no line
-    first = prompt.count("\n") + 1  # the shortest cut that holds a line of the completion
+    # The shortest cut that holds a line of the completion alone.
+    first = prompt.count("\n") + (1 if prompt.endswith("\n") else 2)
     return any(parse("".join(lines[:n])) is Verdict.COMPLETE for n in range(len(lines), first - 1, -1))
 
 

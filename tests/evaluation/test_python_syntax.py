@@ -53,6 +53,8 @@ def test_verdicts(text, verdict):
         ("x = 1\n\x0c\n", "y = (\n", False),  # a form feed ends no line
         ("def f(", "x):\n    return x\n", True),  # in the middle of a line
         ("def f(", "x, x y):\n    return x\n", False),
+        ("x = 1", "\ny = (\n", False),  # the prompt's own line does not count
+        ("x = 1", "\ny = 2\n", True),
         ("x = (\n", "1,\n", False),  # no complete statement at all
         (DEF, '    """Text that goes on\n    and on\n', False),
         (DEF, "    pass\n" + '"""Text that goes on\n    and on\n', True),
