@@ -22,7 +22,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.data = ConfigDict()
     config.data.folder = ""  # of texts; "" is the Python standard library
     config.data.pattern = "*.py"
-    config.data.exclude = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
+    config.data.exclude = ("site-packages", "dist-packages", "encodings", "pydoc_data")
     config.data.held_out = 0.03  # share of the files
     config.data.tokenizer = ""  # a tokenizer.json; "" trains one (a draft takes its target's)
     config.data.eos = "<eos>"  # its end-of-text token
@@ -34,14 +34,16 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.model = ConfigDict()
     config.model.vocab_size = 512 if tiny else 2048
     config.model.width = 64 if tiny else 512
-    config.model.num_layers = 2 if tiny else 8
+    config.model.num_layers = 2 if tiny else 6
     config.model.num_heads = 2 if tiny else 4
+    config.model.num_kv_heads = 1
+    config.model.feedforward_width = 256 if tiny else 2560
     config.model.positions = "rotary"
     config.model.max_positions = 2048
     config.compute_dtype = "bfloat16"  # parameters and optimizer stay float32
 
     config.recipe = ConfigDict()
-    config.recipe.steps = 60 if tiny else 2200
+    config.recipe.steps = 60 if tiny else 5000
     config.recipe.batch = 8 if tiny else 16
     config.recipe.microbatches = 1
     config.recipe.learning_rate = 3e-3 if tiny else 1.5e-3
@@ -52,7 +54,7 @@ def get_config(kind: str = "target") -> ConfigDict:
 
     config.rhythm = ConfigDict()
     config.rhythm.log = 10
-    config.rhythm.evaluate = 60 if tiny else 400
+    config.rhythm.evaluate = 60 if tiny else 500
     config.rhythm.checkpoint = 30 if tiny else 100
 
     if draft:
@@ -71,6 +73,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.width = 32 if tiny else 128
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2
+        config.model.feedforward_width = 128 if tiny else 512
         config.model.ngram_rows = 256 if tiny else 32768  # of each table of n-gram embeddings; 0: none
         config.model.ngram_order = 3
         if not tiny:
