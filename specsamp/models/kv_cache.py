@@ -2,9 +2,9 @@
 
 Layout ``[B, M, S, H]``: for a TPU the compiler estimates six times the cycles and twice the traffic
 for ``[B, S, M, H]``. A CPU wants keys as ``[B, M, H, S]``: with few queries its products are three
-times as slow when both sides contract their last axis. Layers are separate arrays because a cache stacked over layers is copied in and
-out of a loop. Taking tokens back moves lengths only; stale slots are masked by position and
-overwritten later.
+times as slow when both sides contract their last axis. Layers are separate arrays because a cache
+stacked over layers is copied in and out of a loop. Taking tokens back moves lengths only; stale slots
+are masked by position and overwritten later.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specsamp.models.config import TransformerConfig
 
 Array = jax.Array
 
-LOGICAL_AXES = ("batch", "kv_heads", "slots", "head")
 SLOTS_AXIS = 2
 
 # Row by row, unrolled, is the cheapest way to write up to about this many rows; beyond it the program
@@ -43,6 +43,15 @@ class KVCache:
         keys = fill(batch, heads, size, slots) if transposed_keys else fill(batch, heads, slots, size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         return cls(keys=keys, values=fill(batch, heads, slots, size), tokens_BS=tokens_BS)
+
+    @classmethod
+    def logical_axes(cls, config: TransformerConfig, transposed_keys: bool = False) -> KVCache:
+        """The logical axis names of every array of `zeros`, each a `PartitionSpec`."""
+        values = PartitionSpec("batch", "kv_heads", "slots", "head")
+        keys = PartitionSpec("batch", "kv_heads", "head", "slots") if transposed_keys else values
+        per_layer = lambda axes: (axes,) * config.num_layers
+        tokens_BS = PartitionSpec("batch", "slots") if config.ngram_rows else None
+        return cls(keys=per_layer(keys), values=per_layer(values), tokens_BS=tokens_BS)
 
 
 def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:

@@ -19,7 +19,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
 def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
-    """Row of the n-gram (n = ``order``) that ends at each token but the first ``X - T``.
+    """Rows of the table for all n-grams (n = ``order``) within a context, in the order of their last tokens.
 
     Args:
       context_BX: ``[B, T + most - 1]`` int32 tokens, ``most`` the longest order of the model; -1 before
@@ -38,9 +38,11 @@ def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
 
 
 def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> tuple[Array, Array | None]:
-    """The call's tokens with the ``before`` tokens ahead of each row, ``[B, before + T]``, and the memory with them written.
+    """The call's tokens behind the ``before`` tokens ahead of them, and the memory with the call's written.
 
-    Without a memory the call begins the text. What stands before a text is -1.
+    Returns:
+      ``[B, before + T]`` int32 and the memory ``[B, S]``. Without a memory the call begins the text. What
+      stands before a text is -1.
     """
     batch, length = tokens_BT.shape
     if memory_BS is None:

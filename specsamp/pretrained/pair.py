@@ -22,12 +22,13 @@ from safetensors.numpy import load_file, save_file
 
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
+from specsamp.models.params import check_shapes, nested
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.quantise import dequantise, flatten, quantise, unflatten
+from specsamp.pretrained.quantise import dequantise, quantise
 from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.training.data import EOS
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
-EOS = "<eos>"
 
 
 def shipped() -> list[str]:
@@ -108,17 +109,9 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        named = dequantise(load_file(path))
+        tensors = dequantise(load_file(path))
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
-    wanted = {name: leaf.shape for name, leaf in flatten(jax.eval_shape(model.init, jax.random.key(0))).items()}
-    have = {name: value.shape for name, value in named.items()}
-    different = [
-        f"{name}: {have.get(name, 'absent')} in the file, {wanted.get(name, 'absent')} in pair.json"
-        for name in sorted(have.keys() | wanted.keys())
-        if have.get(name) != wanted.get(name)
-    ]
-    if different:
-        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-        raise ValueError(f"{path} holds another model: {'; '.join(different[:6])}{more}")
-    return jax.tree.map(jax.numpy.asarray, unflatten(named))
+    params = nested(tensors)
+    check_shapes(str(path), params, jax.eval_shape(model.init, jax.random.key(0)))
+    return jax.tree.map(jax.numpy.asarray, params)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
+
+from specsamp.models.params import named
 
 # Axes that a product sums over; the others are output channels. What is not here stays float32.
 SUMMED_AXES = {
@@ -28,7 +29,7 @@ SCALE_SUFFIX = ".scale_of_int8"
 def quantise(params: Any) -> dict[str, np.ndarray]:
     """A tree of parameters -> named arrays; int8 ones come with their scales."""
     tensors = {}
-    for name, value in flatten(params).items():
+    for name, value in named(params).items():
         value = np.asarray(value, np.float32)
         axes = SUMMED_AXES.get(name.split("/")[-1])
         if axes is None:
@@ -55,20 +56,3 @@ def dequantise(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for name, value in tensors.items()
         if not name.endswith(SCALE_SUFFIX)
     }
-
-
-def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by path, ``layer_0/mlp/up``."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def unflatten(named: dict[str, Any]) -> dict:
-    tree: dict = {}
-    for name, value in named.items():
-        *folders, leaf = name.split("/")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[leaf] = value
-    return tree

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
+
+from specsamp.models.params import WrongShapes, check_shapes
 
 
 class Checkpoints:
@@ -43,7 +44,7 @@ class Checkpoints:
             for name, tree in shapes.items():
                 if saved[name] is None:
                     raise ValueError(f"{name!r} has no metadata")
-                check_shapes(f"the checkpoint {place}/{name}", saved[name], tree)
+                check_shapes(f"the checkpoint {place}/{name}", getattr(saved[name], "tree", saved[name]), tree)
             items = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except WrongShapes:
@@ -59,24 +60,3 @@ class Checkpoints:
         """Waits for what is being written."""
         self._manager.wait_until_finished()
         self._manager.close()
-
-
-class WrongShapes(ValueError):
-    """The message lists both shapes of every leaf that differs."""
-
-
-def check_shapes(what: str, saved: Any, wanted: Any) -> None:
-    """Raises `WrongShapes` unless both trees have the same leaves."""
-    by_path = lambda tree: {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    have, want = by_path(getattr(saved, "tree", saved)), by_path(wanted)
-    different = [
-        f"{name}: {have.get(name, 'absent')} saved, {want.get(name, 'absent')} wanted"
-        for name in sorted(have.keys() | want.keys())
-        if have.get(name) != want.get(name)
-    ]
-    if different:
-        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-        raise WrongShapes(f"{what} is of another model: {'; '.join(different[:6])}{more}")

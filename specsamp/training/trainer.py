@@ -19,8 +19,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from specsamp.models.params import check_shapes
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
-from specsamp.training.checkpoint import Checkpoints, check_shapes
+from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specsamp.models.config import tiny
-from specsamp.models.kv_cache import LOGICAL_AXES, MAX_UNROLLED_ROWS, KVCache, write_rows
+from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache, write_rows
 
 HEADS, SLOTS, SIZE = 2, 12, 3
 
@@ -45,7 +45,16 @@ def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
     for leaf in leaves:
         assert leaf.shape == (5, 2, 9, config.head_size) and leaf.dtype == dtype and not leaf.any()
-        assert len(LOGICAL_AXES) == leaf.ndim and leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
+        assert leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("transposed_keys", [False, True])
+def test_every_axis_has_its_name(transposed_keys):
+    config = tiny(num_kv_heads=2, ngram_rows=8)
+    sizes = {"batch": 5, "kv_heads": 2, "slots": 9, "head": config.head_size}
+    cache = KVCache.zeros(config, 5, 9, transposed_keys)
+    names = KVCache.logical_axes(config, transposed_keys)
+    assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(lambda axes: tuple(sizes[name] for name in axes), names)
 
 
 @pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])

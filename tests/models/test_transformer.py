@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.models import positions, transformer
+from specsamp.models import layers, positions
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import tiny
 from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache
@@ -181,7 +181,7 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     """Together they are written by a vmapped update and projected by one product, in two halves by neither."""
     model, params = model_and_params("rotary", 2)
     batch = MAX_UNROLLED_ROWS + 1
-    length = transformer.MAX_BATCHED_ROWS // batch + 1
+    length = layers.MAX_BATCHED_ROWS // batch + 1
     slots = length + batch
     weights, tokens = model.prepare(params, slots), some_tokens(batch, length)
     starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
@@ -197,8 +197,8 @@ def test_project_on_both_sides_of_the_branch(batch, length, monkeypatch):
     rng = np.random.default_rng(0)
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, 8), (3, 8, 5)))
     for limit in (64, 65):  # one large product, a small one per head
-        monkeypatch.setattr(transformer, "MAX_BATCHED_ROWS", limit)
-        project = jax.jit(lambda *args: transformer.project(*args))  # a new one: the limit is no argument
+        monkeypatch.setattr(layers, "MAX_BATCHED_ROWS", limit)
+        project = jax.jit(lambda *args: layers.project(*args))  # a new one: the limit is no argument
         assert_close(project(x, weight), np.einsum("btd,ndh->bnth", x, weight))
 
 
@@ -373,3 +373,16 @@ def test_hidden_layers_returns_what_is_asked():
     cached = call(model, weights, tokens, at(0, 0, 0), stale_cache(model), hidden_layers=(1, 0))
     for a, b in zip(cached.hidden, output.hidden, strict=True):
         assert_close(a, b)
+
+
+def test_a_call_streams_the_same_bytes_in_both_layouts():
+    """Of the tables that are only looked up, none; of the embedding, what the logits multiply by."""
+    config = tiny(positions="rotary", ngram_rows=64, num_kv_heads=2)
+    streamed = []
+    for flat in (False, True):
+        model = TransformerLM(config, flat)
+        weights = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), SLOTS))
+        streamed.append(sum(4 * math.prod(x.shape) for x in model.streamed(weights)))
+    scales = (2 * config.num_layers + 1) * config.width
+    tables = 2 * config.ngram_rows * config.width
+    assert streamed == [4 * (config.num_parameters - scales - tables)] * 2

@@ -10,10 +10,11 @@ import pytest
 import safetensors.numpy
 
 from specsamp.models.config import tiny
+from specsamp.models.params import named, nested
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained import pair as pairs
 from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
-from specsamp.pretrained.quantise import SCALE_SUFFIX, SUMMED_AXES, dequantise, flatten, quantise, unflatten
+from specsamp.pretrained.quantise import SCALE_SUFFIX, SUMMED_AXES, dequantise, quantise
 from specsamp.training.data import train_tokenizer
 
 SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
@@ -58,7 +59,7 @@ def channels(name, value):
 def test_no_weight_moves_by_more_than_half_a_step(params):
     tensors = quantise(params["target"])
     restored = dequantise(tensors)
-    weights = flatten(params["target"])
+    weights = named(params["target"])
     matrices = [name for name in weights if not name.endswith(("bias", "scale"))]
     assert {name.split("/")[-1] for name in matrices} <= set(SUMMED_AXES)  # no matrix is forgotten
     for name, value in weights.items():
@@ -92,10 +93,10 @@ def test_an_empty_channel_stays_empty(params):
 
 def test_what_was_quantised_stays_as_it_is(params):
     once = dequantise(quantise(params["target"]))
-    twice = dequantise(quantise(unflatten(once)))
+    twice = dequantise(quantise(nested(once)))
     for name, value in once.items():
         np.testing.assert_allclose(twice[name], value, rtol=1e-6)
-    first, second = quantise(params["target"]), quantise(unflatten(once))
+    first, second = quantise(params["target"]), quantise(nested(once))
     for name in first:
         if not name.endswith(SCALE_SUFFIX):
             np.testing.assert_array_equal(first[name], second[name])
@@ -103,8 +104,8 @@ def test_what_was_quantised_stays_as_it_is(params):
 
 def test_trees_are_flattened_and_back(params):
     tree = params["target"]
-    assert jax.tree.structure(unflatten(flatten(tree))) == jax.tree.structure(tree)
-    assert "layer_0/mlp/up" in flatten(tree)
+    assert jax.tree.structure(nested(named(tree))) == jax.tree.structure(tree)
+    assert "layer_0/mlp/up" in named(tree)
 
 
 def test_a_pair_is_its_dequantised_weights(original, params):
@@ -116,7 +117,7 @@ def test_a_pair_is_its_dequantised_weights(original, params):
         assert model.config == config
         assert jax.tree.structure(loaded) == jax.tree.structure(given)
         stored = dequantise(quantise(given))
-        for name, value in flatten(loaded).items():
+        for name, value in named(loaded).items():
             assert value.dtype == jnp.float32
             np.testing.assert_array_equal(value, stored[name])
     assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
@@ -170,12 +171,12 @@ def change(folder, side, **fields):
 
 def test_weights_of_another_model_list_both_shapes(saved):
     change(saved, "draft", feedforward_width=50, positions="relative")
-    with pytest.raises(ValueError, match="draft.safetensors holds another model") as caught:
+    with pytest.raises(ValueError, match="draft.safetensors is of another model") as caught:
         load_pair(saved)
     message = str(caught.value)
-    assert "layer_0/mlp/up: (12, 48) in the file, (12, 50) in pair.json" in message
-    assert "layer_0/attention/relative: absent in the file, (2, 12, 6) in pair.json" in message
-    assert "target" not in message.split("holds")[1]
+    assert "layer_0/mlp/up: (12, 48) there, (12, 50) wanted" in message
+    assert "layer_0/attention/relative: absent there, (2, 12, 6) wanted" in message
+    assert "target" not in message
 
 
 @pytest.mark.parametrize(

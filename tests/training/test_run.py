@@ -100,8 +100,8 @@ def test_a_checkpoint_of_another_model_lists_both_shapes(saved):
         checkpoints.restore(params=shapes(other))
     message = str(caught.value)
     assert "6/params is of another model" in message and "delete" not in message
-    assert "matrix: (2, 3) saved, (2, 4) wanted" in message
-    assert "bias: absent saved, (3,) wanted" in message
+    assert "matrix: (2, 3) there, (2, 4) wanted" in message
+    assert "bias: absent there, (3,) wanted" in message
     assert "scale" not in message
 
 
@@ -141,7 +141,7 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
     config = run.open_trained(folder).run_config()
     config["model"]["feedforward_width"] += 1
     run.write_json(folder / "run.json", config)
-    with pytest.raises(ValueError, match=r"up: \(16, 64\) saved, \(16, 65\) wanted"):
+    with pytest.raises(ValueError, match=r"up: \(16, 64\) there, \(16, 65\) wanted"):
         run.open_trained(folder)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):

@@ -184,7 +184,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
 
 
 def test_parameters_of_another_model_list_both_shapes(params):
-    with pytest.raises(ValueError, match=r"starts from is of another model: embedding: \(32, 16\) saved, \(32, 24\) wanted"):
+    with pytest.raises(ValueError, match=r"starts from is of another model: embedding: \(32, 16\) there, \(32, 24\) wanted"):
         init_state(Pretrain(lm(width=24)), RECIPE, params)
 
 
