@@ -147,7 +147,7 @@ def decoders(
                 f"{workload.longest} positions, but the {name} has {model.max_positions}"
             )
     loops = {
-        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window())
+        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shares=pair.shares)
         for name, (drafter, rule) in contenders.items()
     }
     if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
@@ -192,6 +193,13 @@ def use_compilation_cache() -> str | None:
     return jax.config.jax_compilation_cache_dir
 
 
+def to_host(tree: Any) -> Any:
+    """The whole of every array as numpy, also of what lies on devices of other processes (which must call it too)."""
+    elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
+    gather = lambda x: multihost_utils.process_allgather(x, tiled=True) if elsewhere(x) else x
+    return jax.device_get(jax.tree.map(gather, tree))
+
+
 def decode_window() -> int:
     """The fewest tokens per call that this platform likes: see `Loop.window`."""
     return 2 if jax.default_backend() == "tpu" else 1
@@ -207,6 +215,7 @@ class _Job:
     request: Request
     tokens_BP: jax.Array
     lengths_B: np.ndarray
+    rows: int  # that were asked for; any beyond are idle
     slots: int
     num_samples: int
     stop_ids: frozenset[int]
@@ -221,7 +230,7 @@ class _Job:
         drafter = checks.choose_drafter(pair, draft_length, drafter, window)
         loop = Loop(
             target=pair.target, drafter=drafter, rule=checks.choose_rule(rule), window=window,
-            keep_log_probs=return_log_probs,
+            keep_log_probs=return_log_probs, shares=pair.shares,
         )  # fmt: skip
         token_lists = checks.encode(pair, prompts)
         lengths = [len(tokens) for tokens in token_lists]
@@ -254,10 +263,15 @@ class _Job:
         if pair.target.max_positions is not None:
             padded_length = min(padded_length, pair.target.max_positions)
         slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
+        tokens_BP = jnp.stack([_padded(tokens, padded_length, 0) for tokens in token_lists])
+        lengths_B = np.asarray(lengths, np.int32)
+        idle = -len(lengths) % pair.shares.ways  # prompts, so that all shares are equal
+        if idle:
+            request = _with_idle_rows(request, idle * num_samples, lengths[-1])
+            tokens_BP, lengths_B = (_last_again(x, idle) for x in (tokens_BP, lengths_B))
         return cls(
-            pair=pair, loop=loop, weights=pair.weights(drafter, slots), request=request,
-            tokens_BP=jnp.stack([_padded(tokens, padded_length, 0) for tokens in token_lists]),
-            lengths_B=np.asarray(lengths, np.int32), slots=slots, num_samples=num_samples, stop_ids=stop_ids,
+            pair=pair, loop=loop, weights=pair.weights(drafter, slots), request=request, tokens_BP=tokens_BP,
+            lengths_B=lengths_B, rows=len(lengths) * num_samples, slots=slots, num_samples=num_samples, stop_ids=stop_ids,
         )  # fmt: skip
 
     def prefill(self) -> DecodeState:
@@ -273,8 +287,8 @@ class _Job:
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
 
     def completions(self, state: DecodeState) -> list[Completion]:
-        state = jax.device_get(dataclasses.replace(state, cache=None, drafter_state=None))
-        return [self._completion(state, row) for row in range(len(state.lengths_B))]
+        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
+        return [self._completion(state, row) for row in range(self.rows)]
 
     def _completion(self, state: DecodeState, row: int) -> Completion:
         emitted = slice(self.lengths_B[row // self.num_samples], state.lengths_B[row])
@@ -298,15 +312,14 @@ class _Job:
 
 def _chunks(job: _Job, rounds_per_chunk: int) -> Iterator[Chunk]:
     state = job.prefill()
-    rows = state.lengths_B.shape[0]
-    starts = np.repeat(job.lengths_B, job.num_samples)
+    rows = job.rows
+    starts = np.repeat(job.lengths_B, job.num_samples)[:rows]
     shown, ended = starts.copy(), [False] * rows
     texts = [None if job.pair.tokenizer is None else TextStream(job.pair.tokenizer) for _ in range(rows)]
     while not all(ended):
         state = job.loop.run(job.weights, job.request, state, rounds_per_chunk)
-        tokens_BS, from_draft_BS, lengths_B, finish_B = (
-            np.array(x) for x in (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B)
-        )  # copies: the state is donated to the next slice
+        shown_parts = (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B)
+        tokens_BS, from_draft_BS, lengths_B, finish_B = map(np.array, to_host(shown_parts))  # copies: it is donated
         for row in range(rows):
             finish = None if finish_B[row] == Finish.RUNNING else Finish(int(finish_B[row])).name.lower()
             if ended[row] or (finish is None and lengths_B[row] == shown[row]):
@@ -319,6 +332,20 @@ def _chunks(job: _Job, rounds_per_chunk: int) -> Iterator[Chunk]:
                 tokens=tokens_BS[row, new].tolist(), from_draft=from_draft_BS[row, new].tolist(), finish=finish,
             )  # fmt: skip
             shown[row], ended[row] = lengths_B[row], finish is not None
+
+
+def _with_idle_rows(request: Request, rows: int, length: int) -> Request:
+    """With ``rows`` more like the last, but without a budget: they have ended before they begin."""
+    last = lambda tree: jax.tree.map(lambda x: _last_again(x, rows), tree)
+    return Request(
+        sampling=last(request.sampling), draft_sampling=last(request.draft_sampling),
+        row_keys_B=last(request.row_keys_B), stop_ids=request.stop_ids,
+        limits_B=last(request.limits_B).at[-rows:].set(length),
+    )  # fmt: skip
+
+
+def _last_again(x: Any, times: int) -> Any:
+    return x[np.minimum(np.arange(len(x) + times), len(x) - 1)]
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:

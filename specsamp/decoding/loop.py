@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from specsamp.decoding.rows import place, windows
 from specsamp.decoding.types import (
-    DecodeState, Draft, Drafter, Finish, LanguageModel, Output, Request, Rule, Sampler, Stats, Verdict, Weights,
+    DecodeState, Draft, Drafter, Finish, LanguageModel, OneShare, Output, Request, Rule, Sampler, Shares, Stats,
+    Verdict, Weights,
 )  # fmt: skip
 from specsamp.models import compiling
 from specsamp.models.compiling import Options
@@ -46,6 +47,7 @@ class Loop:
         used at all, so on a TPU the autoregressive loop is faster when it feeds one known token again
         (2); elsewhere it is not (1).
       keep_log_probs: record the target's log-probabilities of what is emitted.
+      shares: how rows are shared out over devices.
     """
 
     target: LanguageModel
@@ -53,6 +55,7 @@ class Loop:
     rule: Rule
     window: int = 1
     keep_log_probs: bool = False
+    shares: Shares = OneShare()
 
     @property
     def headroom(self) -> int:
@@ -83,6 +86,13 @@ class Loop:
           slots: of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
           num_samples: rows per prompt.
         """
+        read = functools.partial(self._prefill, slots=slots, num_samples=num_samples)
+        by_rows = (False, Request.by_rows(), True, True)
+        return self.shares(read, by_rows)(weights, request, tokens_BP, lengths_B)
+
+    def _prefill(
+        self, weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array, *, slots: int, num_samples: int
+    ) -> DecodeState:
         batch, padded_length = tokens_BP.shape
         with jax.named_scope("prefill"):
             start_B = jnp.zeros_like(lengths_B)
@@ -116,17 +126,23 @@ class Loop:
         return getattr(self.target, "compiler_options", ())
 
     @functools.partial(
-        compiling.jit, options_of=lambda self, *_, **__: self.compiler_options, static_argnames="self", donate_argnames="state"
+        compiling.jit,
+        options_of=lambda self, *_, **__: self.compiler_options,
+        static_argnames="self",
+        donate_argnames="state",
     )
     def run(self, weights: Weights, request: Request, state: DecodeState, max_rounds: Array | int) -> DecodeState:
         """Runs until every row has ended, or for ``max_rounds`` rounds; then it can be called again.
 
         ``state`` is donated: caches are updated in place. Slicing a run does not change its result.
         """
+        by_rows = (False, Request.by_rows(), True, False)
+        return self.shares(self._run, by_rows)(weights, request, state, max_rounds)
 
+    def _run(self, weights: Weights, request: Request, state: DecodeState, max_rounds: Array | int) -> DecodeState:
         def unfinished(carry: tuple[Array, DecodeState]) -> Array:
             rounds, state = carry
-            return (rounds < max_rounds) & jnp.any(state.running_B)
+            return (rounds < max_rounds) & self.shares.any(jnp.any(state.running_B))
 
         def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
             rounds, state = carry

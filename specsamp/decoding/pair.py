@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from specsamp.decoding.types import Drafter, Weights
+from specsamp.decoding.types import Drafter, OneShare, Shares, Weights
 from specsamp.models.interface import LanguageModel
 
 
@@ -44,6 +44,7 @@ class Pair:
         without a model are for your own drafter, whose ``prepare`` is handed them.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
       draft_tokenizer: only to be compared with the target's, where the draft came with its own.
+      shares: how the rows of a batch are shared out over devices; see `specsamp.mesh`.
 
     Raises:
       ValueError: vocabularies or tokenisers differ; the message says where.
@@ -55,6 +56,7 @@ class Pair:
     draft_params: Any = None
     tokenizer: Tokenizer | None = None
     draft_tokenizer: Tokenizer | None = None
+    shares: Shares = OneShare()
     _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -47,8 +48,8 @@ from specsamp.sampling.rules import Draft, Draw, Rule, Verdict
 from specsamp.sampling.warp import Chain, Greedy, Warp, log_probs
 
 __all__ = [
-    "DecodeState", "Draft", "Drafter", "Finish", "LanguageModel", "Output", "Request", "Rule", "Sampler",
-    "Stats", "Verdict", "Weights",
+    "DecodeState", "Draft", "Drafter", "Finish", "LanguageModel", "OneShare", "Output", "Request", "Rule",
+    "Sampler", "Shares", "Stats", "Verdict", "Weights",
 ]  # fmt: skip
 
 Array = jax.Array
@@ -142,6 +143,44 @@ class Drafter(Protocol):
         """Learns the verdict; ``target_output`` has one row per scored position, ``[B, K+1, ...]``."""
 
 
+class Shares(Protocol):
+    """How the rows of a batch are shared out over devices. Static and hashable.
+
+    Rows know nothing of each other, so each share runs the loop by itself, apart from agreeing on when to end:
+    a collective of all devices (compilers make them of smaller ones) must find all of them in the same round.
+
+    Attributes:
+      ways: number of shares; batches are multiples of it.
+    """
+
+    ways: int
+
+    def __call__(self, function: Callable, by_rows: tuple) -> Callable:
+        """``function`` on each share.
+
+        Args:
+          function: its results lead with the rows everywhere.
+          by_rows: per argument a tree (or a prefix of one) that says True where leaves lead with the rows
+            and False where every share gets them whole.
+        """
+
+    def any(self, here: Array) -> Array:
+        """Within such a function: whether a bool is true on any share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShare:
+    """All rows together."""
+
+    ways = 1
+
+    def __call__(self, function: Callable, by_rows: tuple) -> Callable:
+        return function
+
+    def any(self, here: Array) -> Array:
+        return here
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
@@ -152,6 +191,11 @@ class Request:
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids: Array  # [n] int32, -1 is never emitted
+
+    @classmethod
+    def by_rows(cls) -> Request:
+        """What leads with the rows, see `Shares`."""
+        return cls(sampling=True, draft_sampling=True, row_keys_B=True, limits_B=True, stop_ids=False)
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from specsamp.models import ngrams
 from specsamp.models.compiling import few_rows_on_cpu
@@ -52,9 +53,25 @@ class TransformerLM:
         """Random float32 parameters. ``jax.eval_shape(model.init, key)`` gives the shapes alone."""
         return nn.meta.unbox(self._boxed(key))
 
-    def logical_axes(self) -> Any:
+    def param_axes(self) -> Any:
         """The logical axis names of every parameter, as a tree of `PartitionSpec`."""
         return nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
+
+    def weight_axes(self) -> Any:
+        """The same of `prepare`'s result; not for the CPU's layout, whose axes hold several things."""
+        if self.flat:
+            raise ValueError("weights that lie flat cannot be split over a mesh: use TransformerLM(config)")
+        params = self.param_axes()
+        if self.config.positions != "relative":
+            return {"params": params, "relative_keys": None}
+        for i in range(self.config.num_layers):
+            del params[f"layer_{i}"]["attention"]["relative"]
+        table = PartitionSpec("kv_heads", "slots", "head")
+        return {"params": params, "relative_keys": (table,) * self.config.num_layers}
+
+    def cache_axes(self) -> KVCache:
+        """The same of `init_cache`'s result."""
+        return KVCache.logical_axes(self.config, transposed_keys=self.flat)
 
     def _boxed(self, key: Array) -> Any:
         tokens_BT = jnp.zeros((1, 1), jnp.int32)

@@ -47,7 +47,7 @@ def test_num_parameters_equals_the_module(positions, changes):
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_every_parameter_has_logical_axes_of_its_rank(positions, num_kv_heads):
     config = tiny(positions=positions, num_kv_heads=num_kv_heads)
-    axes = TransformerLM(config).logical_axes()
+    axes = TransformerLM(config).param_axes()
     shapes = shapes_of(config)
     size_of = dict(
         vocab=config.vocab_size, embed=config.width, mlp=config.feedforward_width, heads=config.num_heads,

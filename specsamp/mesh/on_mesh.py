@@ -1,0 +1,153 @@
+"""A pair on a mesh: the same `generate`, with weights and caches spread over many devices.
+
+    mesh = make_mesh(data=2, model=4)
+    completions = generate(shard(pair, mesh), prompts)
+
+Within a call of a model the compiler splits the work over ``model``, from the shardings of weights, caches
+and logits. Rows of a batch are split over ``data`` by hand (`jax.shard_map`): what a share does with its
+rows is the program of one device group alone, without a collective of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from specsamp.decoding.pair import Pair
+from specsamp.mesh.layout import COPIES, DATA, MODEL, Layout, put
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.transformer import TransformerLM
+
+
+def shard(pair: Pair, mesh: Mesh, *, draft_ways: int | None = None) -> Pair:
+    """The pair with its parameters in place, for `generate` and all that measures.
+
+    Args:
+      pair: its parameters may lie anywhere, or be on this mesh already.
+      mesh: from `make_mesh`.
+      draft_ways: devices that hold one copy of the draft together: 1 replicates it, None splits it like the
+        target, anything else is what the mesh was made with.
+
+    Raises:
+      ValueError: a size that does not divide over the mesh, with the numbers.
+    """
+    target = on_mesh(pair.target, Layout.tensor_parallel(mesh))
+    sides = {"target": target, "target_params": put(pair.target_params, target.param_shardings(pair.target_params))}
+    if pair.draft is not None:
+        draft = on_mesh(pair.draft, draft_layout(mesh, draft_ways))
+        sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
+    return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
+
+
+def draft_layout(mesh: Mesh, draft_ways: int | None = None) -> Layout:
+    """Of a draft that ``draft_ways`` devices hold together, see `shard`."""
+    if draft_ways == 1:
+        return Layout.replicated(mesh)
+    if draft_ways in (None, mesh.shape[MODEL] * mesh.shape.get(COPIES, 1)):
+        return Layout.tensor_parallel(mesh)
+    if draft_ways != mesh.shape[MODEL]:
+        raise ValueError(f"draft_ways {draft_ways} needs a mesh made with it; this one is {dict(mesh.shape)}")
+    return Layout.tensor_parallel(mesh, over=(MODEL,))
+
+
+def on_mesh(model: LanguageModel, layout: Layout) -> OnMesh:
+    if isinstance(model, TransformerLM):
+        model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
+    return OnMesh(model, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call.
+
+    Models may name the axes of ``param_axes()``, ``weight_axes()`` and ``cache_axes()``, each a tree of
+    `PartitionSpec` of logical names; what a model does not name, every device has whole.
+    """
+
+    model: LanguageModel
+    layout: Layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.model.max_positions
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, str], ...]:
+        return getattr(self.model, "compiler_options", ())
+
+    def param_shardings(self, params: Any) -> Any:
+        """For parameters, or their shapes."""
+        return self.layout.shardings(_named(self.model, "param_axes"), params)
+
+    def weight_shardings(self, weights: Any) -> Any:
+        return self.layout.shardings(_named(self.model, "weight_axes"), weights)
+
+    def init(self, key: jax.Array) -> Any:
+        """Random parameters, made where they belong: the same numbers on any mesh."""
+        shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
+        return jax.jit(self.model.init, out_shardings=shardings)(key)
+
+    def prepare(self, params: Any, slots: int) -> Any:
+        weights = self.model.prepare(params, slots)
+        return put(weights, self.weight_shardings(weights))
+
+    def streamed(self, weights: Any) -> list[jax.Array]:
+        return self.model.streamed(weights)
+
+    def init_cache(self, batch: int, slots: int) -> Any:
+        return self._constrain_cache(self.model.init_cache(batch, slots))
+
+    def __call__(
+        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
+    ) -> Output:
+        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
+        # Split over the vocabulary first: straight to whole, a compiler gathers the embedding instead. Then
+        # whole, because sampling holds no collective.
+        logits_BTV = self.layout.constrain(PartitionSpec(None, None, "vocab"), output.logits_BTV)
+        logits_BTV = self.layout.constrain(PartitionSpec(None, None, None), logits_BTV)
+        return dataclasses.replace(output, logits_BTV=logits_BTV, cache=self._constrain_cache(output.cache))
+
+    def _constrain_cache(self, cache: Any) -> Any:
+        axes = _named(self.model, "cache_axes")
+        if axes is None:
+            return cache
+        # Rows are split already, see `DataShares`: here a batch is a share of it.
+        no_batch = lambda spec: PartitionSpec(*(None if name == "batch" else name for name in spec))
+        axes = jax.tree.map(no_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return self.layout.constrain(axes, cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataShares:
+    """Splits rows over the mesh axis ``data``, see `Shares`."""
+
+    mesh: Mesh
+
+    @property
+    def ways(self) -> int:
+        return self.mesh.shape[DATA]
+
+    def __call__(self, function: Callable, by_rows: tuple) -> Callable:
+        specs = jax.tree.map(lambda split: PartitionSpec(DATA) if split else PartitionSpec(), by_rows)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(DATA), axis_names={DATA}, check_vma=False
+        )
+
+    def any(self, here: jax.Array) -> jax.Array:
+        return jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
+
+
+def _named(model: LanguageModel, part: str) -> Any:
+    return getattr(model, part)() if hasattr(model, part) else None

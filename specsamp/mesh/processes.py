@@ -1,0 +1,161 @@
+"""Many processes, one program: joining them, sharing out prompts, and bringing results back together.
+
+    start("10.0.0.2:8476", num_processes=4, process_id=i)     # on a TPU pod: start(); before any other JAX call
+    replica = my_replica(model=8)                             # the mesh this process works on, with others or alone
+    mine = replica.share(len(prompts))
+    completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
+    everything = replica.gather(mine, completions)            # on every process, in the order of the prompts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import specsamp
+from specsamp.mesh.layout import make_mesh
+
+# A worker that is gone is noticed after this long, a coordinator that never was after that.
+HEARTBEAT_SECONDS = 30
+CONNECT_SECONDS = 45
+
+
+def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
+    """Joins the processes of a job and checks that all run the same code; before any other use of JAX.
+
+    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS` and says why.
+
+    Args:
+      coordinator: "host:port" of process 0. All three arguments or none: a TPU pod, Slurm and Open MPI say
+        themselves who takes part.
+
+    Raises:
+      ValueError: some arguments are missing. ConnectionError: nobody answers at the coordinator's address.
+      RuntimeError: a process runs other code, or another JAX.
+    """
+    given = (coordinator, num_processes, process_id)
+    if any(x is None for x in given) != all(x is None for x in given):
+        raise ValueError(f"give coordinator, num_processes and process_id together, or none of them; got {given}")
+    if num_processes is not None and not 0 <= process_id < num_processes:
+        raise ValueError(f"process_id must be in [0, {num_processes}); got {process_id}")
+    if process_id:
+        _wait_for(coordinator)
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, initialization_timeout=CONNECT_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+    )  # fmt: skip
+    check_same_code(code_version())
+
+
+def code_version() -> str:
+    """Of this package's source and of JAX."""
+    digest = hashlib.sha256()
+    folder = pathlib.Path(specsamp.__file__).parent
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"specsamp {digest.hexdigest()[:12]}, jax {jax.__version__}"
+
+
+def check_same_code(version: str) -> None:
+    """Raises RuntimeError, on every process, unless all give the same version."""
+    versions = gather_objects(version)
+    others = {i: theirs for i, theirs in enumerate(versions) if theirs != versions[0]}
+    if others:
+        raise RuntimeError(
+            f"processes run different code: process 0 has {versions[0]}, "
+            + ", ".join(f"process {i} has {theirs}" for i, theirs in others.items())
+            + ": set all workers up with the same commit"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Replica:
+    """The processes that hold one copy of the models together, of ``count`` such groups."""
+
+    mesh: Mesh
+    index: int
+    count: int
+
+    def share(self, num_items: int) -> list[int]:
+        """The items this replica works on: every ``count``-th."""
+        return list(range(self.index, num_items, self.count))
+
+    def gather(self, indices: Sequence[int], results: Sequence[Any]) -> list[Any]:
+        """All results of all replicas, in the order of their indices; every process must call it.
+
+        Raises:
+          ValueError: an index is missing, or there are not as many results as indices.
+        """
+        if len(indices) != len(results):
+            raise ValueError(f"{len(results)} results for {len(indices)} indices")
+        # Processes of one replica have the same results: later ones overwrite equal ones.
+        by_index = dict(pair for part in gather_objects(list(zip(indices, results))) for pair in part)
+        missing = sorted(set(range(max(by_index, default=-1) + 1)) - by_index.keys())
+        if missing:
+            raise ValueError(f"no result for items {missing[:10]}")
+        return [by_index[i] for i in range(len(by_index))]
+
+
+def my_replica(model: int, *, draft_ways: int | None = None) -> Replica:
+    """The mesh of this process: its own devices, or with neighbours where ``model`` takes more than it has.
+
+    Args:
+      model: devices that hold one copy of the target together.
+      draft_ways: see `make_mesh`.
+
+    Raises:
+      ValueError: ``model`` neither divides the devices of a process nor is a multiple of them.
+    """
+    local, processes = jax.local_device_count(), jax.process_count()
+    together = max(model // local, 1)
+    if (local % model if model <= local else model % local) or processes % together:
+        raise ValueError(
+            f"model {model} must divide the {local} devices of a process, or be a multiple of them that divides "
+            f"all {jax.device_count()}"
+        )
+    index = jax.process_index() // together
+    devices = [d for d in jax.devices() if d.process_index // together == index]
+    mesh = make_mesh(len(devices) // model, model, draft_ways=draft_ways, devices=devices)
+    return Replica(mesh=mesh, index=index, count=processes // together)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The values of all processes, in their order; every process must call it."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(data))).ravel()
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: len(data)] = data
+    gathered = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes)]
+
+
+def _wait_for(address: str) -> None:
+    """Until something listens there: the runtime itself would end the process without saying where it looked."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the coordinator's address must be host:port; got {address!r}")
+    until = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConnectionError(
+                    f"no coordinator answered at {address} within {CONNECT_SECONDS} seconds ({error}): "
+                    "is process 0 running, and does a firewall let this port through?"
+                ) from error
+        time.sleep(1)

@@ -1,0 +1,119 @@
+"""The table of a layout: what it splits, and what it refuses."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.models.config import chinchilla_70b, draft_4b, tiny
+from specsamp.models.transformer import TransformerLM
+
+
+def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
+    layout = Layout.tensor_parallel(make_mesh(2, 4))
+    assert layout.spec(P("heads", "embed", "head"), (8, 64, 8)) == P("model")
+    assert layout.spec(P("embed", "mlp"), (64, 256)) == P(None, "model")
+    assert layout.spec(P("mlp", "embed"), (256, 64)) == P("model")
+    assert layout.spec(P("vocab", "embed"), (64, 64)) == P("model")
+    assert layout.spec(P("batch", "kv_heads", "slots", "head"), (4, 8, 16, 8)) == P("data", "model")
+    assert layout.spec(P("embed"), (64,)) == P()
+    assert layout.spec(P(None, None, "vocab"), (1, 5, 64)) == P(None, None, "model")
+    assert Layout.replicated(layout.mesh).spec(P("vocab", "embed"), (63, 64)) == P()
+
+
+def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
+    mesh = make_mesh(1, 8, draft_ways=2)
+    assert dict(mesh.shape) == {"data": 1, "copies": 4, "model": 2}
+    whole = Layout.tensor_parallel(mesh)
+    by_heads = lambda heads: whole.spec(P("kv_heads"), (heads,))
+    assert [by_heads(n) for n in (8, 2, 1, 3)] == [P(("copies", "model")), P("model"), P(), P()]
+    assert Layout.tensor_parallel(make_mesh(1, 8)).spec(P("kv_heads"), (4,)) == P()
+
+
+def test_a_draft_on_fewer_ways():
+    mesh = make_mesh(2, 4, draft_ways=2)
+    heads = lambda layout: layout.spec(P("heads"), (8,))
+    assert heads(Layout.tensor_parallel(mesh)) == P(("copies", "model"))
+    assert [heads(draft_layout(mesh, ways)) for ways in (None, 4, 2, 1)] == [
+        P(("copies", "model")), P(("copies", "model")), P("model"), P(),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="draft_ways 8 needs a mesh made with it"):
+        draft_layout(mesh, 8)
+
+
+def test_the_pair_of_the_paper_fits_sixteen_devices():
+    """Every parameter, weight and cache of both models has a place; shapes alone, nothing is made."""
+    mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
+    for config in (chinchilla_70b(), draft_4b()):
+        model = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh))
+        params = jax.eval_shape(model.model.init, jax.random.key(0))
+        weights = jax.eval_shape(lambda: model.model.prepare(model.model.init(jax.random.key(0)), 2048))
+        per_device = 0
+        for x, sharding in zip(jax.tree.leaves(weights), jax.tree.leaves(model.weight_shardings(weights)), strict=True):
+            per_device += 2 * x.size // (16 if "model" in str(sharding.spec) else 1)
+        assert per_device < 2 * config.num_parameters / 15.9
+        assert jax.tree.structure(model.param_shardings(params)) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("positions", ["relative", "rotary"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_axes_have_the_structure_of_what_they_name(positions, flat):
+    model = TransformerLM(tiny(positions=positions, ngram_rows=16), flat)
+    named = [(model.cache_axes(), jax.eval_shape(lambda: model.init_cache(2, 16)))]
+    if flat:
+        with pytest.raises(ValueError, match="lie flat cannot be split"):
+            model.weight_axes()
+    else:
+        weights = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), 16))
+        named.append((model.weight_axes(), weights))
+    for axes, arrays in named:
+        ranks = jax.tree.map(lambda spec, x: len(spec) == x.ndim, axes, arrays, is_leaf=lambda x: isinstance(x, P))
+        assert all(jax.tree.leaves(ranks))
+
+
+def test_a_size_that_does_not_divide():
+    layout = Layout.tensor_parallel(make_mesh(1, 8))
+    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* over the 8 devices of model: use a mesh whose"):
+        layout.spec(P("vocab", "embed"), (50257, 64))
+    with pytest.raises(ValueError, match="'heads' has 4 entries"):
+        on_mesh(TransformerLM(tiny()), layout).init(jax.random.key(0))
+
+
+def test_a_mesh_axis_used_twice():
+    table = {"heads": ("model",), "mlp": ("model",)}
+    layout = Layout.of(make_mesh(1, 8), table)
+    with pytest.raises(ValueError, match="'model' is used twice, by 'heads' and 'mlp'"):
+        layout.spec(P("heads", "mlp"), (8, 8))
+
+
+def test_unknown_names():
+    mesh = make_mesh(1, 8)
+    with pytest.raises(ValueError, match="no logical axis 'expert' in the layout: it has batch, embed"):
+        Layout.tensor_parallel(mesh).spec(P("expert"), (8,))
+    with pytest.raises(ValueError, match="split over 'pipeline', but the mesh has"):
+        Layout.of(mesh, {"heads": ("pipeline",)})
+    with pytest.raises(ValueError, match="2 axis names"):
+        Layout.tensor_parallel(mesh).spec(P("heads", "head"), (8,))
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(data=3), "data 3 x model 2 has 6 devices, but there are 8: choose factors of 8"),
+        (dict(data=2, model=2), "has 4 devices, but there are 8"),
+        (dict(data=0), "'data' must have at least 1 device; got 0"),
+        (dict(data=16), "data 16 x model 1 has 16 devices"),
+        (dict(data=1, model=8, draft_ways=3), "draft_ways 3 does not divide the 8 devices"),
+    ],
+)
+def test_a_mesh_that_does_not_match_the_devices(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**sizes)
+
+
+def test_a_mesh_takes_all_devices_unless_told():
+    assert dict(make_mesh().shape) == {"data": 1, "model": 8}
+    assert dict(make_mesh(2).shape) == {"data": 2, "model": 4}
+    assert dict(make_mesh(2, devices=jax.devices()[:4]).shape) == {"data": 2, "model": 2}
+    assert make_mesh(1, 1, devices=jax.devices()[3:4]).devices.tolist() == [[jax.devices()[3]]]

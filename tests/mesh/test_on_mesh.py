@@ -1,0 +1,160 @@
+"""On every mesh the answer of one device: tokens of table models, logits of transformers; and all in its place."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from fakes import TableLM, random_table
+from specsamp import BlockRule, NgramDrafter, Pair, chain, generate, greedy, stream, temperature, top_p
+from specsamp.decoding.generate import _Job
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import on_mesh, shard
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+
+MESHES = [(1, 8, None), (2, 4, None), (4, 2, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]
+every_mesh = pytest.mark.parametrize("data, model, draft_ways", MESHES)
+SAMPLING = chain(temperature(0.8), top_p(0.9))
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of any number of shares
+BUDGETS = [20, 5, 30, 9, 1]
+
+
+@pytest.fixture(scope="module")
+def table_pair():
+    target, draft = TableLM(8), TableLM(8)
+    return Pair(
+        target=target, target_params=random_table(0, 8, 2.0),
+        draft=draft, draft_params=random_table(0, 8, 2.0) + 0.7 * random_table(1, 8),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformer_pair():
+    target = TransformerLM.here(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer key heads than devices
+    draft = TransformerLM.here(tiny(num_heads=8, num_layers=1, positions="rotary", ngram_rows=32))
+    noisy = lambda model, seed: jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(seed), x.shape), model.init(jax.random.key(seed))
+    )
+    return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
+
+
+@every_mesh
+@pytest.mark.parametrize("rule", [None, BlockRule()])
+def test_tokens_of_table_models(table_pair, data, model, draft_ways, rule):
+    call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING} | ({} if rule is None else {"rule": rule})
+    expected = generate(table_pair, PROMPTS, BUDGETS, **call)
+    assert len({tuple(c.tokens) for c in expected}) > 6
+    mesh = make_mesh(data, model, draft_ways=draft_ways)
+    assert generate(shard(table_pair, mesh, draft_ways=draft_ways), PROMPTS, BUDGETS, **call) == expected
+
+
+@every_mesh
+def test_tokens_of_transformers(transformer_pair, data, model, draft_ways):
+    """Sampled and greedy rows side by side; on the CPU at hand the pair alone has another layout altogether."""
+    sampling = chain(temperature([0.8, 0.0, 0.5, 0.8, 1.2]), top_p(0.9))
+    expected = generate(transformer_pair, PROMPTS, BUDGETS, sampling=sampling)
+    pair = shard(transformer_pair, make_mesh(data, model, draft_ways=draft_ways), draft_ways=draft_ways)
+    assert [c.tokens for c in generate(pair, PROMPTS, BUDGETS, sampling=sampling)] == [c.tokens for c in expected]
+
+
+def test_streams_and_other_drafters(transformer_pair):
+    pair = shard(transformer_pair, make_mesh(2, 4))
+    for drafter in (None, NgramDrafter(K=3)):
+        whole = generate(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)
+        assert whole == generate(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)
+        parts = [[] for _ in PROMPTS]
+        for chunk in stream(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter, rounds_per_chunk=2):
+            parts[chunk.prompt_index] += chunk.tokens
+        assert parts == [c.tokens for c in whole]
+        alone = generate(transformer_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)
+        assert parts == [c.tokens for c in alone]
+
+
+@pytest.mark.parametrize("scheme, kv_heads", [("relative", 8), ("rotary", 8), ("rotary", 1), ("relative", 2)])
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_logits_of_transformers(scheme, kv_heads, sizes):
+    model = TransformerLM(tiny(num_heads=8, width=64, positions=scheme, num_kv_heads=kv_heads))
+    params = model.init(jax.random.key(0))
+    tokens_BT = jax.random.randint(jax.random.key(1), (8, 7), 0, 64)
+    start_B = jnp.zeros(8, jnp.int32)
+
+    def logits(model, params):
+        output = model(model.prepare(params, 16), tokens_BT, start_B, model.init_cache(8, 16))
+        return model(model.prepare(params, 16), tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
+
+    expected = jax.jit(logits, static_argnums=0)(model, params)
+    split = on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes)))
+    placed = jax.device_put(params, split.param_shardings(params))
+    np.testing.assert_allclose(jax.jit(logits, static_argnums=0)(split, placed), expected, atol=2e-5)
+
+
+@every_mesh
+def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_ways):
+    """Parameters, weights, caches before and after the loop, and what comes out of it."""
+    mesh = make_mesh(data, model, draft_ways=draft_ways)
+    pair = shard(transformer_pair, mesh, draft_ways=draft_ways)
+    job = _Job.make(
+        pair=pair, prompts=PROMPTS, max_new_tokens=9, sampling=SAMPLING, draft_sampling=None, draft_length=3,
+        rule=BlockRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=True, prompt_ids=None,
+    )  # fmt: skip
+    over_model = ("copies", "model") if draft_ways == 2 else "model"
+    over_draft = {None: over_model, 1: None, 2: "model"}[draft_ways]
+    of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_ways != 2 else "model"
+
+    def check(array, *spec):
+        expected = NamedSharding(mesh, P(*spec))
+        assert array.sharding.is_equivalent_to(expected, array.ndim), (array.sharding.spec, spec)
+
+    for params in (pair.target_params, job.weights.target["params"]):
+        check(params["embedding"], over_model)
+        layer = params["layer_1"]
+        check(layer["attention"]["query"], over_model)
+        check(layer["attention"]["key"], of_two_key_heads)
+        check(layer["attention"]["output"], over_model)
+        check(layer["mlp"]["up"], None, over_model)
+        check(layer["mlp"]["down"], over_model)
+        check(layer["mlp_norm"]["scale"])
+    check(job.weights.target["relative_keys"][0], of_two_key_heads)
+    check(job.weights.draft["params"]["embedding"], over_draft)
+    check(job.weights.draft["params"]["ngrams_2"], over_draft)
+    state = job.prefill()
+    for when in ("before", "after"):
+        for keys in state.cache.keys + state.cache.values:
+            check(keys, "data", of_two_key_heads)
+        for keys in state.drafter_state.keys + state.drafter_state.values:
+            check(keys, "data", over_draft)
+        check(state.drafter_state.tokens_BS, "data")
+        for rows in (state.tokens_BS, state.lengths_B, state.finish_B, state.from_draft_BS, state.log_probs_BS):
+            check(rows, "data")
+        for counts in jax.tree.leaves(state.stats):
+            check(counts, "data")
+        if when == "before":
+            state = job.loop.run(job.weights, job.request, state, 100)
+    assert (np.asarray(state.finish_B) == 2).all()
+
+
+def test_random_parameters_do_not_depend_on_the_mesh():
+    model = TransformerLM(tiny(num_heads=8))
+    expected = jax.jit(model.init)(jax.random.key(3))
+    for sizes in ((1, 8), (4, 2)):
+        made = on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes))).init(jax.random.key(3))
+        jax.tree.map(np.testing.assert_array_equal, made, expected)
+
+
+def test_a_model_that_names_no_axes_is_replicated(table_pair):
+    mesh = make_mesh(2, 4)
+    pair = shard(table_pair, mesh)
+    assert pair.target_params.sharding.is_equivalent_to(NamedSharding(mesh, P()), 3)
+    assert generate(pair, [[1]], 4, sampling=greedy())[0].tokens == generate(table_pair, [[1]], 4)[0].tokens
+
+
+def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair):
+    odd = dataclasses.replace(transformer_pair.target.config, feedforward_width=100)
+    target = TransformerLM(odd)
+    pair = Pair(target=target, target_params=target.init(jax.random.key(0)))
+    with pytest.raises(ValueError, match="'mlp' has 100 entries, which do not divide over the 8 devices"):
+        shard(pair, make_mesh(1, 8))

@@ -1,0 +1,129 @@
+"""Two processes of four devices: the tokens of one process, checkpoints across layouts, and how a job ends."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import mesh_worker as worker
+from specsamp import generate
+from specsamp.mesh import processes
+
+WORKER = pathlib.Path(worker.__file__)
+ROOT = WORKER.parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(scenario, folder, count=2, port=None):
+    port = port or free_port()
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(WORKER), scenario, str(folder), str(port)]
+    return [
+        subprocess.Popen(
+            [*command, str(index), str(count)], cwd=ROOT, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def finish(jobs, timeout=240):
+    outputs = [job.communicate(timeout=timeout)[0] for job in jobs]
+    return [job.returncode for job in jobs], outputs
+
+
+def run(scenario, folder, count=2):
+    codes, outputs = finish(start(scenario, folder, count))
+    assert codes == [0] * count, "\n".join(outputs)
+
+
+def test_two_processes_give_the_tokens_of_one(tmp_path):
+    run("decode", tmp_path)
+    results = np.load(tmp_path / "decoded.npy", allow_pickle=True).item()
+    expected = worker.tokens(generate(worker.pair(), worker.PROMPTS, **worker.CALL))
+    assert len({tuple(row) for row in expected}) == len(expected)
+    for how, tokens in results.items():
+        assert tokens == expected, how
+    assert set(results) == {"shares", "one model over both", "rows over both", "streamed"}
+
+
+@pytest.mark.parametrize("saving, restoring", [(2, 1), (1, 2)])
+def test_a_checkpoint_crosses_layouts_and_processes(tmp_path, saving, restoring):
+    run("save", tmp_path, saving)
+    run("restore", tmp_path, restoring)
+    assert len(list(tmp_path.glob("restored*"))) == restoring
+
+
+@pytest.mark.parametrize("scenario, survivor", [("die", 0), ("coordinator_dies", 1)])
+def test_when_one_process_dies_the_other_ends_and_says_why(tmp_path, scenario, survivor):
+    jobs = start(scenario, tmp_path)
+    jobs[1 - survivor].communicate(timeout=120)
+    begin = time.monotonic()
+    output, _ = jobs[survivor].communicate(timeout=100)
+    assert time.monotonic() - begin < 60
+    assert jobs[survivor].returncode != 0 and "another task died" in output
+
+
+def test_other_code_is_refused_by_everybody(tmp_path):
+    codes, outputs = finish(start("other_code", tmp_path))
+    assert all(codes)
+    for output in outputs:
+        assert "processes run different code" in output and "process 1 has specsamp 0000" in output
+        assert "the same commit" in output
+
+
+def test_a_coordinator_that_cannot_be_reached(monkeypatch):
+    assert processes.CONNECT_SECONDS + 10 < 60
+    monkeypatch.setattr(processes, "CONNECT_SECONDS", 1)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectionError, match=f"no coordinator answered at {address} within 1 seconds"):
+        processes.start(address, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("host:1", None, None), "together, or none"),
+        (("host:1", 2, 2), r"process_id must be in \[0, 2\); got 2"),
+        (("host", 2, 1), "must be host:port; got 'host'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        processes.start(*arguments)
+
+
+def test_a_replica_alone():
+    replica = processes.my_replica(4)
+    assert dict(replica.mesh.shape) == {"data": 2, "model": 4} and replica.share(3) == [0, 1, 2]
+    assert replica.gather([1, 0], ["b", "a"]) == ["a", "b"]
+    with pytest.raises(ValueError, match="no result for items \\[1\\]"):
+        replica.gather([0, 2], ["a", "c"])
+    with pytest.raises(ValueError, match="1 results for 2 indices"):
+        replica.gather([0, 1], ["a"])
+    with pytest.raises(ValueError, match="model 3 must divide the 8 devices"):
+        processes.my_replica(3)
+
+
+def test_shares_cover_all_items_once():
+    replicas = [processes.Replica(mesh=None, index=i, count=3) for i in range(3)]
+    assert sorted(item for replica in replicas for item in replica.share(8)) == list(range(8))
+
+
+def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
+    before = processes.code_version()
+    assert before == processes.code_version() and jax.__version__ in before
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(processes.specsamp, "__file__", str(tmp_path / "__init__.py"))
+    assert processes.code_version() != before

@@ -1,0 +1,107 @@
+"""One process of a job on CPU devices, as test_processes.py starts it.
+
+    python mesh_worker.py SCENARIO FOLDER PORT PROCESS NUM_PROCESSES
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+
+from specsamp import Pair, TransformerLM, chain, generate, stream, temperature, top_p
+from specsamp.mesh import processes
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import on_mesh, shard
+from specsamp.models.config import tiny
+from specsamp.training.checkpoint import Checkpoints
+
+TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2))
+DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [3]]
+CALL = {"max_new_tokens": 12, "sampling": chain(temperature(0.8), top_p(0.9)), "num_samples": 2}
+
+
+def pair() -> Pair:
+    params = [jax.jit(model.init)(jax.random.key(seed)) for seed, model in enumerate((TARGET, DRAFT))]
+    return Pair(target=TARGET, target_params=params[0], draft=DRAFT, draft_params=params[1])
+
+
+def tokens(completions) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def decode(folder: pathlib.Path) -> None:
+    """Each with its share on its own devices, together on one mesh, and rows split between processes."""
+    results = {}
+    replica = processes.my_replica(4)
+    mine = replica.share(len(PROMPTS))
+    part = generate(shard(pair(), replica.mesh), [PROMPTS[i] for i in mine], prompt_ids=mine, **CALL)
+    by_prompt = [tokens(part[2 * i : 2 * i + 2]) for i in range(len(mine))]
+    results["shares"] = [row for rows in replica.gather(mine, by_prompt) for row in rows]
+    results["one model over both"] = tokens(generate(shard(pair(), processes.my_replica(8).mesh), PROMPTS, **CALL))
+    over_both = shard(pair(), make_mesh(2, 4), draft_ways=1)
+    results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
+    streamed = {}
+    for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
+        streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
+    results["streamed"] = [streamed[key] for key in sorted(streamed)]
+    if jax.process_index() == 0:
+        np.save(folder / "decoded.npy", results, allow_pickle=True)
+
+
+def sharded_params(mesh):
+    model = on_mesh(TARGET, Layout.tensor_parallel(mesh))
+    return model, model.init(jax.random.key(5))
+
+
+def save(folder: pathlib.Path) -> None:
+    _, params = sharded_params(make_mesh(1, 8))
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.save(3, params, {"step": np.int32(3)})
+    checkpoints.close()
+
+
+def restore(folder: pathlib.Path) -> None:
+    """What `save` saved under another layout, straight into this one."""
+    model, expected = sharded_params(make_mesh(4, 2))
+    shapes = jax.eval_shape(TARGET.init, jax.random.key(5))
+    shapes = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, model.param_shardings(shapes)
+    )
+    checkpoints = Checkpoints(folder / "checkpoints")
+    params = checkpoints.restore(params=shapes)["params"]
+    checkpoints.close()
+    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim) and all(
+        np.array_equal(x.data, y.data) for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+    )
+    assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
+    (folder / f"restored{jax.process_index()}").touch()
+
+
+def die(folder: pathlib.Path, dying: int) -> None:
+    """One process goes without a word, the others work on."""
+    if jax.process_index() == dying:
+        os._exit(0)
+    while True:
+        processes.gather_objects(time.time())
+
+
+SCENARIOS = {
+    "decode": decode, "save": save, "restore": restore, "nothing": lambda folder: None,
+    "die": lambda folder: die(folder, 1), "coordinator_dies": lambda folder: die(folder, 0),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    scenario, folder, port, index, count = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:6])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8 // count)
+    jax.config.update("jax_default_matmul_precision", "float32")
+    jax.config.update("jax_enable_compilation_cache", False)
+    if scenario == "other_code" and index == 1:
+        processes.code_version = lambda: "specsamp 0000"
+    if count > 1:
+        processes.start(f"127.0.0.1:{port}", count, index)
+    SCENARIOS.get(scenario, SCENARIOS["nothing"])(folder)
