@@ -52,6 +52,9 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.recipe.clip_norm = 1.0
     config.recipe.seed = 0
 
+    config.mesh = ConfigDict()
+    config.mesh.model = 1  # devices that hold one copy together; the others take other rows
+
     config.rhythm = ConfigDict()
     config.rhythm.log = 10
     config.rhythm.evaluate = 60 if tiny else 500

@@ -42,6 +42,10 @@ def get_config(size: str = "38m") -> ConfigDict:
     config.max_new_tokens = 8 if tiny else 128
     config.repeats = {"38m": 15, "small": 5, "tiny": 3}[size]
     config.seed = 0
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # shares of the batch
+    config.mesh.model = 1  # devices that hold one copy of the target together; 1 x 1 is one device
+    config.mesh.draft_ways = 0  # devices that hold one copy of the draft together; 0: as many as the target's
     return config
 
 

@@ -27,4 +27,8 @@ def get_config(pair: str = "python") -> ConfigDict:
     config.max_new_tokens = 128
     config.repeats = 20
     config.seed = 0
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # shares of the batch
+    config.mesh.model = 1  # devices that hold one copy of the target together; 1 x 1 is one device
+    config.mesh.draft_ways = 0  # devices that hold one copy of the draft together; 0: as many as the target's
     return config

@@ -3,18 +3,14 @@
     python launch/benchmark.py --config=configs/random_pair.py:38m --output=notebooks/results/NAME.json
 """
 
-import os
-import shlex
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
-
 import jax
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
-from rich.console import Console
 
-from experiment import Experiment, build, headline
+import entry
+from experiment import Experiment, build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import benchmark, memory, report
 
@@ -24,14 +20,11 @@ _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 _MEMORY = flags.DEFINE_bool("memory", False, "Report the memory of the loop over a grid of B, K and V instead of time.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
-    console = Console(no_color=_PLAIN.value)
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value)
     config = _CONFIG.value
     try:
-        experiment = build(config)
+        experiment = build(config, mesh=config_mesh(config))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{config_flags.get_config_filename(flags.FLAGS['config'])}: {error}")
     console.print(headline(experiment), highlight=False)
@@ -42,18 +35,14 @@ def main(argv: list[str]) -> None:
     report.show(tables, console, _PLAIN.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
-    if _OUTPUT.value:
-        document = {
-            "command": shlex.join(["python", *sys.argv]),
-            "environment": report.environment(),
-            "config": config.to_dict(),
-            "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
-            "pair": experiment.pair_name,
-            "random_weights": experiment.pair_name is None,
-            "result": result,
-        }
-        report.write_json(_OUTPUT.value, document)
-        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+    document = {
+        "config": config.to_dict(),
+        "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
+        "pair": experiment.pair_name,
+        "random_weights": experiment.pair_name is None,
+        "result": result,
+    }
+    entry.write_result(_OUTPUT.value, document, console)
 
 
 def measure_time(experiment: Experiment, progress):
@@ -73,4 +62,4 @@ def measure_memory(experiment: Experiment, progress):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

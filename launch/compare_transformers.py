@@ -7,23 +7,18 @@ Their model has random weights: the time of a token does not depend on which one
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 
-import os
-import shlex
 import sys
 import time
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
 
 import numpy as np
 import torch
 import transformers
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
-from rich.console import Console
 
+import entry
 from experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy
-from specsamp.analysis import report
 from specsamp.analysis.decoder import decoders
 from specsamp.analysis.spread import Spread
 from specsamp.models.config import TransformerConfig
@@ -32,11 +27,8 @@ _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", l
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
-    console = Console(highlight=False)
+def main() -> None:
+    console = entry.make_console(highlight=False)
     experiment = build(_CONFIG.value)
     console.print(headline(experiment))
     work = experiment.workload
@@ -57,31 +49,28 @@ def main(argv: list[str]) -> None:
     for name, values in ms.items():
         console.print(f"{name:13} {Spread.of(values).median:6.2f} ms per token")
     console.print(f"ratio         {ratio.median:6.2f}x")
-    if _OUTPUT.value:
-        document = {
-            "command": shlex.join(["python", *sys.argv]), "environment": report.environment(),
-            "torch": torch.__version__, "transformers": transformers.__version__, "torch_threads": torch.get_num_threads(),
-            "config": _CONFIG.value.to_dict(), "transformers_parameters": parameters,
-            "ms_per_token": {name: Spread.of(values) for name, values in ms.items()}, "ratio": ratio,
-        }  # fmt: skip
-        report.write_json(_OUTPUT.value, document)
-        console.print(f"written to {_OUTPUT.value}", soft_wrap=True)
+    document = {
+        "torch": torch.__version__, "transformers": transformers.__version__, "torch_threads": torch.get_num_threads(),
+        "config": _CONFIG.value.to_dict(), "transformers_parameters": parameters,
+        "ms_per_token": {name: Spread.of(values) for name, values in ms.items()}, "ratio": ratio,
+    }  # fmt: skip
+    entry.write_result(_OUTPUT.value, document, console)
 
 
-def same_shape(config: TransformerConfig) -> transformers.GPTNeoXForCausalLM:
-    """Ungated feed-forward, rotary positions on whole heads, tied embeddings."""
-    return transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
+def same_shape(config: TransformerConfig) -> transformers.Starcoder2ForCausalLM:
+    """Ungated feed-forward, shared key heads, rotary positions on whole heads, tied embeddings."""
+    return transformers.Starcoder2ForCausalLM(
+        transformers.Starcoder2Config(
             vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads, intermediate_size=config.feedforward_width, rotary_pct=1.0,
-            max_position_embeddings=config.max_positions, use_parallel_residual=False, tie_word_embeddings=True,
-            attention_bias=False, eos_token_id=None, bos_token_id=None,
+            num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, use_bias=False,
+            intermediate_size=config.feedforward_width, max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
         )
     ).eval()  # fmt: skip
 
 
 @torch.inference_mode()
-def complete(model: transformers.GPTNeoXForCausalLM, prompt: tuple[int, ...], new_tokens: int) -> float:
+def complete(model: transformers.Starcoder2ForCausalLM, prompt: tuple[int, ...], new_tokens: int) -> float:
     """Seconds for all tokens but the first, which comes with the prompt's own pass."""
     inputs = torch.tensor([prompt])
     settings = dict(do_sample=False, use_cache=True, pad_token_id=0, attention_mask=torch.ones_like(inputs))
@@ -94,4 +83,4 @@ def complete(model: transformers.GPTNeoXForCausalLM, prompt: tuple[int, ...], ne
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -6,23 +6,20 @@
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 """
 
-import os
-import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
-
 import functools
 import operator
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 from rich.console import Console
 from rich.text import Text
 
+import entry
 from experiment import Experiment, build, headline
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import phases, report
@@ -39,11 +36,8 @@ DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
 BRACKETS = "⟦", "⟧"
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
-    console = Console(no_color=_PLAIN.value, highlight=False, soft_wrap=True)
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False, soft_wrap=True)
     try:
         experiment = build(_CONFIG.value, [text.replace("\\n", "\n") for text in _PROMPT.value])
     except (ValueError, FileNotFoundError) as error:
@@ -177,4 +171,4 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

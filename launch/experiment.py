@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from specsamp.analysis.decoder import Workload
@@ -14,6 +15,9 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh, shard
+from specsamp.mesh.processes import Replica, my_replica
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.pair import load_pair, load_prompts
@@ -44,11 +48,12 @@ class Experiment:
     workload: Workload
 
 
-def build(config: ConfigDict, prompts: Sequence[str] = ()) -> Experiment:
+def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = None) -> Experiment:
     """Loads the pair, or makes one with random parameters, and checks every field.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
+      mesh: to spread the models over; None leaves them on one device.
 
     Raises:
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
@@ -62,9 +67,11 @@ def build(config: ConfigDict, prompts: Sequence[str] = ()) -> Experiment:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     name = config.get("pair")
     if name is None:
-        pair = random_pair(make_model(config.target), make_model(config.draft), config.seed)
+        pair = random_pair(make_model(config.target), make_model(config.draft), config.seed, mesh, draft_ways(config))
     else:
         pair = load_pair(name)
+        if mesh is not None:
+            pair = shard(pair, mesh, draft_ways=draft_ways(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
@@ -119,11 +126,48 @@ def headline(experiment: Experiment) -> str:
     )
 
 
-def random_pair(target: TransformerLM, draft: TransformerLM, seed: int) -> Pair:
-    target_key, draft_key = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
+def random_pair(
+    target: TransformerLM, draft: TransformerLM, seed: int, mesh: Mesh | None = None, draft_ways: int | None = None
+) -> Pair:
+    """Parameters in the compute dtype, made where they belong: a large model fits nowhere else."""
+    if mesh is not None:
+        target = on_mesh(target, Layout.tensor_parallel(mesh))
+        draft = on_mesh(draft, draft_layout(mesh, draft_ways))
+    keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
-        params = [jax.jit(model.init)(key) for model, key in ((target, target_key), (draft, draft_key))]
-    return Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
+        params = [random_params(model, key) for model, key in zip((target, draft), keys)]
+    pair = Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
+    return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
+
+
+def random_params(model: TransformerLM | OnMesh, key: jax.Array) -> Any:
+    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+    if isinstance(model, TransformerLM):
+        return jax.jit(make)(key)
+    return jax.jit(make, out_shardings=model.param_shardings(jax.eval_shape(make, key)))(key)
+
+
+def config_mesh(config: ConfigDict) -> Mesh | None:
+    """The mesh of ``config.mesh`` over all devices of all processes; None for a single device.
+
+    Raises:
+      ValueError: it does not match the devices, with both numbers.
+    """
+    if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
+        return None
+    return make_mesh(config.mesh.data, config.mesh.model, draft_ways=draft_ways(config))
+
+
+def config_replica(config: ConfigDict) -> Replica:
+    """The mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models."""
+    if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
+        one = make_mesh(1, 1, devices=jax.devices()[:1])
+        return Replica(mesh=one, index=0, count=1)
+    return my_replica(config.mesh.model, draft_ways=draft_ways(config))
+
+
+def draft_ways(config: ConfigDict) -> int | None:
+    return config.mesh.draft_ways or None
 
 
 def _choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:

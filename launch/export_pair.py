@@ -3,22 +3,19 @@
     python launch/export_pair.py --target=runs/target --draft=runs/draft --output=runs/my_pair
 """
 
-import os
-import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
-
 import json
 import pathlib
+import sys
 
-from absl import app, flags, logging
+from absl import flags
 from rich.console import Console
 
+import entry
+from specsamp import storage
 from specsamp.analysis import report
 from specsamp.pretrained.pair import load_pair, save_pair
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
-from specsamp.training.log import write_atomically
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import COMPARED_LAWS, evaluate
@@ -30,11 +27,8 @@ _OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
-    console = Console(highlight=False)
+def main() -> None:
+    console = entry.make_console(highlight=False)
     try:
         export(pathlib.Path(_TARGET.value), pathlib.Path(_DRAFT.value), pathlib.Path(_OUTPUT.value), console)
     except (ValueError, FileNotFoundError) as error:
@@ -99,8 +93,8 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
         return
     beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
     prompts = [{"file": name, "line": 1, "text": beginning(text)} for name, text in corpus.held_out.items()]
-    write_atomically(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
+    storage.write(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

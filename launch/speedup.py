@@ -3,19 +3,14 @@
     python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
 """
 
-import os
-import shlex
+import dataclasses
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
-
-import dataclasses
-
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
-from rich.console import Console
 
-from experiment import DRAFTERS, RULES, build, headline
+import entry
+from experiment import DRAFTERS, RULES, build, config_mesh, headline
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.speedup import speedup_curve
@@ -30,13 +25,10 @@ _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 LAWS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
-    console = Console(no_color=_PLAIN.value, highlight=False)
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
     try:
-        experiment = build(_CONFIG.value)
+        experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"--config: {error}")
     if _CONFIG.value.drafter == "none":
@@ -53,22 +45,18 @@ def main(argv: list[str]) -> None:
                 passes=_PASSES.value, deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
             )  # fmt: skip
     report.show([report.curve_table(law, curve) for law, curve in curves.items()], console, _PLAIN.value)
-    if _OUTPUT.value:
-        document = {
-            "command": shlex.join(["python", *sys.argv]),
-            "environment": report.environment(),
-            "config": {k: v for k, v in _CONFIG.value.to_dict().items() if k not in ("sampling", "rule", "draft_length")},
-            "pair": experiment.pair_name,
-            "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
-            "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
-            "curves": {law: dataclasses.asdict(curve) for law, curve in curves.items()},
-            "best_draft_length": {
-                law: {rule: curve.best(rule).draft_length for rule in _RULES.value} for law, curve in curves.items()
-            },
-        }
-        report.write_json(_OUTPUT.value, document)
-        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+    document = {
+        "config": {k: v for k, v in _CONFIG.value.to_dict().items() if k not in ("sampling", "rule", "draft_length")},
+        "pair": experiment.pair_name,
+        "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
+        "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
+        "curves": {law: dataclasses.asdict(curve) for law, curve in curves.items()},
+        "best_draft_length": {
+            law: {rule: curve.best(rule).draft_length for rule in _RULES.value} for law, curve in curves.items()
+        },
+    }
+    entry.write_result(_OUTPUT.value, document, console)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

@@ -4,19 +4,20 @@
     python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 """
 
-import os
 import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
-
-import pathlib
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 from rich.console import Console
 
+import entry
+from specsamp import storage
+from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig, human_count
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import JsonTokenizer
@@ -28,27 +29,22 @@ from specsamp.training.data import (
 from specsamp.training.generated import complete_windows
 from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, check_devices, data_mesh, train
+from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, check_devices, train
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    logging.set_verbosity(logging.ERROR)
+def main() -> None:
     try:
-        start(_CONFIG.value, pathlib.Path(_WORKDIR.value).expanduser(), Console())
+        start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
 
-def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
+def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
-    if jax.process_count() > 1:
-        raise ValueError("training runs on the devices of one process; several would write the same files")
-    run.check_run(folder, config.to_dict(), changeable=("rhythm",))
+    run.check_run(folder, config.to_dict(), changeable=("rhythm", "mesh"))
     recipe, rhythm, model = Recipe(**config.recipe), Rhythm(**config.rhythm), make_model(config)
     target = run.open_trained(config.target) if "target" in config else None
     task = Pretrain(model)
@@ -66,30 +62,40 @@ def start(config: ConfigDict, folder: pathlib.Path, console: Console) -> None:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
     windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, recipe.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
-    check_devices(recipe, held_out, data_mesh())
+    mesh = train_mesh(config)
+    check_devices(recipe, held_out, mesh)
     init = first_params(config, tokenizer)
-    run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
+    if entry.is_first():
+        run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
     epochs = recipe.steps * recipe.batch * data.length / len(windows.stream)
     console.print(
         f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
     if target is None:
-        train(task, recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console)
+        train(task, recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console, mesh=mesh)
         return
     rows = target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
     train(
         task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
-        params=init, warps=COMPARED_LAWS,
+        params=init, warps=COMPARED_LAWS, mesh=mesh,
     )  # fmt: skip
+
+
+def train_mesh(config: ConfigDict) -> Mesh:
+    """``config.mesh.model`` devices hold one copy of the model together, all others other rows."""
+    model = config.mesh.model
+    if model < 1 or jax.device_count() % model:
+        raise ValueError(f"mesh.model {model} does not divide the {jax.device_count()} devices")
+    return make_mesh(jax.device_count() // model, model)
 
 
 def make_model(config: ConfigDict) -> TransformerLM:
     return TransformerLM(TransformerConfig(**config.model, dtype=config.compute_dtype))
 
 
-def make_tokenizer(config: ConfigDict, folder: pathlib.Path, corpus: Corpus, target: run.TrainedModel | None) -> JsonTokenizer:
+def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, target: run.TrainedModel | None) -> JsonTokenizer:
     """The run's own if it has one, else the target's, else a given one, else a new one."""
     given = [folder / "tokenizer.json", target and target.folder / "tokenizer.json", config.data.tokenizer]
     for path in filter(None, given):
@@ -109,25 +115,26 @@ def first_params(config: ConfigDict, tokenizer: JsonTokenizer):
     return first.params
 
 
-def target_rows(config: ConfigDict, folder: pathlib.Path, target, windows: Windows, console: Console):
+def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows, console: Console):
     """Windows that the target completed, kept part by part: a killed run goes on where it was."""
     fields = config.generated
     if not fields.rows or not fields.share:
         return None
-    rows, parts = windows.batch(0, fields.rows), []
+    rows = windows.batch(0, fields.rows)
     progress = Progress(len(rows), data_tokens(config), 0, console)
-    for first in range(0, len(rows), fields.batch):
-        path = folder / "generated" / f"{first}.npy"
-        if not path.exists():
+    paths = {first: folder / "generated" / f"{first}.npy" for first in range(0, len(rows), fields.batch)}
+    for number, (first, path) in enumerate(paths.items()):
+        if number % jax.process_count() == jax.process_index() and not path.exists():
             part = complete_windows(
                 target.model_in(config.compute_dtype), target.params, rows[first : first + fields.batch],
                 prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, first_id=first,
                 sampling=chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p)),
             )  # fmt: skip
             run.write_array(path, part)
-        parts.append(np.load(path))
-        progress.report(first + len(parts[-1]))
-    return np.concatenate(parts)
+        progress.report(min(first + fields.batch, len(rows)))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("generated text")
+    return np.concatenate([run.read_array(path) for path in paths.values()])
 
 
 def data_tokens(config: ConfigDict) -> int:
@@ -142,4 +149,4 @@ def mixed_temperatures(fields: ConfigDict) -> list[float]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main)

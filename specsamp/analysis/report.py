@@ -7,9 +7,7 @@ import datetime
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
-import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from specsamp import storage
 from specsamp.analysis.benchmark import Acceptance, Result
 from specsamp.analysis.memory import LoopMemory
 from specsamp.analysis.speedup import Curve, Point
@@ -62,17 +61,7 @@ def write_json(path: str | os.PathLike, document: Any) -> None:
       TypeError, ValueError: it has no JSON form (NaN has none); nothing was written.
     """
     text = json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # temporary files are private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    storage.write(path, text)
 
 
 def result_tables(result: Result) -> list[Table]:

@@ -20,6 +20,7 @@ import jax
 import safetensors
 from safetensors.numpy import load_file, save_file
 
+from specsamp import storage
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
 from specsamp.models.params import check_shapes, nested
@@ -100,9 +101,7 @@ def save_pair(
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     described = json.dumps({**shapes, "eos": eos, "provenance": provenance}, indent=1) + "\n"
-    partial = folder / "pair.json.partial"
-    partial.write_text(described, encoding="utf-8")
-    partial.replace(folder / "pair.json")
+    storage.write(folder / "pair.json", described)
 
 
 def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import pathlib
+import os
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from specsamp import storage
 from specsamp.models.params import WrongShapes, check_shapes
 
 
 class Checkpoints:
     """The last few states of a run, saved in the background and complete or absent."""
 
-    def __init__(self, folder: str | pathlib.Path, keep: int = 2):
+    def __init__(self, folder: str | os.PathLike, keep: int = 2):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "rest")}
-        self._manager = ocp.CheckpointManager(pathlib.Path(folder).absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(storage.place(folder).absolute(), options=options, item_handlers=handlers)
         self._folder = folder
 
     @property

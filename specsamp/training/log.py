@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
-import pathlib
 import time
 
 from rich.console import Console
+
+from specsamp import storage
 
 
 class MetricsLog:
     """One JSON object per line, in the order of its steps; a resumed run forgets what it will do again."""
 
-    def __init__(self, path: str | pathlib.Path, resumed_at: int = 0):
-        self._path = pathlib.Path(path)
+    def __init__(self, path: str | os.PathLike, resumed_at: int = 0):
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        write_atomically(self._path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._lines = storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
 
     def write(self, step: int, **numbers: float) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._lines.add(json.dumps({"step": step, **numbers}) + "\n")
 
 
-def read_metrics(path: str | pathlib.Path) -> list[dict]:
+def read_metrics(path: str | os.PathLike) -> list[dict]:
     """The records of a log, without a last line that was cut while it was being written."""
-    path, records = pathlib.Path(path), []
+    path, records = storage.place(path), []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
@@ -50,7 +50,7 @@ class Progress:
         pace = (now - last_time) / max(step - last_step, 1)
         smooth = pace if self._seconds_per_step is None else 0.7 * self._seconds_per_step + 0.3 * pace
         self._seconds_per_step = smooth
-        left = time.strftime("%H:%M:%S", time.gmtime(smooth * (self._steps - step)))
+        left = datetime.timedelta(seconds=round(smooth * (self._steps - step)))
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         line = f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
         self._console.print(line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True)
@@ -60,10 +60,3 @@ class Progress:
         """A line that stays."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
-
-def write_atomically(path: str | pathlib.Path, text: str) -> None:
-    """All of it or nothing: a reader, or a crash, never sees half a file."""
-    path = pathlib.Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

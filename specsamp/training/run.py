@@ -8,20 +8,23 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
+from specsamp import storage
+from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.checkpoint import Checkpoints
-from specsamp.training.log import read_metrics, write_atomically
+from specsamp.training.log import read_metrics
 
 
-def check_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str] = ()) -> None:
+def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str] = ()) -> None:
     """Checks that a folder, if it holds a run, holds one of this configuration.
 
     Args:
@@ -30,7 +33,7 @@ def check_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str
     Raises:
       ValueError: another configuration began this run; the message lists what differs.
     """
-    path = pathlib.Path(folder) / "run.json"
+    path = storage.place(folder) / "run.json"
     if path.exists():
         before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(json.loads(json.dumps(config)))
         different = [
@@ -45,13 +48,13 @@ def check_run(folder: str | pathlib.Path, config: dict, changeable: Sequence[str
             )
 
 
-def check_same(folder: str | pathlib.Path, name: str, description: dict) -> None:
+def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
     """Checks that what a run is made from (``name``: "corpus", "target") is what it was when the run began.
 
     Raises:
       ValueError: its ``sha256`` differs; the message shows both descriptions.
     """
-    path = pathlib.Path(folder) / f"{name}.json"
+    path = storage.place(folder) / f"{name}.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["sha256"] != description["sha256"]:
@@ -61,12 +64,11 @@ def check_same(folder: str | pathlib.Path, name: str, description: dict) -> None
             )
 
 
-def open_run(folder: str | pathlib.Path, config: dict, tokenizer_json: str, **made_from: dict) -> None:
+def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict) -> None:
     """Makes the folder and writes down what the run is; everything has been checked."""
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = storage.place(folder)
     write_json(folder / "run.json", config)
-    write_atomically(folder / "tokenizer.json", tokenizer_json)
+    storage.write(folder / "tokenizer.json", tokenizer_json)
     for name, description in made_from.items():
         write_json(folder / f"{name}.json", description)
 
@@ -75,7 +77,7 @@ def open_run(folder: str | pathlib.Path, config: dict, tokenizer_json: str, **ma
 class TrainedModel:
     """The last checkpoint of a run."""
 
-    folder: pathlib.Path
+    folder: epath.Path
     config: TransformerConfig
     params: Any
     step: int
@@ -111,40 +113,44 @@ class TrainedModel:
         return last | {"training_seconds": seconds}
 
 
-def open_trained(folder: str | pathlib.Path) -> TrainedModel:
+def open_trained(folder: str | os.PathLike) -> TrainedModel:
     """Reads the parameters of a run, without its optimizer.
 
     Raises:
       FileNotFoundError: no run, or no checkpoint. ValueError: the checkpoint does not fit its configuration.
     """
-    folder = pathlib.Path(folder).expanduser()
+    folder = storage.place(folder)
     path = folder / "run.json"
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
     config = TransformerConfig(**json.loads(path.read_text(encoding="utf-8"))["model"])
-    # On one device, however many there were where it was saved.
+    # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if jax.process_count() > 1:
+        sharding = NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
     )
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
+    if jax.process_count() > 1:
+        params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), params)
     return TrainedModel(folder=folder, config=config, params=params, step=step)
 
 
-def write_json(path: str | pathlib.Path, content: Any) -> None:
-    write_atomically(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    storage.write(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def write_array(path: str | pathlib.Path, array: np.ndarray) -> None:
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_array(path: str | os.PathLike, array: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(buffer.getvalue())
-    os.replace(partial, path)
+    storage.write(path, buffer.getvalue())
+
+
+def read_array(path: str | os.PathLike) -> np.ndarray:
+    return np.load(io.BytesIO(storage.place(path).read_bytes()))
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
+import os
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from specsamp import storage
+from specsamp.mesh.layout import DATA, Layout, make_mesh, put
 from specsamp.models.params import check_shapes
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.checkpoint import Checkpoints
@@ -98,8 +100,8 @@ class Rhythm:
 
 
 def data_mesh() -> Mesh:
-    """All devices along one axis: each has all parameters and its share of the rows."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    """All devices along ``data``: each has all parameters and its share of the rows."""
+    return make_mesh(data=jax.device_count(), model=1)
 
 
 def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
@@ -110,6 +112,24 @@ def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
     else:
         check_shapes("what training starts from", params, jax.eval_shape(task.model.init, key))
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=recipe.optimizer().init(params))
+
+
+def state_shardings(task: Task, recipe: Recipe, mesh: Mesh) -> TrainState:
+    """Where a state lives: parameters and their moments by the table of the layout, counters everywhere."""
+    shapes = jax.eval_shape(lambda: init_state(task, recipe))
+    params = Layout.tensor_parallel(mesh).shardings(task.model.param_axes(), shapes.params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_map_params(
+        recipe.optimizer(), lambda _, sharding: sharding, shapes.opt_state, params,
+        transform_non_params=lambda _: everywhere,
+    )  # fmt: skip
+    return TrainState(step=everywhere, params=params, opt_state=opt_state)
+
+
+def frozen_shardings(task: Task, frozen: Any, mesh: Mesh) -> Any:
+    """The same for a target that is only looked at."""
+    target = getattr(task, "target", None)
+    return Layout.tensor_parallel(mesh).shardings(target and target.param_axes(), frozen)
 
 
 def train_step(
@@ -139,7 +159,7 @@ def train(
     task: Task,
     recipe: Recipe,
     data: Batches,
-    folder: str | pathlib.Path,
+    folder: str | os.PathLike,
     *,
     held_out: np.ndarray,
     frozen: Any = None,
@@ -158,29 +178,37 @@ def train(
       warps: laws under which a draft is compared with its target, by name; default: the models' own.
 
     Raises:
-      ValueError: rows do not divide over the devices or do not fill them, or a checkpoint or ``params`` do not fit.
+      ValueError: rows do not divide over the shares of ``data`` or do not fill them, the model does not divide
+        over ``model``, or a checkpoint or ``params`` do not fit.
     """
-    folder, console, mesh = pathlib.Path(folder), console or Console(), mesh or data_mesh()
+    folder, console, mesh = storage.place(folder), console or Console(), mesh or data_mesh()
     per_microbatch = recipe.batch // recipe.microbatches
     check_devices(recipe, held_out, mesh)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, "data"))
+    shardings = state_shardings(task, recipe, mesh)
+    rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, DATA))
 
     # Closed whatever happens: what is being written is finished.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        if checkpoints.latest is None:
-            state = jax.device_put(init_state(task, recipe, jax.tree.map(jnp.copy, params)), everywhere)
+        if checkpoints.latest is None and params is None:
+            state = jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, recipe)
+        elif checkpoints.latest is None:
+            state = put(init_state(task, recipe, jax.tree.map(jnp.copy, params)), shardings)
         else:
             shapes = jax.eval_shape(lambda: init_state(task, recipe))
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+            shapes = jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings
+            )
             saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
             step, opt_state = saved["rest"]
             state = TrainState(step=step, params=saved["params"], opt_state=opt_state)
-        frozen = jax.device_put(frozen, everywhere)
-        step_function = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2)
+        frozen = put(frozen, frozen_shardings(task, frozen, mesh))
+        numbers_everywhere = NamedSharding(mesh, PartitionSpec())
+        step_function = jax.jit(
+            train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, numbers_everywhere)
+        )
 
         done = int(state.step)
-        log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
+        log = MetricsLog(folder / "metrics.jsonl", resumed_at=done) if jax.process_index() == 0 else None
         progress = Progress(recipe.steps, recipe.batch * (held_out.shape[1] - 1), done, console)
         if done:
             progress.note(f"resumed at step {done}")
@@ -192,10 +220,13 @@ def train(
             if now % rhythm.log == 0 or now == recipe.steps:
                 numbers = {name: float(value) for name, value in numbers.items()}
                 pace = progress.report(now, **numbers)
-                log.write(now, **numbers, learning_rate=float(recipe.learning_rates()(step)), tokens_per_second=pace)
+                if log is not None:
+                    rate = float(recipe.learning_rates()(step))
+                    log.write(now, **numbers, learning_rate=rate, tokens_per_second=pace)
             if now % rhythm.evaluate == 0 or now == recipe.steps:
                 measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
-                log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
+                if log is not None:
+                    log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
             if now % rhythm.checkpoint == 0 or now == recipe.steps:
                 checkpoints.save(now, state.params, (state.step, state.opt_state))
@@ -209,8 +240,11 @@ def check_devices(recipe: Recipe, held_out: np.ndarray, mesh: Mesh) -> None:
       ValueError: with the numbers.
     """
     per_microbatch = recipe.batch // recipe.microbatches
-    if per_microbatch % mesh.size:
-        raise ValueError(f"{per_microbatch} rows of a microbatch do not divide over {mesh.size} devices: change batch")
+    if per_microbatch % mesh.shape[DATA]:
+        raise ValueError(
+            f"{per_microbatch} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "
+            f"'{DATA}': change batch"
+        )
     _evaluation_batch(held_out, per_microbatch, mesh)
 
 
@@ -225,27 +259,31 @@ def evaluate(
 ) -> dict[str, float]:
     """Averages of `Task.measure` over ``rows`` (the last few that fill no batch are left out)."""
     mesh = mesh or data_mesh()
-    params, frozen = jax.device_put((params, frozen), NamedSharding(mesh, PartitionSpec()))
     batch = _evaluation_batch(rows, batch, mesh)
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    params = put(params, Layout.tensor_parallel(mesh).shardings(task.model.param_axes(), params))
+    frozen = put(frozen, frozen_shardings(task, frozen, mesh))
+    sharding = NamedSharding(mesh, PartitionSpec(DATA))
     results: dict[str, list[float]] = {}
     for name, warp in (warps or {"": chain()}).items():
         for start in range(0, len(rows) - batch + 1, batch):
             rows_BT = rows[start : start + batch]
             on_mesh = jax.make_array_from_callback(rows_BT.shape, sharding, rows_BT.__getitem__)
-            for key, value in _measure(task, params, frozen, on_mesh, warp).items():
+            for key, value in _measure(mesh)(task, params, frozen, on_mesh, warp).items():
                 label = key if not name or key == "loss" else f"{key} ({name})"
                 results.setdefault(label, []).append(value)
     return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
 
 
 def _evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
-    batch = max(min(batch, len(rows)) // mesh.size, 1) * mesh.size
+    shares = mesh.shape[DATA]
+    batch = max(min(batch, len(rows)) // shares, 1) * shares
     if batch > len(rows):
-        raise ValueError(f"{len(rows)} held-out rows do not fill {mesh.size} devices: hold out more text")
+        raise ValueError(f"{len(rows)} held-out rows do not fill {shares} devices: hold out more text")
     return batch
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _measure(task, params, frozen, rows_BT, warp):
-    return task.measure(params, frozen, rows_BT, warp)
+@functools.cache
+def _measure(mesh):
+    """On every process: averages are whole everywhere."""
+    measure = lambda task, *arguments: task.measure(*arguments)
+    return jax.jit(measure, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))

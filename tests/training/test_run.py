@@ -202,5 +202,5 @@ def test_progress_tells_pace_and_time_left(monkeypatch):
     assert progress.report(30, loss=1.5) == 50.0  # a second per step
     assert progress.report(40) == 100.0
     first, second = file.getvalue().splitlines()
-    assert "step 30/100" in first and "loss 1.5" in first and "50 tokens/s  00:01:10 left" in first
-    assert "100 tokens/s  00:00:51 left" in second  # 60 steps at 0.85 s, the smoothed pace
+    assert "step 30/100" in first and "loss 1.5" in first and "50 tokens/s  0:01:10 left" in first
+    assert "100 tokens/s  0:00:51 left" in second  # 60 steps at 0.85 s, the smoothed pace

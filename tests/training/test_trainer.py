@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
+from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain
@@ -39,14 +40,14 @@ DATA = Windows(STREAM, LENGTH)
 HELD_OUT = DATA.in_order()[:16]
 
 
-def mesh_of(devices):
-    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+def mesh_of(devices, model=1):
+    return make_mesh(devices // model, model, devices=jax.devices()[:devices])
 
 
-def run(folder, task=TASK, recipe=RECIPE, data=DATA, devices=1, rhythm=RHYTHM, **options):
+def run(folder, task=TASK, recipe=RECIPE, data=DATA, devices=1, rhythm=RHYTHM, mesh=None, **options):
     folder.mkdir(exist_ok=True)
     return train(
-        task, recipe, data, folder, held_out=HELD_OUT, rhythm=rhythm, mesh=mesh_of(devices),
+        task, recipe, data, folder, held_out=HELD_OUT, rhythm=rhythm, mesh=mesh or mesh_of(devices),
         console=Console(file=io.StringIO()), **options,
     )  # fmt: skip
 
@@ -167,8 +168,43 @@ def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
     np.testing.assert_allclose(held_out(tmp_path), held_out(whole[0]), rtol=1e-4)
 
 
+def many_heads():
+    return TransformerLM(
+        TransformerConfig(vocab_size=V, width=16, num_layers=2, num_heads=8, num_kv_heads=2, positions="rotary")
+    )
+
+
+def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
+    """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
+    draft, target = many_heads(), many_heads()
+    task, frozen = Distill(draft, target), target.init(jax.random.key(9))
+    short = {"recipe": dataclasses.replace(RECIPE, steps=8), "frozen": frozen}
+    run(tmp_path / "one", task, **short)
+    for model in (1, 2, 4, 8):
+        state = run(tmp_path / f"{model}", task, mesh=mesh_of(8, model), **short)
+        np.testing.assert_allclose(losses(tmp_path / f"{model}"), losses(tmp_path / "one"), rtol=2e-5)
+        place = lambda *spec: NamedSharding(mesh_of(8, model), PartitionSpec(*spec))
+        moments = state.opt_state[1][0].mu
+        for tree in (state.params, moments):
+            assert tree["layer_1"]["mlp"]["up"].sharding.is_equivalent_to(place(None, "model"), 2)
+            assert tree["layer_1"]["attention"]["query"].sharding.is_equivalent_to(place("model"), 3)
+            key_heads = place("model") if model <= 2 else place()
+            assert tree["layer_0"]["attention"]["key"].sharding.is_equivalent_to(key_heads, 3)
+            assert tree["final_norm"]["scale"].sharding.is_equivalent_to(place(), 1)
+        assert state.step.sharding.is_equivalent_to(place(), 0)
+    with pytest.raises(Killed):
+        run(tmp_path / "resumed", task, data=Breaking(at=6), mesh=mesh_of(8, 4), **short)
+    run(tmp_path / "resumed", task, mesh=mesh_of(8, 2), **short)
+    np.testing.assert_allclose(losses(tmp_path / "resumed"), losses(tmp_path / "one"), rtol=2e-5)
+
+
+def test_a_model_that_does_not_divide_over_the_mesh(tmp_path):
+    with pytest.raises(ValueError, match="'heads' has 2 entries, which do not divide over the 4 devices"):
+        run(tmp_path, mesh=mesh_of(8, 4))
+
+
 def test_rows_that_do_not_divide_over_the_devices(tmp_path):
-    with pytest.raises(ValueError, match="4 rows of a microbatch do not divide over 8 devices"):
+    with pytest.raises(ValueError, match="4 rows of a microbatch do not divide over 8 devices of the mesh axis 'data'"):
         run(tmp_path, recipe=dataclasses.replace(RECIPE, microbatches=2), devices=8)
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
         evaluate(TASK, {}, None, HELD_OUT[:3], 8, mesh_of(8))
