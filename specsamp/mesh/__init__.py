@@ -1,0 +1,1 @@
+"""Devices: which slices there are, and how arrays lie on them."""

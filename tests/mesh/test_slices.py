@@ -1,0 +1,100 @@
+"""The table of slices: what is sold, what is refused, and that asking needs nothing installed."""
+
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from specsamp.mesh import slices
+
+FILE = pathlib.Path(slices.__file__)
+
+
+@pytest.mark.parametrize(
+    "name, topology, chips, hosts, runtime_version, machine_type",
+    [
+        ("v4-8", "2x2x1", 4, 1, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
+        ("v4-32", "2x2x4", 16, 4, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
+        ("v4-4096", "8x16x16", 2048, 512, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
+        ("v5litepod-1", "1x1", 1, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-1t"),
+        ("v5litepod-8", "2x4", 8, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-8t"),
+        ("v5litepod-16", "4x4", 16, 4, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-4t"),
+        ("v5p-32", "2x2x4", 16, 4, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
+        ("v5p-1152", "4x12x12", 576, 144, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
+        ("v5p-12288", "16x16x24", 6144, 1536, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
+        ("v6e-8", "2x4", 8, 1, "v2-alpha-tpuv6e", "ct6e-standard-8t"),
+        ("v6e-256", "16x16", 256, 64, "v2-alpha-tpuv6e", "ct6e-standard-4t"),
+        ("tpu7x-16", "2x2x2", 8, 2, None, "tpu7x-standard-4t"),
+        ("tpu7x-18432", "16x24x24", 9216, 2304, None, "tpu7x-standard-4t"),
+    ],
+)
+def test_slices_are_those_of_the_documentation(name, topology, chips, hosts, runtime_version, machine_type):
+    found = slices.find(name)
+    assert (found.name, found.topology, found.chips, found.hosts) == (name, topology, chips, hosts)
+    assert (found.runtime_version, found.gke_machine_type) == (runtime_version, machine_type)
+
+
+def test_every_slice_agrees_with_itself():
+    known = slices.all_slices()
+    assert len(known) == sum(len(generation.topologies) for generation in slices.GENERATIONS) == 220
+    for name, found in known.items():
+        assert slices.find(name) == found
+        assert math.prod(found.shape) == found.chips == found.hosts * found.chips_per_host
+        assert sorted(found.shape) == list(found.shape) or found.topology == "2x2x1"
+        assert int(name.rpartition("-")[2]) in (found.chips, 2 * found.chips)
+
+
+def test_a_chip_of_the_newest_generation_is_two_devices():
+    assert slices.find("tpu7x-8").devices == 8 and slices.find("v5p-8").devices == 4
+
+
+def test_memory_is_that_of_a_chip():
+    v4 = slices.find("v4-32")
+    assert v4.hbm_bytes == 32 * 2**30 and v4.hbm_bytes_per_second == 1.2e12
+
+
+def test_names_that_people_use_are_understood():
+    assert slices.find("v5e-16").name == slices.find(" V5LITEPOD-16 ").name == "v5litepod-16"
+    assert slices.find("ironwood-8").name == "tpu7x-8"
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("v4-30", "v4-16, v4-32 (the number counts TensorCores, two to a chip)"),
+        ("v4-4", "v4-8 (the number counts TensorCores"),
+        ("v4-8192", "v4-4096 ("),
+        ("v5e-2", "v5litepod-1, v5litepod-4 (the number counts chips)"),
+        ("v6e-512", "v6e-256 ("),
+        ("v3-8", "v4-8, "),
+        ("2x2x4", "v4-32, v5p-32, tpu7x-32"),
+        ("v4:2x2x4", "v4-32, "),
+        ("v5p", "v5p-"),
+        ("v4-", "v4-8"),
+        ("v4--8", "v4-8"),
+        ("", ""),
+    ],
+)
+def test_what_nobody_sells_is_refused_with_the_nearest_names(name, nearest):
+    with pytest.raises(ValueError) as refused:
+        slices.find(name)
+    assert f"nobody sells a TPU slice {name!r}; the nearest: {nearest}" in str(refused.value)
+
+
+def ask(*arguments):
+    """As the shell scripts do, but without any installed package."""
+    return subprocess.run([sys.executable, "-I", "-S", FILE, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_asking_needs_no_package():
+    assert ask("v4-32", "topology").stdout == "2x2x4\n"
+    assert ask("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
+    assert "hbm_bytes: 34359738368\n" in ask("v4-32").stdout
+
+
+def test_asking_for_nonsense_fails_with_a_message():
+    for arguments, message in ((["v4-30"], "the nearest: v4-16, v4-32"), (["v4-32", "colour"], "no 'colour': choose from name, ")):
+        done = ask(*arguments)
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
