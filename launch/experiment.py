@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import ConfigDict
 
+from specsamp import storage
 from specsamp.analysis.decoder import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import decode_window
@@ -23,6 +25,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.pair import load_pair, load_prompts
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
+from specsamp.training.checkpoint import Checkpoints
 
 PRESETS = {
     preset.__name__: preset
@@ -67,7 +70,12 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     name = config.get("pair")
     if name is None:
-        pair = random_pair(make_model(config.target), make_model(config.draft), config.seed, mesh, draft_ways(config))
+        runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
+        pair = bare_pair(
+            make_model(config.target), make_model(config.draft), config.seed, mesh=mesh, draft_ways=draft_ways(config),
+            runs=runs,
+        )  # fmt: skip
+        name = ", ".join(runs) if all(runs) else None
     else:
         pair = load_pair(name)
         if mesh is not None:
@@ -113,38 +121,65 @@ def headline(experiment: Experiment) -> str:
     """Three lines on what is about to run."""
     pair, work = experiment.pair, experiment.workload
     count = lambda model: f"{models.human_count(model.config.num_parameters)} parameters"
-    device = jax.devices()[0]
+    device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, OnMesh) else 1
     random = (
         "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
     return (
         f"target {count(pair.target)}, draft {count(pair.draft)}, V = {pair.target.vocab_size}, "
-        f"{pair.target.config.dtype}, {device.platform} ({device.device_kind})\n"
+        f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
         f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats\n"
         + (random if experiment.pair_name is None else f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts")
     )
 
 
-def random_pair(
-    target: TransformerLM, draft: TransformerLM, seed: int, mesh: Mesh | None = None, draft_ways: int | None = None
+def bare_pair(
+    target: TransformerLM,
+    draft: TransformerLM,
+    seed: int,
+    *,
+    mesh: Mesh | None = None,
+    draft_ways: int | None = None,
+    runs: tuple[str, str] = ("", ""),
 ) -> Pair:
-    """Parameters in the compute dtype, made where they belong: a large model fits nowhere else."""
+    """Two models without a tokenizer, their parameters of training runs, or random where a name is empty.
+
+    In the compute dtype and where they belong from the start: a large model fits nowhere else.
+    """
     if mesh is not None:
         target = on_mesh(target, Layout.tensor_parallel(mesh))
         draft = on_mesh(draft, draft_layout(mesh, draft_ways))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
-        params = [random_params(model, key) for model, key in zip((target, draft), keys)]
+        params = [
+            read_params(model, folder) if folder else random_params(model, key)
+            for model, key, folder in zip((target, draft), keys, runs)
+        ]
     pair = Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
     return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
 
 
 def random_params(model: TransformerLM | OnMesh, key: jax.Array) -> Any:
-    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
-    if isinstance(model, TransformerLM):
-        return jax.jit(make)(key)
-    return jax.jit(make, out_shardings=model.param_shardings(jax.eval_shape(make, key)))(key)
+    plain = model.model if isinstance(model, OnMesh) else model
+    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), plain.init(key))
+    return jax.jit(make, out_shardings=param_shardings(model))(key)
+
+
+def read_params(model: TransformerLM | OnMesh, folder: str) -> Any:
+    """Of the last checkpoint of a training run, whatever the mesh it was saved from."""
+    plain = model.model if isinstance(model, OnMesh) else model
+    shape = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+    shapes = jax.tree.map(shape, jax.eval_shape(plain.init, jax.random.key(0)), param_shardings(model))
+    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints")) as checkpoints:
+        return checkpoints.restore(params=shapes)["params"]
+
+
+def param_shardings(model: TransformerLM | OnMesh) -> Any:
+    if isinstance(model, OnMesh):
+        return model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+    one = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda _: one, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def config_mesh(config: ConfigDict) -> Mesh | None:

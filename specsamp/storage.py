@@ -8,7 +8,8 @@ from typing import Any
 
 from etils import epath
 
-BUCKETS = ("gs://", "s3://", "az://")
+LIBRARIES = {"gs://": "gcsfs", "s3://": "s3fs", "az://": "adlfs"}
+BUCKETS = tuple(LIBRARIES)
 
 
 def place(path: str | os.PathLike) -> epath.Path:
@@ -25,7 +26,7 @@ def place(path: str | os.PathLike) -> epath.Path:
         try:
             found.parent.exists()
         except ImportError as error:
-            raise ValueError(f"{text!r} needs a library that is not installed: pip install gcsfs ({error})") from error
+            raise ValueError(f"{text!r} needs a library that is not installed: pip install {LIBRARIES[text[:5]]} ({error})") from error
         return found
     return found.expanduser()
 

@@ -88,8 +88,8 @@ def test_unknown_sizes_fail():
 
 
 def test_a_configuration_becomes_objects(parse, monkeypatch):
-    without_params = lambda target, draft, *_: Pair(target=target, target_params={}, draft=draft, draft_params={})
-    monkeypatch.setattr(experiment, "random_pair", without_params)
+    without_params = lambda target, draft, *_, **__: Pair(target=target, target_params={}, draft=draft, draft_params={})
+    monkeypatch.setattr(experiment, "bare_pair", without_params)
     config = parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
     made = experiment.build(config)
     assert made.rule == BlockRule() and made.drafter == ModelDrafter(made.pair.draft, 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window
+from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window, to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
@@ -114,13 +114,13 @@ class Decoder:
         middle = time.perf_counter()
         state = jax.block_until_ready(self.loop.run(self.weights, request, state, UNLIMITED))
         end = time.perf_counter()
-        stats = jax.device_get(state.stats)
+        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
         _, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
-        emitted = [slice(*ends) for ends in zip(lengths_B, np.asarray(state.lengths_B))]
-        of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(np.asarray(x_BS), emitted, strict=True))
+        emitted = [slice(*ends) for ends in zip(lengths_B, state.lengths_B)]
+        of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
         return Timing(
-            prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(stats.rounds_B.max()),
-            stats=_all_rows(stats),
+            prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(state.stats.rounds_B.max()),
+            stats=_all_rows(state.stats),
             texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Two processes of four devices: the tokens of one process, checkpoints across layouts, and how a job ends."""
 
+import json
 import os
 import pathlib
 import socket
@@ -14,6 +15,7 @@ import pytest
 import mesh_worker as worker
 from specsamp import generate
 from specsamp.mesh import processes
+from specsamp.training.log import read_metrics
 
 WORKER = pathlib.Path(worker.__file__)
 ROOT = WORKER.parents[1]
@@ -127,3 +129,70 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(processes.specsamp, "__file__", str(tmp_path / "__init__.py"))
     assert processes.code_version() != before
+
+
+def launch(script, *arguments, count=2, timeout=400):
+    """An entry point as ``count`` processes with 8 devices together; returns what each printed."""
+    port = free_port()
+    env = dict(os.environ) | {
+        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+    }  # fmt: skip
+    joining = lambda i: (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, f"launch/{script}.py", *arguments, *(joining(index) if count > 1 else ())],
+            cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    codes, outputs = finish(jobs, timeout)
+    assert codes == [0] * count, "\n".join(outputs)
+    return outputs
+
+
+def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
+    """One model over both: the same texts, hence the same counts, as eight devices of one process."""
+    counts = []
+    for count in (2, 1):
+        output = tmp_path / f"{count}.json"
+        printed = launch(
+            "benchmark", "--config=configs/chinchilla.py:tiny,batch=2", "--config.mesh.model=4", "--config.mesh.data=2",
+            "--config.repeats=2", f"--output={output}", "--plain", count=count,
+        )  # fmt: skip
+        assert ["written to" in text for text in printed] == [True, False][:count]
+        document = json.loads(output.read_text())
+        assert document["environment"]["devices"] == 8
+        counts.append(document["result"]["acceptance"])
+    assert counts[0] == counts[1]
+
+
+def test_quality_of_two_processes_is_that_of_one(tmp_path):
+    """Each completes its share of the prompts, on a copy of its own."""
+    results = []
+    for count in (2, 1):
+        launch(
+            "quality", "--config.max_new_tokens=6", "--completions=20", f"--output={tmp_path}/{count}.json",
+            "--config.mesh.model=1", f"--config.mesh.data={4 * (3 - count)}", count=count,
+        )  # fmt: skip
+        results.append(json.loads((tmp_path / f"{count}.json").read_text())["parse_by_prompt"])
+    assert results[0] == results[1] and len(results[0]) == 20
+
+
+def test_two_processes_train_like_one(tmp_path):
+    """A target, then a draft on text that the processes let the target write."""
+    for count in (2, 1):
+        folder = tmp_path / str(count)
+        short = ("--config.recipe.steps=6", "--config.recipe.warmup_steps=2", "--config.rhythm.log=1",
+                 "--config.compute_dtype=float32")  # fmt: skip
+        config = "--config=configs/python_pair.py:tiny_"
+        launch("train", f"{config}target", f"--workdir={folder}/target", *short, count=count)
+        launch(
+            "train", f"{config}draft", f"--workdir={folder}/draft", f"--config.target={folder}/target", *short,
+            "--config.generated.rows=16", count=count,
+        )  # fmt: skip
+    losses = lambda path: [record["loss"] for record in read_metrics(path / "metrics.jsonl") if "loss" in record]
+    for side in ("target", "draft"):
+        two, one = (losses(tmp_path / count / side) for count in "21")
+        assert len(one) == 6
+        np.testing.assert_allclose(two, one, rtol=1e-4)

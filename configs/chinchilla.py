@@ -1,0 +1,66 @@
+"""The pair of Chen et al. (arXiv 2302.01318): a 70B target and a wide, shallow 4B draft, K = 4, on 16 TPU v4 chips.
+
+    python launch/benchmark.py --config=configs/chinchilla.py --distributed --output=gs://BUCKET/nucleus.json
+    python launch/benchmark.py --config=configs/chinchilla.py:v4-32,greedy --distributed
+    python launch/benchmark.py --config=configs/chinchilla.py:v5p-64,batch=8 --distributed
+    python launch/benchmark.py --config=configs/chinchilla.py:tiny                      # the whole way on a CPU
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
+        python launch/benchmark.py --config=configs/chinchilla.py:tiny --config.mesh.model=8
+
+After the colon, in any order: a TPU slice (specsamp/mesh/slices.py), "batch=N", "greedy", "tiny". The
+trained weights are not public. With random ones the times are those of the trained pair, acceptance and
+speedup are not; ``checkpoints`` names your own training runs of these shapes.
+"""
+
+import math
+
+from ml_collections import ConfigDict, config_dict
+
+from specsamp.mesh import slices
+
+PAPER = "v4-32"  # 16 chips; the name counts TensorCores
+DRAFT_HEADS = 48
+
+
+def get_config(argument: str = PAPER) -> ConfigDict:
+    words = [word for word in argument.split(",") if word]
+    tiny, greedy = "tiny" in words, "greedy" in words
+    batches = [word.removeprefix("batch=") for word in words if word.startswith("batch=")]
+    names = [word for word in words if word not in ("tiny", "greedy") and not word.startswith("batch=")]
+    if len(names) + tiny > 1 or len(batches) > 1:
+        raise ValueError(f"{argument!r} names more than one slice or batch, such as v4-32,batch=8")
+    if not all(batch.isdecimal() and int(batch) >= 1 for batch in batches):
+        raise ValueError(f"batch must be a positive integer; got {batches[0]!r}")
+    devices = 1 if tiny else slices.find(names[0] if names else PAPER).devices
+
+    config = ConfigDict()
+    config.target = model("tiny", num_heads=8) if tiny else model("chinchilla_70b")
+    config.draft = model("tiny", num_heads=8, num_layers=1) if tiny else model("draft_4b")
+    config.checkpoints = ConfigDict()
+    config.checkpoints.target = ""  # folder of a training run, local or gs://; "" is random weights
+    config.checkpoints.draft = ""
+    config.draft_length = 4
+    config.drafter = "model"
+    config.rule = "token"
+    config.sampling = ConfigDict()
+    config.sampling.temperature = 0.0 if greedy else 1.0
+    config.sampling.top_k = 0
+    config.sampling.top_p = 1.0 if greedy else 0.8  # the paper's nucleus, on XSum
+    config.sampling.min_p = 0.0
+    config.batch = int(batches[0]) if batches else 1
+    config.prompt_length = 8 if tiny else 512
+    config.max_new_tokens = 8 if tiny else 128
+    config.repeats = 3 if tiny else 20
+    config.seed = 0
+    config.mesh = ConfigDict()
+    config.mesh.data = 1
+    config.mesh.model = devices
+    ways = math.gcd(DRAFT_HEADS, devices)  # a draft of 48 heads goes on 16 devices, but not on 64
+    config.mesh.draft_ways = 0 if ways == devices else ways
+    return config
+
+
+def model(preset: str, **changes) -> ConfigDict:
+    """A preset of specsamp/models/config.py; what is None here is as the preset has it."""
+    kinds = {"num_layers": int, "num_heads": int, "num_kv_heads": int, "max_positions": int, "positions": str}
+    return ConfigDict({"preset": preset, **{name: config_dict.placeholder(kind) for name, kind in kinds.items()}, **changes})

@@ -1,0 +1,78 @@
+"""The paper's experiment as a configuration."""
+
+import jax
+import pytest
+
+from configs import chinchilla
+from launch import experiment
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.on_mesh import on_mesh
+from specsamp.training.checkpoint import Checkpoints
+
+
+def test_the_paper():
+    config = chinchilla.get_config()
+    assert (config.target.preset, config.draft.preset) == ("chinchilla_70b", "draft_4b")
+    assert (config.draft_length, config.batch, config.rule) == (4, 1, "token")
+    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 0.8)
+    assert (config.mesh.data, config.mesh.model, config.mesh.draft_ways) == (1, 16, 0)
+    greedy = chinchilla.get_config("v4-32,greedy").sampling
+    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "argument, devices, draft_ways, batch",
+    [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-8", 4, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
+)
+def test_other_slices_and_batches(argument, devices, draft_ways, batch):
+    """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
+    config = chinchilla.get_config(argument)
+    assert (config.mesh.model, config.mesh.draft_ways, config.batch) == (devices, draft_ways, batch)
+    ways = draft_ways or devices
+    mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), ("data", "copies", "model"))
+    over = {"target": ("copies", "model"), "draft": ("model",)}
+    for side, axes in over.items():
+        model = on_mesh(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))
+        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("v4-33", "nobody sells a TPU slice 'v4-33'; the nearest: v4-32, v4-64"),
+        ("h100-8", "nobody sells"),
+        ("batch=0", "batch must be a positive integer; got '0'"),
+        ("batch=many", "got 'many'"),
+        ("v4-32,v4-64", "more than one slice"),
+        ("tiny,v4-32", "more than one slice"),
+    ],
+)
+def test_bad_arguments(argument, message):
+    with pytest.raises(ValueError, match=message):
+        chinchilla.get_config(argument)
+
+
+def test_a_mesh_of_more_devices_than_there_are():
+    config = chinchilla.get_config("tiny")
+    config.mesh.model = 16
+    with pytest.raises(ValueError, match="data 1 x model 16 has 16 devices, but there are 8"):
+        experiment.config_mesh(config)
+
+
+def test_checkpoints_of_training_runs(tmp_path):
+    """Whatever the mesh they come from: here one device, read onto eight."""
+    config = chinchilla.get_config("tiny")
+    config.mesh.model = 8
+    expected = {}
+    for seed, side in enumerate(("target", "draft")):
+        params = experiment.make_model(config[side]).init(jax.random.key(seed))
+        checkpoints = Checkpoints(tmp_path / side / "checkpoints")
+        checkpoints.save(1, params, {"step": 1})
+        checkpoints.close()
+        config.checkpoints[side], expected[side] = str(tmp_path / side), params
+    made = experiment.build(config, mesh=experiment.config_mesh(config))
+    assert made.pair_name == f"{tmp_path}/target, {tmp_path}/draft"
+    for side, params in (("target", made.pair.target_params), ("draft", made.pair.draft_params)):
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), params, expected[side])
+        assert all(jax.tree.leaves(same))
+        assert len(params["layer_0"]["mlp"]["up"].sharding.device_set) == 8
