@@ -2,7 +2,7 @@
 # The same through GKE, for slices that exist only there (tpu7x, Ironwood). It needs xpk 1.16 or newer: pip install xpk.
 #
 #   launch/tpu/gke.sh create --name=cluster --accelerator=tpu7x-16 --reservation=my-reservation
-#   launch/tpu/gke.sh run --name=cluster --accelerator=tpu7x-16 -- python launch/benchmark.py --config=... --distributed --workdir=gs://bucket/run
+#   launch/tpu/gke.sh run --name=cluster --accelerator=tpu7x-16 -- python launch/benchmark.py --config=... --distributed --output=gs://bucket/results/tpu7x.json
 #   launch/tpu/gke.sh delete --name=cluster
 #
 #   --name         names the cluster

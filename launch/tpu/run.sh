@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command on all workers of a slice, shows the output of worker 0, and ends with the command's exit status.
 #
-#   launch/tpu/run.sh --name=pod -- python launch/benchmark.py --config=configs/chinchilla.py --distributed --workdir=gs://bucket/run
+#   launch/tpu/run.sh --name=pod -- python launch/benchmark.py --config=configs/chinchilla.py --distributed --output=gs://bucket/results/v4-32.json
 #   launch/tpu/run.sh --name=pod --attach    see again what runs, after a dropped connection or ctrl-C
 #   launch/tpu/run.sh --name=pod --stop      end it
 #
