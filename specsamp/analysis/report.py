@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("jax", "jaxlib", "flax", "specsamp")},
+        **{name: version(name) for name in ("jax", "jaxlib", "flax", "specsamp")},
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
@@ -231,7 +231,7 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -50,13 +50,17 @@ def make_mesh(
             f"a mesh of data {data} x model {model} has {data * model} devices, but there are {count}: "
             f"choose factors of {count}"
         )
-    if draft_ways is not None and model % draft_ways:
+    shape, names = mesh_axes(data, model, draft_ways)
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+def mesh_axes(data: int, model: int, draft_ways: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Shape and axis names of a mesh, see `make_mesh`."""
+    if draft_ways is not None and (draft_ways < 1 or model % draft_ways):
         raise ValueError(f"draft_ways {draft_ways} does not divide the {model} devices of the mesh axis 'model'")
     if draft_ways in (None, 1, model):
-        shape, names = (data, model), (DATA, MODEL)
-    else:
-        shape, names = (data, model // draft_ways, draft_ways), (DATA, COPIES, MODEL)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+        return (data, model), (DATA, MODEL)
+    return (data, model // draft_ways, draft_ways), (DATA, COPIES, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)

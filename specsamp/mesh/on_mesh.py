@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import COPIES, DATA, MODEL, Layout, put
+from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 
@@ -85,6 +86,8 @@ class OnMesh:
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
+        if jax.default_backend() == "tpu":
+            return fewest_collectives_on_tpu()
         return getattr(self.model, "compiler_options", ())
 
     def param_shardings(self, params: Any) -> Any:

@@ -31,6 +31,11 @@ def few_rows_on_cpu() -> Options:
     return options
 
 
+def fewest_collectives_on_tpu() -> Options:
+    """All-reduces as they stand: with few rows, chains of collective-permutes that overlap a product wait longer."""
+    return (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
+
+
 def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
     """`jax.jit`, compiled with the options that ``options_of`` gives for a call."""
     variants: dict[Options, Callable] = {}

@@ -1,0 +1,157 @@
+"""What a TPU slice will do, compiled without one: memory, traffic, collectives, and the time they add up to.
+
+    pip install libtpu                                            # Linux on x86-64
+    python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
+    python launch/compile_report.py --config=configs/chinchilla.py --topology=v5e:4x4 --config.batch=8
+    python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
+    python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
+
+The mesh is that of the topology: ``config.mesh.data`` shares of the batch, all other devices hold one copy of
+the target together. Everything printed is a compiler estimate: nothing runs.
+"""
+
+import math
+import sys
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
+
+import entry
+from experiment import RULES, make_model, make_sampling
+from specsamp.analysis import report as tables
+from specsamp.mesh.compile_report import LATENCIES_US, Report, bytes_of_state, compile_report
+from specsamp.mesh.described import described_mesh, parse
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.on_mesh import draft_layout, on_mesh
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", lock_config=True)
+_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
+_SLOTS = flags.DEFINE_integer("slots", 2048, "Of the caches.", lower_bound=16)
+_ACCEPTANCE = flags.DEFINE_multi_float("acceptance", [0.6, 0.7, 0.8, 0.9], "For ms per token; may be repeated.")
+_FITS = flags.DEFINE_bool("fits", False, "Print how many sequences fit, over batch and context, and compile nothing.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
+
+
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    config = _CONFIG.value
+    try:
+        ways = config.mesh.draft_ways or None
+        chip, sizes = parse(_TOPOLOGY.value)
+        model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
+        if ways is None and math.gcd(config_heads(config), model_ways) != model_ways:
+            ways = math.gcd(config_heads(config), model_ways)
+        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways)
+        target = on_mesh(make_model(config.target), Layout.tensor_parallel(mesh))
+        draft = on_mesh(make_model(config.draft), draft_layout(mesh, ways))
+        if _FITS.value:
+            grid = fits(target, draft, chip.hbm_bytes // chip.devices)
+            tables.show([fits_table(grid)], console, _PLAIN.value)
+            entry.write_result(_OUTPUT.value, {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}, console)
+            return
+        with console.status("compiling") as status:
+            report = compile_report(
+                target, draft, mesh=mesh, topology=_TOPOLOGY.value, draft_length=config.draft_length,
+                rule=RULES[config.rule](), sampling=make_sampling(config.sampling), batch=config.batch,
+                slots=_SLOTS.value, progress=lambda text: status.update(f"compiling: {text}"),
+            )  # fmt: skip
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+    tables.show(report_tables(report, _ACCEPTANCE.value), console, _PLAIN.value)
+    document = {
+        "kind": "compiler estimate", "config": config.to_dict(), "libtpu": tables.version("libtpu"),
+        "models": {"target": target.config, "draft": draft.config}, "report": report,
+        "ms_per_token": {
+            str(a): {str(latency): report.ms_per_token(a, latency) for latency in LATENCIES_US}
+            for a in _ACCEPTANCE.value if fitted(report)
+        },
+    }  # fmt: skip
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+def config_heads(config) -> int:
+    return make_model(config.draft).config.num_heads
+
+
+def fitted(report: Report) -> bool:
+    return all(program.memory is not None for program in report.programs)
+
+
+def report_tables(report: Report, acceptance: list[float]) -> list[tables.Table]:
+    chip, _ = parse(report.topology)
+    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
+    rows, times = [], []
+    for p in report.programs:
+        if p.memory is None:
+            rows.append((p.name, str(p.tokens), "does not fit", "", "", "", "", ""))
+            continue
+        rows.append((
+            p.name, str(p.tokens), f"{p.memory.total / 2**30:.2f}", f"{p.memory.temporaries / 1e6:.0f}",
+            f"{p.hbm_bytes / 1e6:,.0f}", f"{p.over_floor:.3f}",
+            ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none",
+            f"{len(p.copies)}, {p.host_transfers}",
+        ))  # fmt: skip
+        stream = p.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
+        times.append((
+            p.name, f"{stream:.2f}", f"{p.cycles / chip.clock_hz * 1e3:.2f}", str(sum(p.collectives.values())),
+            *(f"{p.milliseconds(chip, latency):.2f}" for latency in LATENCIES_US),
+        ))  # fmt: skip
+    made = [
+        tables.Table(
+            title=f"One call on one device: {where}",
+            header=("", "tokens", "HBM, GiB", "temporary, MB", "HBM traffic, MB", "over floor", "collectives", "large copies, host"),
+            rows=rows, note=f"of {chip.hbm_bytes // chip.devices / 2**30:.0f} GiB; the round is draft, score, verify, commit",
+        ),
+        tables.Table(
+            title="Milliseconds: the longer of streaming and cycles, and collectives one after another",
+            header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US)), rows=times,
+        ),
+    ]  # fmt: skip
+    if fitted(report):
+        pairs = lambda a: (report.ms_per_token(a, latency) for latency in LATENCIES_US)
+        made.append(tables.Table(
+            title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
+            header=("acceptance", *(f"at {latency} us" for latency in LATENCIES_US)),
+            rows=[(f"{a:.2f}", *(f"{fast:.2f} ({alone:.2f})" for alone, fast in pairs(a))) for a in acceptance],
+        ))  # fmt: skip
+    for p in report.programs:
+        if p.out_of_memory:
+            made.append(tables.Table(
+                title=f"{p.name}: out of memory", header=("the compiler says",),
+                rows=[(line,) for line in p.out_of_memory.splitlines()],
+            ))  # fmt: skip
+    return made
+
+
+def fits(target, draft, capacity: int) -> list[dict]:
+    """Bytes per device of weights and caches; temporaries come on top."""
+    grid = []
+    for context in CONTEXTS:
+        for batch in BATCHES:
+            weights, caches = bytes_of_state(target, draft, batch, context)
+            grid.append({"context": context, "batch": batch, "weights": weights, "caches": caches,
+                         "share": (weights + caches) / capacity})  # fmt: skip
+    return grid
+
+
+def fits_table(grid: list[dict]) -> tables.Table:
+    cell = lambda context, batch: next(g["share"] for g in grid if (g["context"], g["batch"]) == (context, batch))
+    return tables.Table(
+        title=f"Weights and caches, share of a device's memory: {_TOPOLOGY.value}",
+        header=("slots", *(f"batch {batch}" for batch in BATCHES)),
+        rows=[
+            (f"{context:,}", *(f"{cell(context, batch):.0%}" if cell(context, batch) < 10 else ">1000%" for batch in BATCHES))
+            for context in CONTEXTS
+        ],
+        note="above about 95% nothing is left for temporaries",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    entry.run(main)

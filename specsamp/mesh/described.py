@@ -1,0 +1,104 @@
+"""Slices that are described instead of present: `libtpu` holds the whole TPU compiler and asks for no TPU.
+
+    mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from specsamp.mesh.layout import mesh_axes
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Of one chip; cloud.google.com/tpu/docs unless said otherwise."""
+
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    flops_per_second: float  # bfloat16
+    clock_hz: float  # of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for others
+    devices: int = 1  # as JAX counts them
+    options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs
+
+    @property
+    def ridge(self) -> float:
+        """Rows of a bfloat16 product from which it is bound by arithmetic."""
+        return self.flops_per_second / self.hbm_bytes_per_second
+
+
+CHIPS = {
+    "v3": Chip(32 * GIB, 900e9, 123e12, 0.94e9, devices=2),
+    # "megacore": the two cores of a chip are one device, as on a pod.
+    "v4": Chip(32 * GIB, 1200e9, 275e12, 1.05e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": Chip(16 * GIB, 819e9, 197e12, 1.5e9),
+    "v5p": Chip(95 * GIB, 2765e9, 459e12, 1.75e9),
+    "v6e": Chip(32 * GIB, 1638e9, 918e12, 1.75e9),
+}
+EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
+
+
+def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
+    """"v4:2x2x4" -> the chip and the chips along each axis.
+
+    Raises:
+      ValueError: no such chip, or no such shape.
+    """
+    name, _, shape = topology.partition(":")
+    sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
+    if name not in CHIPS or shape.count("x") != len(sizes) - 1 or not all(sizes) or len(sizes) not in (2, 3):
+        raise ValueError(f"no TPU topology {topology!r}: give a chip ({', '.join(CHIPS)}) and a shape, such as {EXAMPLES}")
+    return CHIPS[name], sizes
+
+
+def described_mesh(topology: str, data: int = 1, *, draft_ways: int | None = None) -> Mesh:
+    """A mesh of the devices of a slice that need not exist: shapes can be sharded over it, and programs compiled.
+
+    Args:
+      topology: such as "v4:2x2x4".
+      data: shares of the batch; the other devices hold one copy of the target together.
+      draft_ways: see `make_mesh`.
+
+    Raises:
+      ValueError: an unknown topology, or ``data`` does not divide its devices.
+      RuntimeError: this machine has no libtpu.
+    """
+    chip, sizes = parse(topology)
+    # Before libtpu looks for a TPU and for the cloud's metadata server.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options = dict(chip.options)
+    if len(sizes) == 3:
+        options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}
+    try:
+        described = topologies.get_topology_desc(topology, platform="tpu", **options)
+    except RuntimeError as error:
+        if "not installed" not in str(error) and "libtpu" not in str(error):
+            raise ValueError(f"the compiler knows no topology {topology!r} ({error}): try one of {EXAMPLES}") from error
+        raise RuntimeError(
+            "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"
+        ) from error
+    except Exception as error:  # whatever libtpu raises for a shape that it refuses
+        raise ValueError(f"the compiler refuses the topology {topology!r} ({error}): try one of {EXAMPLES}") from error
+    count = math.prod(sizes) * chip.devices
+    if len(described.devices) != count:
+        raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
+    if data < 1 or count % data:
+        raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
+    shape, names = mesh_axes(data, count // data, draft_ways)
+    return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)

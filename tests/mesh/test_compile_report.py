@@ -1,0 +1,154 @@
+"""Compiled for real TPU slices with libtpu, on this CPU: Chinchilla at full width, two and four layers.
+
+Fixed costs cancel in the difference of the two depths. A deliberately bad variant shows that the guard bites.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specsamp import TokenRule, chain, top_p
+from specsamp.mesh import hlo
+from specsamp.mesh.compile_report import _largest, bytes_of_state, compile_report
+from specsamp.mesh.described import described_mesh, is_out_of_memory, parse
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.models.config import chinchilla_70b, draft_4b
+from specsamp.models.transformer import TransformerLM
+
+TOPOLOGY = "v4:2x2x4"
+
+
+def models(mesh, target_layers, draft_layers=2):
+    target = on_mesh(TransformerLM(chinchilla_70b(num_layers=target_layers)), Layout.tensor_parallel(mesh))
+    return target, on_mesh(TransformerLM(draft_4b(num_layers=draft_layers)), draft_layout(mesh))
+
+
+@functools.cache
+def report(target_layers, batch=1, data=1, programs=("target step", "score", "round")):
+    mesh = described_mesh(TOPOLOGY, data)
+    target, draft = models(mesh, target_layers)
+    return compile_report(
+        target, draft, mesh=mesh, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), sampling=chain(top_p(0.8)),
+        batch=batch, programs=programs,
+    )  # fmt: skip
+
+
+def test_nothing_is_copied_and_nothing_leaves_the_device():
+    for layers in (2, 4):
+        for program in report(layers).programs:
+            assert program.copies == () and program.host_transfers == 0
+            assert program.memory.temporaries < 100e6
+            assert program.memory.total < program.memory.capacity
+
+
+@pytest.mark.parametrize("name", ["target step", "score"])
+def test_a_layer_moves_its_floor_and_two_all_reduces(name):
+    few, many = report(2)[name], report(4)[name]
+    moved, floor = many.hbm_bytes - few.hbm_bytes, many.floor_bytes - few.floor_bytes
+    assert 0.95 < moved / floor < 1.05
+    assert few.collectives == {"all-reduce": 2 * 2 + 1, "all-gather": 1}  # one for the embedding, one for the logits
+    assert many.collectives == {"all-reduce": 4 * 2 + 1, "all-gather": 1}
+
+
+def test_a_round_holds_the_collectives_of_its_calls_alone():
+    """Sampling and verification have none: K = 4 calls of a draft of two layers, and one of the target."""
+    for layers in (2, 4):
+        assert report(layers)["round"].collectives == {"all-reduce": 4 * 5 + 2 * layers + 1, "all-gather": 5}
+
+
+def test_shares_of_rows_add_one_collective_a_round():
+    """They agree on when to end; nothing else passes between them."""
+    split = report(2, 8, 2, ("round",))["round"]
+    assert split.collectives == {"all-reduce": 4 * 5 + 2 * 2 + 1 + 1, "all-gather": 5}
+    assert split.host_transfers == 0
+
+
+def test_stacked_layers_under_scan_are_caught():
+    """The same weights, stacked: the compiler copies a layer's weights before it uses them."""
+    mesh = described_mesh(TOPOLOGY)
+    layers, width, inner = 4, 8192, 32768
+
+    def shape(*sizes, spec):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    up = shape(layers, width, inner, spec=(None, None, "model"))
+    down = shape(layers, inner, width, spec=(None, "model"))
+    x = shape(5, width, spec=())
+    per_device = 2 * layers * 2 * width * inner / 16
+
+    def unrolled(x, up, down):
+        for i in range(layers):
+            x = x + jnp.dot(jax.nn.gelu(jnp.dot(x, up[i])), down[i])
+        return x
+
+    def scanned(x, up, down):
+        step = lambda x, weights: (x + jnp.dot(jax.nn.gelu(jnp.dot(x, weights[0])), weights[1]), None)
+        return jax.lax.scan(step, x, (up, down))[0]
+
+    bytes_of = lambda function: hlo.measure(jax.jit(function).lower(x, up, down).compile().as_text()).bytes
+    assert bytes_of(unrolled) < 1.05 * per_device
+    assert bytes_of(scanned) > 1.5 * per_device
+
+
+def test_out_of_memory_is_a_result():
+    """All eighty layers on four chips: what is missing, and to whom it went."""
+    mesh = described_mesh("v5e:2x2")
+    target, draft = models(mesh, 24)
+    made = compile_report(
+        target, draft, mesh=mesh, topology="v5e:2x2", draft_length=4, rule=TokenRule(), sampling=chain(top_p(0.8)),
+        programs=("target step",),
+    )["target step"]  # fmt: skip
+    assert made.memory is None and "hbm" in made.out_of_memory.lower()
+
+
+def test_what_fits():
+    mesh = described_mesh(TOPOLOGY)
+    target, draft = models(mesh, 80, 8)
+    weights, caches = bytes_of_state(target, draft, 1, 2048)
+    assert weights == pytest.approx((129.4e9 + 2.7e9 + 8.24e9 * 12 / 13) / 16, rel=0.02)
+    assert caches == (2_621_440 + 196_608) * 2048 / 16
+    assert bytes_of_state(target, draft, 8, 4096)[1] == 16 * caches
+
+
+def test_chips():
+    chip, sizes = parse("v4:2x2x4")
+    assert sizes == (2, 2, 4) and round(chip.ridge) == 229
+    assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
+    assert dict(described_mesh("v4:2x2x4", draft_ways=4).shape) == {"data": 1, "copies": 4, "model": 4}
+
+
+@pytest.mark.parametrize("topology", ["v9:2x2", "v4", "v4:2x", "v4:axb", "v4:0x2", "v4:2x2x4x2", "v5e:3x5"])
+def test_unknown_topologies(topology):
+    with pytest.raises(ValueError, match="topology.*v4:2x2x4"):
+        described_mesh(topology)
+
+
+def test_devices_that_do_not_divide():
+    with pytest.raises(ValueError, match="data 3 does not divide the 16 devices"):
+        described_mesh(TOPOLOGY, 3)
+    mesh = described_mesh(TOPOLOGY)
+    config = dataclasses.replace(chinchilla_70b(num_layers=1), num_heads=24, num_kv_heads=24)
+    with pytest.raises(ValueError, match="'heads' has 24 entries, which do not divide over the 16 devices"):
+        target, draft = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh)), models(mesh, 1)[1]
+        compile_report(target, draft, mesh=mesh, topology=TOPOLOGY, draft_length=4, rule=TokenRule(),
+                       sampling=chain(top_p(0.8)))  # fmt: skip
+
+
+def test_without_libtpu(monkeypatch):
+    def missing(*_, **__):
+        raise RuntimeError("JAX TPU support not installed; cannot generate TPU topology.")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    with pytest.raises(RuntimeError, match="no libtpu here: pip install libtpu.*x86-64"):
+        described_mesh(TOPOLOGY)
+
+
+def test_the_lines_of_the_compiler_that_matter():
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 15G.\nnoise\n  Size: 2.00G\n"
+    assert _largest(message).splitlines()[1] == "Size: 2.00G" and "noise" not in _largest(message)
+    assert is_out_of_memory(RuntimeError(message))
