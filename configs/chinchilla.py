@@ -19,7 +19,8 @@ from ml_collections import ConfigDict, config_dict
 from specsamp.mesh import slices
 
 PAPER = "v4-32"  # 16 chips; the name counts TensorCores
-DRAFT_HEADS = 48
+DRAFT_HEADS, TARGET_WAYS = 48, 64  # heads of the draft; heads of the target are the most devices for one copy
+WEIGHT_BYTES = 2 * 74.2e9  # of both, in bfloat16
 
 
 def get_config(argument: str = PAPER) -> ConfigDict:
@@ -31,7 +32,20 @@ def get_config(argument: str = PAPER) -> ConfigDict:
         raise ValueError(f"{argument!r} names more than one slice or batch, such as v4-32,batch=8")
     if not all(batch.isdecimal() and int(batch) >= 1 for batch in batches):
         raise ValueError(f"batch must be a positive integer; got {batches[0]!r}")
-    devices = 1 if tiny else slices.find(names[0] if names else PAPER).devices
+    found = None if tiny else slices.find(names[0] if names else PAPER)
+    devices = 1 if found is None else found.devices
+    ways = math.gcd(devices, TARGET_WAYS)
+    if found is not None and WEIGHT_BYTES / ways > 0.95 * found.hbm_bytes * found.chips / found.devices:
+        raise ValueError(
+            f"{found.name} cannot hold {WEIGHT_BYTES / 1e9:.0f} GB of weights in {devices} x "
+            f"{found.hbm_bytes * found.chips / found.devices / 2**30:.0f} GiB: take a larger slice"
+        )
+    batch = int(batches[0]) if batches else devices // ways
+    if batch % (devices // ways):
+        raise ValueError(
+            f"batch {batch} does not divide over {devices // ways} copies of the target: a copy takes {ways} devices "
+            "at most, so a larger slice wants a larger batch"
+        )
 
     config = ConfigDict()
     config.target = model("tiny", num_heads=8) if tiny else model("chinchilla_70b")
@@ -47,16 +61,16 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config.sampling.top_k = 0
     config.sampling.top_p = 1.0 if greedy else 0.8  # the paper's nucleus, on XSum
     config.sampling.min_p = 0.0
-    config.batch = int(batches[0]) if batches else 1
+    config.batch = batch
     config.prompt_length = 8 if tiny else 512
     config.max_new_tokens = 8 if tiny else 128
     config.repeats = 3 if tiny else 20
     config.seed = 0
     config.mesh = ConfigDict()
-    config.mesh.data = 1
-    config.mesh.model = devices
-    ways = math.gcd(DRAFT_HEADS, devices)  # a draft of 48 heads goes on 16 devices, but not on 64
-    config.mesh.draft_ways = 0 if ways == devices else ways
+    config.mesh.data = devices // ways
+    config.mesh.model = ways
+    draft_ways = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
+    config.mesh.draft_ways = 0 if draft_ways == ways else draft_ways
     return config
 
 

@@ -24,6 +24,7 @@ def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value)
     config = _CONFIG.value
     try:
+        entry.check_output(_OUTPUT.value)
         experiment = build(config, mesh=config_mesh(config))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"{config_flags.get_config_filename(flags.FLAGS['config'])}: {error}")

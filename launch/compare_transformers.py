@@ -29,6 +29,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON
 
 def main() -> None:
     console = entry.make_console(highlight=False)
+    entry.check_output(_OUTPUT.value)
     experiment = build(_CONFIG.value)
     console.print(headline(experiment))
     work = experiment.workload

@@ -42,6 +42,7 @@ def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value, highlight=False)
     config = _CONFIG.value
     try:
+        entry.check_output(_OUTPUT.value)
         ways = config.mesh.draft_ways or None
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)

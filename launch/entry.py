@@ -17,8 +17,10 @@ from typing import Any
 
 import jax
 from absl import app, flags, logging
+from jax.experimental import multihost_utils
 from rich.console import Console
 
+from specsamp import storage
 from specsamp.analysis import report
 from specsamp.mesh import processes
 
@@ -45,9 +47,11 @@ def run(main: Callable[[], None]) -> None:
             try:
                 processes.start(*numbers)
             except (ValueError, ConnectionError, RuntimeError) as error:
-                sys.exit(f"--distributed: {error}")
+                sys.exit(f"joining other processes: {error}")
         try:
             main()
+            if jax.process_count() > 1:  # else the first would end the others while it is still writing
+                multihost_utils.sync_global_devices("the end")
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
@@ -68,6 +72,21 @@ def make_console(**options: Any) -> Console:
 def command() -> str:
     """As it was typed."""
     return shlex.join(["python", *sys.argv])
+
+
+def check_output(path: str | None) -> None:
+    """Refuses a place that cannot be written: now, not after an hour of measuring.
+
+    Raises:
+      ValueError: with the reason.
+    """
+    if path and is_first():
+        probe = f"{path}.probe"
+        try:
+            storage.write(probe, "")
+            storage.place(probe).unlink()
+        except (OSError, PermissionError) as error:
+            raise ValueError(f"--output={path} cannot be written: {error}") from error
 
 
 def write_result(path: str | None, document: dict, console: Console) -> None:

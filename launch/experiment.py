@@ -190,19 +190,32 @@ def config_mesh(config: ConfigDict) -> Mesh | None:
     """
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         return None
-    return make_mesh(config.mesh.data, config.mesh.model, draft_ways=draft_ways(config))
+    return make_mesh(
+        config.mesh.data, config.mesh.model, draft_ways=draft_ways(config), key_heads=key_heads(config)
+    )
 
 
 def config_replica(config: ConfigDict) -> Replica:
-    """The mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models."""
+    """The mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models.
+
+    Raises:
+      ValueError: a single process whose mesh does not match its devices, or a model axis that does not divide.
+    """
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         one = make_mesh(1, 1, devices=jax.devices()[:1])
         return Replica(mesh=one, index=0, count=1)
-    return my_replica(config.mesh.model, draft_ways=draft_ways(config))
+    if jax.process_count() == 1:
+        return Replica(mesh=config_mesh(config), index=0, count=1)
+    return my_replica(config.mesh.model, draft_ways=draft_ways(config), key_heads=key_heads(config))
 
 
 def draft_ways(config: ConfigDict) -> int | None:
     return config.mesh.draft_ways or None
+
+
+def key_heads(config: ConfigDict) -> int | None:
+    """Of the target, where the configuration says it."""
+    return make_model(config.target).config.num_kv_heads if "target" in config else None
 
 
 def _choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:

@@ -30,26 +30,31 @@ MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 def main() -> None:
     console = entry.make_console(highlight=False)
     try:
-        export(pathlib.Path(_TARGET.value), pathlib.Path(_DRAFT.value), pathlib.Path(_OUTPUT.value), console)
+        export(_TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 
 
-def export(target_run: pathlib.Path, draft_run: pathlib.Path, output: pathlib.Path, console: Console) -> None:
+def export(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
     target, draft = open_trained(target_run), open_trained(draft_run)
     tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
     if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
     asked = draft.made_from("target")["sha256"]
     if asked != target.describe()["sha256"]:
-        raise ValueError(f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds")
+        raise ValueError(
+            f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds"
+        )
     data = target.run_config()["data"]
     corpus = read_corpus(
         data["folder"] or standard_library(), pattern=data["pattern"], exclude=data["exclude"], held_out=data["held_out"]
     )
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
-        side: {"config": without_paths(trained.run_config()), "corpus": trained.made_from("corpus"), "step": trained.step, "last_metrics": trained.last_metrics()}
+        side: {
+            "config": without_paths(trained.run_config()), "corpus": trained.made_from("corpus"),
+            "step": trained.step, "last_metrics": trained.last_metrics(),
+        }
         for side, trained in (("target", target), ("draft", draft))
     }
     save = lambda: save_pair(

@@ -21,6 +21,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON
 def main() -> None:
     console = entry.make_console(highlight=False)
     try:
+        entry.check_output(_OUTPUT.value)
         replica = config_replica(_CONFIG.value)
         experiment = build(_CONFIG.value, mesh=None if replica.mesh.size == 1 else replica.mesh)
     except (ValueError, FileNotFoundError) as error:
@@ -32,14 +33,14 @@ def main() -> None:
     prompts = [pair.tokenizer.decode(prompt) for prompt in work.prompts]
     mine, per_prompt = replica.share(len(prompts)), -(-_COMPLETIONS.value // len(prompts))
     with console.status("completing"):
-        completions = generate(
+        completions = mine and generate(
             pair, [prompts[i] for i in mine], work.max_new_tokens, sampling=experiment.sampling,
             drafter=experiment.drafter, rule=experiment.rule, num_samples=per_prompt, seed=work.seed, prompt_ids=mine,
         )  # fmt: skip
     good = [0] * len(mine)
     for c in completions:
         good[c.prompt_index] += parses(prompts[mine[c.prompt_index]], c.text, ended=c.finish == "stop")
-    by_prompt = replica.gather(mine, good)
+    by_prompt = replica.gather(mine, good, len(prompts))
     total = per_prompt * len(prompts)
     share = sum(by_prompt) / total
     console.print(f"{sum(by_prompt)} of {total} completions parse: {share:.1%}")

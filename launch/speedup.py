@@ -28,6 +28,7 @@ LAWS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8
 def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value, highlight=False)
     try:
+        entry.check_output(_OUTPUT.value)
         experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"--config: {error}")

@@ -4,6 +4,7 @@
     python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 """
 
+import os
 import sys
 
 import jax
@@ -17,6 +18,7 @@ from rich.console import Console
 
 import entry
 from specsamp import storage
+from specsamp.mesh import processes
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig, human_count
 from specsamp.models.transformer import TransformerLM
@@ -62,6 +64,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
     windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, recipe.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
+    check_all_processes(folder, config, corpus, tokenizer)
     mesh = train_mesh(config)
     check_devices(recipe, held_out, mesh)
     init = first_params(config, tokenizer)
@@ -81,6 +84,33 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
         params=init, warps=COMPARED_LAWS, mesh=mesh,
     )  # fmt: skip
+
+
+def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
+    """Processes that train together must see one folder, and read the same text in the same tokens.
+
+    Raises:
+      ValueError: on every process, with what differs.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = {
+        "configuration": config.to_json(), "corpus": corpus.describe()["sha256"], "tokenizer": tokenizer.to_json()
+    }  # fmt: skip
+    theirs = processes.gather_objects(facts)
+    different = [name for name in facts if len({other[name] for other in theirs}) > 1]
+    if different:
+        raise ValueError(
+            f"the processes differ in {', '.join(different)}: give all the same command, and hosts with another Python "
+            "a --config.data.folder of their own copy of the text"
+        )
+    word = processes.gather_objects(os.urandom(8).hex())[0]
+    if entry.is_first():
+        storage.write(folder / "seen_by_all", word)
+    multihost_utils.sync_global_devices("a word in the folder")
+    seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
+    if not all(processes.gather_objects(seen)):
+        raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
 
 
 def train_mesh(config: ConfigDict) -> Mesh:

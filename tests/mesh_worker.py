@@ -1,6 +1,6 @@
 """One process of a job on CPU devices, as test_processes.py starts it.
 
-    python mesh_worker.py SCENARIO FOLDER PORT PROCESS NUM_PROCESSES
+    python mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
 """
 
 import os
@@ -40,7 +40,7 @@ def decode(folder: pathlib.Path) -> None:
     mine = replica.share(len(PROMPTS))
     part = generate(shard(pair(), replica.mesh), [PROMPTS[i] for i in mine], prompt_ids=mine, **CALL)
     by_prompt = [tokens(part[2 * i : 2 * i + 2]) for i in range(len(mine))]
-    results["shares"] = [row for rows in replica.gather(mine, by_prompt) for row in rows]
+    results["shares"] = [row for rows in replica.gather(mine, by_prompt, len(PROMPTS)) for row in rows]
     results["one model over both"] = tokens(generate(shard(pair(), processes.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_ways=1)
     results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
@@ -95,7 +95,8 @@ SCENARIOS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    scenario, folder, port, index, count = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:6])
+    scenario, folder, port, count = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    index = int(sys.argv[5].removeprefix("--process_id="))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)
     jax.config.update("jax_default_matmul_precision", "float32")

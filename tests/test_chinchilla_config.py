@@ -22,7 +22,7 @@ def test_the_paper():
 
 @pytest.mark.parametrize(
     "argument, devices, draft_ways, batch",
-    [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-8", 4, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
+    [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-16", 8, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
 )
 def test_other_slices_and_batches(argument, devices, draft_ways, batch):
     """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
@@ -30,10 +30,15 @@ def test_other_slices_and_batches(argument, devices, draft_ways, batch):
     assert (config.mesh.model, config.mesh.draft_ways, config.batch) == (devices, draft_ways, batch)
     ways = draft_ways or devices
     mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), ("data", "copies", "model"))
-    over = {"target": ("copies", "model"), "draft": ("model",)}
+    over = {"target": ("model", "copies"), "draft": ("model",)}
     for side, axes in over.items():
         model = on_mesh(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+
+
+def test_a_slice_of_more_devices_than_heads_takes_more_rows():
+    config = chinchilla.get_config("v4-256")
+    assert (config.mesh.data, config.mesh.model, config.batch) == (2, 64, 2)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,8 @@ def test_other_slices_and_batches(argument, devices, draft_ways, batch):
         ("batch=many", "got 'many'"),
         ("v4-32,v4-64", "more than one slice"),
         ("tiny,v4-32", "more than one slice"),
+        ("v5litepod-8", "v5litepod-8 cannot hold 148 GB of weights in 8 x 16 GiB: take a larger slice"),
+        ("v4-256,batch=1", "batch 1 does not divide over 2 copies of the target"),
     ],
 )
 def test_bad_arguments(argument, message):

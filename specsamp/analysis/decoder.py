@@ -138,6 +138,8 @@ def decoders(
     Raises:
       ValueError: the workload needs more positions than a model has.
     """
+    if workload.batch % pair.shares.ways:
+        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shares.ways} shares of the data axis")
     models = {"target": pair.target}
     models |= {"draft": drafter.model for drafter, _ in contenders.values() if isinstance(drafter, ModelDrafter)}
     for name, model in models.items():

@@ -60,6 +60,11 @@ def first_board(loop: Loop, weights: Weights, request: Request, state: DecodeSta
 
 @functools.partial(jax.jit, static_argnames="loop", donate_argnames="state")
 def _first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+    by_rows = (False, Request.by_rows(), True)
+    return loop.shares(functools.partial(_board, loop), by_rows)(weights, request, state)
+
+
+def _board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
     proposed, drafter_state, cache = loop.draft(weights, request, state)
     output = loop.score(weights, state, proposed, cache)
     verdict = loop.verify(request, state, proposed, output)
@@ -137,8 +142,13 @@ def repeat(
     phase: Phase, loop: Loop, weights: Weights, request: Request, board: Board, iterations: Array | int
 ) -> Board:
     """Runs ``phase`` ``iterations`` times, one after the other."""
-    step = lambda _, board: phase(loop, weights, request, jax.lax.optimization_barrier(board))
-    return jax.lax.fori_loop(0, iterations, step, board)
+
+    def times(weights: Weights, request: Request, board: Board, iterations: Array | int) -> Board:
+        step = lambda _, board: phase(loop, weights, request, jax.lax.optimization_barrier(board))
+        return jax.lax.fori_loop(0, iterations, step, board)
+
+    by_rows = (False, Request.by_rows(), True, False)
+    return loop.shares(times, by_rows)(weights, request, board, iterations)
 
 
 @functools.partial(jax.jit, static_argnames="rows")
@@ -159,7 +169,11 @@ def stream(matrices: list[Array], iterations: Array | int, *, rows: int) -> Arra
 
 
 def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
-    """What a call of the model streams; of a model that does not say, all leaves with two axes or more."""
-    if hasattr(model, "streamed"):
-        return model.streamed(weights)
-    return [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
+    """What a call of the model streams; of a model that does not say, all leaves with two axes or more.
+
+    On a mesh, the parts that one device holds: products of parts need no collective.
+    """
+    said = getattr(model, "streamed", None)
+    matrices = said(weights) if said else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
+    spread = lambda leaf: isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
+    return [leaf.addressable_shards[0].data if spread(leaf) else leaf for leaf in matrices]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from specsamp.analysis import phases
 from specsamp.analysis.spread import Spread
@@ -149,10 +150,17 @@ class _Bench:
         return seconds
 
 
+def _of_first_process(seconds: float) -> float:
+    """All processes must run the same number of collectives, whatever their clocks say."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
+
+
 def _iterations(run: Run) -> int:
     """Compiles, then finds how many iterations take about `SECONDS_PER_SAMPLE`; even."""
     run(1)
     n = 2
-    while n < MOST_ITERATIONS and (seconds := run(n)) < SECONDS_PER_SAMPLE / 2:
+    while n < MOST_ITERATIONS and (seconds := _of_first_process(run(n))) < SECONDS_PER_SAMPLE / 2:
         n = 2 * int(n * min(max(SECONDS_PER_SAMPLE / seconds, 2), 16) / 2)
     return min(n, MOST_ITERATIONS)

@@ -25,7 +25,12 @@ AS_FAR_AS_POSSIBLE = ("kv_heads",)
 
 
 def make_mesh(
-    data: int = 1, model: int | None = None, *, draft_ways: int | None = None, devices: Sequence[Any] | None = None
+    data: int = 1,
+    model: int | None = None,
+    *,
+    draft_ways: int | None = None,
+    key_heads: int | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh with axes ``data`` and ``model``.
 
@@ -34,6 +39,8 @@ def make_mesh(
       model: devices that hold one copy of the target together; default: all that are left.
       draft_ways: devices that hold one copy of the draft together, if neither 1 nor ``model``: the model
         axis is then made of two, ``copies`` x ``model``, and the draft is split over the second only.
+      key_heads: of the target. If they are fewer than ``model``, the axis is made of two as well, so that each
+        device keeps its share of the heads' caches and not all of them. (``draft_ways`` comes first.)
       devices: default all devices of all processes, in the order of ICI neighbourhood.
 
     Raises:
@@ -50,12 +57,17 @@ def make_mesh(
             f"a mesh of data {data} x model {model} has {data * model} devices, but there are {count}: "
             f"choose factors of {count}"
         )
-    shape, names = mesh_axes(data, model, draft_ways)
+    shape, names = mesh_axes(data, model, draft_ways, key_heads)
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
-def mesh_axes(data: int, model: int, draft_ways: int | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def mesh_axes(
+    data: int, model: int, draft_ways: int | None, key_heads: int | None = None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Shape and axis names of a mesh, see `make_mesh`."""
+    if draft_ways in (None, 1, model) and key_heads is not None and math.gcd(key_heads, model) not in (1, model):
+        inner = math.gcd(key_heads, model)
+        return (data, model // inner, inner), (DATA, COPIES, MODEL)
     if draft_ways is not None and (draft_ways < 1 or model % draft_ways):
         raise ValueError(f"draft_ways {draft_ways} does not divide the {model} devices of the mesh axis 'model'")
     if draft_ways in (None, 1, model):
@@ -73,6 +85,8 @@ class Layout:
     @classmethod
     def of(cls, mesh: Mesh, table: Mapping[str, Sequence[str]]) -> Layout:
         """From a dictionary; raises ValueError for a mesh axis that does not exist."""
+        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+            raise ValueError("the mesh has Explicit axes: pass axis_types=(AxisType.Auto, ...) or use make_mesh")
         for name, axes in table.items():
             for axis in axes:
                 if axis not in mesh.shape:
@@ -82,8 +96,10 @@ class Layout:
     @classmethod
     def tensor_parallel(cls, mesh: Mesh, over: Sequence[str] | None = None) -> Layout:
         """Heads, feed-forward and vocabulary over all model axes of the mesh, or over the given ones."""
-        axes = tuple(axis for axis in (COPIES, MODEL) if axis in mesh.shape) if over is None else tuple(over)
-        return cls.of(mesh, {name: axes for name in SPLIT_AXES} | {name: () for name in WHOLE_AXES} | {"batch": (DATA,)})
+        # The model axis first: what is split over it alone lies with what is split over both.
+        axes = tuple(axis for axis in (MODEL, COPIES) if axis in mesh.shape) if over is None else tuple(over)
+        split, whole = dict.fromkeys(SPLIT_AXES, axes), dict.fromkeys(WHOLE_AXES, ())
+        return cls.of(mesh, split | whole | {"batch": (DATA,)})
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> Layout:
@@ -105,7 +121,7 @@ class Layout:
             over = table.get(name, ())
             if name in AS_FAR_AS_POSSIBLE:
                 while size % self._ways(over):
-                    over = over[1:]
+                    over = over[:-1]
             if size % self._ways(over):
                 raise ValueError(
                     f"{name!r} has {size} entries, which do not divide over the {self._ways(over)} devices of "

@@ -41,6 +41,8 @@ def shard(pair: Pair, mesh: Mesh, *, draft_ways: int | None = None) -> Pair:
     if pair.draft is not None:
         draft = on_mesh(pair.draft, draft_layout(mesh, draft_ways))
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
+    elif pair.draft_params is not None:  # of a drafter of one's own
+        sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
     return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
 
 
@@ -56,6 +58,7 @@ def draft_layout(mesh: Mesh, draft_ways: int | None = None) -> Layout:
 
 
 def on_mesh(model: LanguageModel, layout: Layout) -> OnMesh:
+    model = model.model if isinstance(model, OnMesh) else model
     if isinstance(model, TransformerLM):
         model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
     return OnMesh(model, layout)
@@ -106,8 +109,10 @@ class OnMesh:
         weights = self.model.prepare(params, slots)
         return put(weights, self.weight_shardings(weights))
 
-    def streamed(self, weights: Any) -> list[jax.Array]:
-        return self.model.streamed(weights)
+    @property
+    def streamed(self) -> Callable[[Any], list[jax.Array]] | None:
+        """That of the model, if it says."""
+        return getattr(self.model, "streamed", None)
 
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._constrain_cache(self.model.init_cache(batch, slots))
@@ -143,13 +148,17 @@ class DataShares:
         return self.mesh.shape[DATA]
 
     def __call__(self, function: Callable, by_rows: tuple) -> Callable:
+        if self.ways == 1:
+            return function
+        if jax.config.jax_disable_jit:
+            raise ValueError("rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use data=1")
         specs = jax.tree.map(lambda split: PartitionSpec(DATA) if split else PartitionSpec(), by_rows)
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(DATA), axis_names={DATA}, check_vma=False
         )
 
     def any(self, here: jax.Array) -> jax.Array:
-        return jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
+        return here if self.ways == 1 else jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
 
 
 def _named(model: LanguageModel, part: str) -> Any:

@@ -4,16 +4,19 @@
     replica = my_replica(model=8)                             # the mesh this process works on, with others or alone
     mine = replica.share(len(prompts))
     completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
-    everything = replica.gather(mine, completions)            # on every process, in the order of the prompts
+    everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import pickle
 import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,24 +50,52 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
     given = (coordinator, num_processes, process_id)
     if any(x is None for x in given) != all(x is None for x in given):
         raise ValueError(f"give coordinator, num_processes and process_id together, or none of them; got {given}")
-    if num_processes is not None and not 0 <= process_id < num_processes:
-        raise ValueError(f"process_id must be in [0, {num_processes}); got {process_id}")
-    if process_id:
-        _wait_for(coordinator)
-    jax.distributed.initialize(
-        coordinator, num_processes, process_id, initialization_timeout=CONNECT_SECONDS,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-    )  # fmt: skip
+    if coordinator is not None:
+        host, port = _host_and_port(coordinator)
+        if not 0 <= process_id < num_processes:
+            raise ValueError(f"process_id must be in [0, {num_processes}); got {process_id}")
+        if process_id:
+            _wait_for(host, port)
+    # Nobody here would ask whether the notice has come: let it end the process, as it ends every other program.
+    jax.config.update("jax_enable_preemption_service", False)
+    who = f"all {num_processes} processes reached {coordinator}" if coordinator else "all processes of this job met"
+    message = f"specsamp: not {who} within {CONNECT_SECONDS} seconds; the runtime ends this one\n"
+    # The runtime aborts without saying whom it waited for.
+    alarm = threading.Timer(CONNECT_SECONDS - 2, sys.stderr.write, [message])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, initialization_timeout=CONNECT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(
+            f"nothing here says which processes take part ({error}): give coordinator, num_processes and process_id"
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise ConnectionError(f"the coordinator at {coordinator} could not be started: is its port free? ({error})") from error
+    finally:
+        alarm.cancel()
     check_same_code(code_version())
 
 
 def code_version() -> str:
-    """Of this package's source and of JAX."""
+    """Of the source (launch and configs too, in a checkout), of JAX, and of the command line.
+
+    ``SPECSAMP_VERSION``, which launch/tpu/setup.sh sets, is a commit for people to read.
+    """
     digest = hashlib.sha256()
-    folder = pathlib.Path(specsamp.__file__).parent
-    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"specsamp {digest.hexdigest()[:12]}, jax {jax.__version__}"
+    package = pathlib.Path(specsamp.__file__).parent
+    folders = [package] + [folder for name in ("launch", "configs") if (folder := package.parent / name).is_dir()]
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    own = ("--process_id", "--config.process_id")
+    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith(own))
+    commit = os.environ.get("SPECSAMP_VERSION", "")
+    return f"specsamp {commit or 'source'} {digest.hexdigest()[:12]}, jax {jax.__version__}, {command or 'no arguments'}"
 
 
 def check_same_code(version: str) -> None:
@@ -91,8 +122,8 @@ class Replica:
         """The items this replica works on: every ``count``-th."""
         return list(range(self.index, num_items, self.count))
 
-    def gather(self, indices: Sequence[int], results: Sequence[Any]) -> list[Any]:
-        """All results of all replicas, in the order of their indices; every process must call it.
+    def gather(self, indices: Sequence[int], results: Sequence[Any], num_items: int) -> list[Any]:
+        """All results of all replicas, in the order of their items; every process must call it.
 
         Raises:
           ValueError: an index is missing, or there are not as many results as indices.
@@ -101,23 +132,25 @@ class Replica:
             raise ValueError(f"{len(results)} results for {len(indices)} indices")
         # Processes of one replica have the same results: later ones overwrite equal ones.
         by_index = dict(pair for part in gather_objects(list(zip(indices, results))) for pair in part)
-        missing = sorted(set(range(max(by_index, default=-1) + 1)) - by_index.keys())
+        missing = sorted(set(range(num_items)) - by_index.keys())
         if missing:
             raise ValueError(f"no result for items {missing[:10]}")
-        return [by_index[i] for i in range(len(by_index))]
+        return [by_index[i] for i in range(num_items)]
 
 
-def my_replica(model: int, *, draft_ways: int | None = None) -> Replica:
+def my_replica(model: int, *, draft_ways: int | None = None, key_heads: int | None = None) -> Replica:
     """The mesh of this process: its own devices, or with neighbours where ``model`` takes more than it has.
 
     Args:
       model: devices that hold one copy of the target together.
-      draft_ways: see `make_mesh`.
+      draft_ways, key_heads: see `make_mesh`.
 
     Raises:
       ValueError: ``model`` neither divides the devices of a process nor is a multiple of them.
     """
     local, processes = jax.local_device_count(), jax.process_count()
+    if model < 1:
+        raise ValueError(f"model must be >= 1; got {model}")
     together = max(model // local, 1)
     if (local % model if model <= local else model % local) or processes % together:
         raise ValueError(
@@ -126,7 +159,7 @@ def my_replica(model: int, *, draft_ways: int | None = None) -> Replica:
         )
     index = jax.process_index() // together
     devices = [d for d in jax.devices() if d.process_index // together == index]
-    mesh = make_mesh(len(devices) // model, model, draft_ways=draft_ways, devices=devices)
+    mesh = make_mesh(len(devices) // model, model, draft_ways=draft_ways, key_heads=key_heads, devices=devices)
     return Replica(mesh=mesh, index=index, count=processes // together)
 
 
@@ -142,20 +175,24 @@ def gather_objects(value: Any) -> list[Any]:
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes)]
 
 
-def _wait_for(address: str) -> None:
-    """Until something listens there: the runtime itself would end the process without saying where it looked."""
+def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise ValueError(f"the coordinator's address must be host:port; got {address!r}")
+    return host, int(port)
+
+
+def _wait_for(host: str, port: int) -> None:
+    """Until something listens there: the runtime itself would end the process without saying where it looked."""
     until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
+            socket.create_connection((host, port), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > until:
                 raise ConnectionError(
-                    f"no coordinator answered at {address} within {CONNECT_SECONDS} seconds ({error}): "
+                    f"no coordinator answered at {host}:{port} within {CONNECT_SECONDS} seconds ({error}): "
                     "is process 0 running, and does a firewall let this port through?"
                 ) from error
         time.sleep(1)

@@ -94,7 +94,8 @@ class TransformerLM:
             layer = dict(kept[f"layer_{i}"])
             attention = dict(layer["attention"])
             with self._full_precision():
-                table = relative_keys(attention.pop("relative"), slots)
+                # Compiled, so that nothing is made whole on a device that holds a part of the weight.
+                table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             tables.append(table.astype(self.config.compute_dtype))
             layer["attention"] = attention
             kept[f"layer_{i}"] = layer

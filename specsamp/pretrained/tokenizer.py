@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import os
 from collections.abc import Sequence
 
 import tokenizers
+
+from specsamp import storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +35,12 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A Hugging Face ``tokenizer.json``; ``eos`` is the text of its end-of-text token, if it has one."""
 
-    def __init__(self, path: str | pathlib.Path, eos: str | None = None):
-        if not pathlib.Path(path).is_file():
+    def __init__(self, path: str | os.PathLike, eos: str | None = None):
+        found = storage.place(path)
+        if not found.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
         try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_str(found.read_text(encoding="utf-8"))
         except Exception as error:  # the class itself is what it raises
             raise ValueError(f"{path} is no tokenizer.json ({error})") from error
         self._set(tokenizer, eos, str(path))

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
@@ -27,16 +27,32 @@ def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
     assert dict(mesh.shape) == {"data": 1, "copies": 4, "model": 2}
     whole = Layout.tensor_parallel(mesh)
     by_heads = lambda heads: whole.spec(P("kv_heads"), (heads,))
-    assert [by_heads(n) for n in (8, 2, 1, 3)] == [P(("copies", "model")), P("model"), P(), P()]
+    assert [by_heads(n) for n in (8, 2, 1, 3)] == [P(("model", "copies")), P("model"), P(), P()]
     assert Layout.tensor_parallel(make_mesh(1, 8)).spec(P("kv_heads"), (4,)) == P()
+    made_for_four = make_mesh(1, 8, key_heads=4)
+    assert dict(made_for_four.shape) == {"data": 1, "copies": 2, "model": 4}
+    assert Layout.tensor_parallel(made_for_four).spec(P("kv_heads"), (4,)) == P("model")
+    for heads in (1, 3, 8, 16):
+        assert dict(make_mesh(1, 8, key_heads=heads).shape) == {"data": 1, "model": 8}
+
+
+def test_query_heads_lie_with_their_key_head():
+    """Device by device: the heads it has of 16 queries are those that share the key head it has of 4."""
+    mesh = make_mesh(1, 8, key_heads=4)
+    layout = Layout.tensor_parallel(mesh)
+    place = lambda count: NamedSharding(mesh, layout.spec(P("kv_heads"), (count,))).devices_indices_map((count,))
+    queries, keys = place(16), place(4)
+    for device in mesh.devices.flat:
+        (q,), (k,) = queries[device], keys[device]
+        assert {i // 4 for i in range(16)[q]} == set(range(4)[k])
 
 
 def test_a_draft_on_fewer_ways():
     mesh = make_mesh(2, 4, draft_ways=2)
     heads = lambda layout: layout.spec(P("heads"), (8,))
-    assert heads(Layout.tensor_parallel(mesh)) == P(("copies", "model"))
+    assert heads(Layout.tensor_parallel(mesh)) == P(("model", "copies"))
     assert [heads(draft_layout(mesh, ways)) for ways in (None, 4, 2, 1)] == [
-        P(("copies", "model")), P(("copies", "model")), P("model"), P(),
+        P(("model", "copies")), P(("model", "copies")), P("model"), P(),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="draft_ways 8 needs a mesh made with it"):
         draft_layout(mesh, 8)
@@ -85,6 +101,12 @@ def test_a_mesh_axis_used_twice():
     layout = Layout.of(make_mesh(1, 8), table)
     with pytest.raises(ValueError, match="'model' is used twice, by 'heads' and 'mlp'"):
         layout.spec(P("heads", "mlp"), (8, 8))
+
+
+def test_a_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(ValueError, match="has Explicit axes: pass axis_types"):
+        Layout.tensor_parallel(mesh)
 
 
 def test_unknown_names():

@@ -10,6 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from fakes import TableLM, random_table
 from specsamp import BlockRule, NgramDrafter, Pair, chain, generate, greedy, stream, temperature, top_p
+from specsamp.analysis import phases
+from specsamp.analysis.decoder import Workload, decoders
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import _Job
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh, shard
@@ -101,7 +104,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_w
         pair=pair, prompts=PROMPTS, max_new_tokens=9, sampling=SAMPLING, draft_sampling=None, draft_length=3,
         rule=BlockRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=True, prompt_ids=None,
     )  # fmt: skip
-    over_model = ("copies", "model") if draft_ways == 2 else "model"
+    over_model = ("model", "copies") if draft_ways == 2 else "model"
     over_draft = {None: over_model, 1: None, 2: "model"}[draft_ways]
     of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_ways != 2 else "model"
 
@@ -150,6 +153,50 @@ def test_a_model_that_names_no_axes_is_replicated(table_pair):
     pair = shard(table_pair, mesh)
     assert pair.target_params.sharding.is_equivalent_to(NamedSharding(mesh, P()), 3)
     assert generate(pair, [[1]], 4, sampling=greedy())[0].tokens == generate(table_pair, [[1]], 4)[0].tokens
+
+
+def test_sharding_a_pair_again_moves_it(transformer_pair):
+    first = shard(transformer_pair, make_mesh(2, 4))
+    again = shard(first, make_mesh(1, 8))
+    assert again.target.model == first.target.model
+    query = again.target_params["layer_0"]["attention"]["query"]
+    assert query.sharding.is_equivalent_to(NamedSharding(make_mesh(1, 8), P("model")), 3)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair, data):
+    """What is timed apart is what the loop does: caches stay split over rows and heads."""
+    mesh = make_mesh(data, 8 // data)
+    pair = shard(transformer_pair, mesh)
+    workload = Workload(batch=2, prompt_length=8, max_new_tokens=16, repeats=1)
+    side = decoders(pair, {"x": (ModelDrafter(pair.draft, 3), BlockRule())}, SAMPLING, workload)["x"]
+    state = side.warm_state()
+    expected = jax.tree.map(lambda x: x.sharding, state.cache)
+    board = phases.first_board(side.loop, side.weights, side.request(0), state)
+    board = phases.repeat(phases.whole_round, side.loop, side.weights, side.request(0), board, 2)
+    same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), board.state.cache, expected)
+    assert all(jax.tree.leaves(same))
+    matrices = phases.matrices_of(side.loop.target, side.weights.target)
+    assert all(len(matrix.sharding.device_set) == 1 for matrix in matrices)
+
+
+def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
+    pair = shard(table_pair, make_mesh(8, 1))
+    with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shares"):
+        decoders(pair, {"x": (NgramDrafter(K=2), BlockRule())}, SAMPLING, Workload())
+
+
+def test_parameters_of_a_drafter_of_ones_own(table_pair):
+    pair = dataclasses.replace(table_pair, draft=None, draft_params={"x": jnp.ones(3)})
+    assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
+
+
+def test_without_jit(table_pair):
+    with jax.disable_jit():
+        pair = shard(table_pair, make_mesh(1, 8))
+        assert len(generate(pair, [[1, 2]], 3)[0].tokens) == 3
+        with pytest.raises(ValueError, match="cannot be split over devices without jit"):
+            generate(shard(table_pair, make_mesh(8, 1)), [[1, 2]], 3)
 
 
 def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair):

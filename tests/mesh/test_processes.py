@@ -33,7 +33,7 @@ def start(scenario, folder, count=2, port=None):
     command = [sys.executable, str(WORKER), scenario, str(folder), str(port)]
     return [
         subprocess.Popen(
-            [*command, str(index), str(count)], cwd=ROOT, env=env, text=True,
+            [*command, str(count), f"--process_id={index}"], cwd=ROOT, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for index in range(count)
@@ -99,6 +99,8 @@ def test_a_coordinator_that_cannot_be_reached(monkeypatch):
         (("host:1", None, None), "together, or none"),
         (("host:1", 2, 2), r"process_id must be in \[0, 2\); got 2"),
         (("host", 2, 1), "must be host:port; got 'host'"),
+        (("localhost", 2, 0), "must be host:port; got 'localhost'"),
+        (("host:70000", 2, 0), "must be host:port; got 'host:70000'"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -109,11 +111,13 @@ def test_bad_arguments(arguments, message):
 def test_a_replica_alone():
     replica = processes.my_replica(4)
     assert dict(replica.mesh.shape) == {"data": 2, "model": 4} and replica.share(3) == [0, 1, 2]
-    assert replica.gather([1, 0], ["b", "a"]) == ["a", "b"]
-    with pytest.raises(ValueError, match="no result for items \\[1\\]"):
-        replica.gather([0, 2], ["a", "c"])
+    assert replica.gather([1, 0], ["b", "a"], 2) == ["a", "b"]
+    with pytest.raises(ValueError, match="no result for items \\[1, 3\\]"):
+        replica.gather([0, 2], ["a", "c"], 4)
     with pytest.raises(ValueError, match="1 results for 2 indices"):
-        replica.gather([0, 1], ["a"])
+        replica.gather([0, 1], ["a"], 2)
+    with pytest.raises(ValueError, match="model must be >= 1; got 0"):
+        processes.my_replica(0)
     with pytest.raises(ValueError, match="model 3 must divide the 8 devices"):
         processes.my_replica(3)
 
@@ -126,6 +130,12 @@ def test_shares_cover_all_items_once():
 def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     before = processes.code_version()
     assert before == processes.code_version() and jax.__version__ in before
+    monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
+    with_batch = processes.code_version()
+    assert with_batch != before and "--config.batch=2" in with_batch and "process_id" not in with_batch
+    monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")
+    assert "specsamp 0123abc" in processes.code_version()
+    before = processes.code_version()
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(processes.specsamp, "__file__", str(tmp_path / "__init__.py"))
     assert processes.code_version() != before
