@@ -10,7 +10,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from specsamp import storage
 from specsamp.analysis import report
+from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.training import run
+from specsamp.training.data import train_tokenizer
 from specsamp.training.log import MetricsLog, read_metrics
 
 
@@ -67,6 +69,15 @@ def test_results_and_runs_in_a_bucket(bucket):
         run.check_same("gs://mine/run", "corpus", {"sha256": "1"})
     run.write_array("gs://mine/run/rows.npy", np.arange(3))
     np.testing.assert_array_equal(run.read_array("gs://mine/run/rows.npy"), np.arange(3))
+
+
+def test_a_tokenizer_in_a_bucket(bucket):
+    trained = JsonTokenizer.of(train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>")
+    run.open_run("gs://mine/run", {}, trained.to_json())
+    again = JsonTokenizer("gs://mine/run/tokenizer.json", "<eos>")
+    assert again.to_json() == trained.to_json() and again.eos_id == trained.eos_id
+    with pytest.raises(FileNotFoundError, match="no tokenizer at gs://mine/other.json"):
+        JsonTokenizer("gs://mine/other.json")
 
 
 def test_a_log_in_a_bucket_grows(bucket):
