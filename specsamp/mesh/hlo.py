@@ -160,6 +160,8 @@ class Module:
         total.cycles += op.cycles
         if op.opcode == "while":
             total.add(self.traffic(op.called("body")), self.trips(op))
+            asked = self.traffic(op.called("condition"))  # its bytes are a few numbers
+            total.add(dataclasses.replace(asked, read=0.0, written=0.0, cycles=0.0), self.trips(op))
             return
         if op.opcode == "conditional":
             branches = [self.traffic(name) for name in self._branches(op)]

@@ -17,6 +17,7 @@ from specsamp.mesh.compile_report import _largest, bytes_of_state, compile_repor
 from specsamp.mesh.described import described_mesh, is_out_of_memory, parse
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
 
@@ -76,32 +77,37 @@ def test_stacked_layers_under_scan_are_caught():
     def shape(*sizes, spec):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    up = shape(layers, width, inner, spec=(None, None, "model"))
-    down = shape(layers, inner, width, spec=(None, "model"))
+    up = shape(width, inner, spec=(None, "model"))
+    down = shape(inner, width, spec=("model",))
+    stacked_up = shape(layers, width, inner, spec=(None, None, "model"))
+    stacked_down = shape(layers, inner, width, spec=(None, "model"))
     x = shape(5, width, spec=())
     per_device = 2 * layers * 2 * width * inner / 16
 
-    def unrolled(x, up, down):
-        for i in range(layers):
-            x = x + jnp.dot(jax.nn.gelu(jnp.dot(x, up[i])), down[i])
+    def unrolled(x, ups, downs):
+        for up, down in zip(ups, downs):
+            x = x + jnp.dot(jax.nn.gelu(jnp.dot(x, up)), down)
         return x
 
     def scanned(x, up, down):
         step = lambda x, weights: (x + jnp.dot(jax.nn.gelu(jnp.dot(x, weights[0])), weights[1]), None)
         return jax.lax.scan(step, x, (up, down))[0]
 
-    bytes_of = lambda function: hlo.measure(jax.jit(function).lower(x, up, down).compile().as_text()).bytes
-    assert bytes_of(unrolled) < 1.05 * per_device
-    assert bytes_of(scanned) > 1.5 * per_device
+    def bytes_of(function, *weights):
+        compiled = jax.jit(function).lower(x, *weights).compile(compiler_options=dict(fewest_collectives_on_tpu()))
+        return hlo.measure(compiled.as_text()).bytes
+
+    moved = bytes_of(unrolled, [up] * layers, [down] * layers), bytes_of(scanned, stacked_up, stacked_down)
+    assert moved[0] < 1.15 * per_device and moved[1] > 1.5 * per_device, (moved, per_device)
 
 
 def test_out_of_memory_is_a_result():
-    """All eighty layers on four chips: what is missing, and to whom it went."""
+    """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
     mesh = described_mesh("v5e:2x2")
-    target, draft = models(mesh, 24)
+    target, draft = models(mesh, 1)
     made = compile_report(
         target, draft, mesh=mesh, topology="v5e:2x2", draft_length=4, rule=TokenRule(), sampling=chain(top_p(0.8)),
-        programs=("target step",),
+        programs=("target step",), batch=64, slots=65536,
     )["target step"]  # fmt: skip
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
