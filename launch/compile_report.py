@@ -22,6 +22,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 import entry
 from experiment import RULES, make_model, make_sampling
 from specsamp.analysis import report as tables
+from specsamp.analysis.speedup import expected_tokens
 from specsamp.mesh.compile_report import LATENCIES_US, Report, bytes_of_state, compile_report
 from specsamp.mesh.described import described_mesh, parse
 from specsamp.mesh.layout import Layout
@@ -43,18 +44,20 @@ def main() -> None:
     config = _CONFIG.value
     try:
         entry.check_output(_OUTPUT.value)
-        ways = config.mesh.draft_ways or None
+        target, draft = make_model(config.target), make_model(config.draft)
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-        if ways is None and math.gcd(config_heads(config), model_ways) != model_ways:
-            ways = math.gcd(config_heads(config), model_ways)
-        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways)
-        target = on_mesh(make_model(config.target), Layout.tensor_parallel(mesh))
-        draft = on_mesh(make_model(config.draft), draft_layout(mesh, ways))
+        ways = config.mesh.draft_ways or math.gcd(draft.config.num_heads, model_ways)
+        ways = None if ways == model_ways else ways
+        key_heads = target.config.num_kv_heads
+        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads)
+        target = on_mesh(target, Layout.tensor_parallel(mesh))
+        draft = on_mesh(draft, draft_layout(mesh, ways))
         if _FITS.value:
             grid = fits(target, draft, chip.hbm_bytes // chip.devices)
             tables.show([fits_table(grid)], console, _PLAIN.value)
-            entry.write_result(_OUTPUT.value, {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}, console)
+            document = {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}
+            entry.write_result(_OUTPUT.value, document, console)
             return
         with console.status("compiling") as status:
             report = compile_report(
@@ -69,15 +72,15 @@ def main() -> None:
         "kind": "compiler estimate", "config": config.to_dict(), "libtpu": tables.version("libtpu"),
         "models": {"target": target.config, "draft": draft.config}, "report": report,
         "ms_per_token": {
-            str(a): {str(latency): report.ms_per_token(a, latency) for latency in LATENCIES_US}
+            str(a): {str(latency): report.ms_per_token(emitted(report, a), latency) for latency in LATENCIES_US}
             for a in _ACCEPTANCE.value if fitted(report)
         },
     }  # fmt: skip
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def config_heads(config) -> int:
-    return make_model(config.draft).config.num_heads
+def emitted(report: Report, acceptance: float) -> float:
+    return expected_tokens(acceptance, report.draft_length)
 
 
 def fitted(report: Report) -> bool:
@@ -106,16 +109,19 @@ def report_tables(report: Report, acceptance: list[float]) -> list[tables.Table]
     made = [
         tables.Table(
             title=f"One call on one device: {where}",
-            header=("", "tokens", "HBM, GiB", "temporary, MB", "HBM traffic, MB", "over floor", "collectives", "large copies, host"),
-            rows=rows, note=f"of {chip.hbm_bytes // chip.devices / 2**30:.0f} GiB; the round is draft, score, verify, commit",
+            header=("", "tokens", "HBM, GiB", "temporary, MB", "HBM traffic, MB", "over floor", "collectives",
+                    "large copies, host"),
+            rows=rows,
+            note=f"of {chip.hbm_bytes // chip.devices / 2**30:.0f} GiB; the round is draft, score, verify, commit",
         ),
         tables.Table(
             title="Milliseconds: the longer of streaming and cycles, and collectives one after another",
-            header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US)), rows=times,
+            header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US)),
+            rows=times,
         ),
     ]  # fmt: skip
     if fitted(report):
-        pairs = lambda a: (report.ms_per_token(a, latency) for latency in LATENCIES_US)
+        pairs = lambda a: (report.ms_per_token(emitted(report, a), latency) for latency in LATENCIES_US)
         made.append(tables.Table(
             title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
             header=("acceptance", *(f"at {latency} us" for latency in LATENCIES_US)),
@@ -142,13 +148,13 @@ def fits(target, draft, capacity: int) -> list[dict]:
 
 
 def fits_table(grid: list[dict]) -> tables.Table:
-    cell = lambda context, batch: next(g["share"] for g in grid if (g["context"], g["batch"]) == (context, batch))
+    shares = {(g["context"], g["batch"]): g["share"] for g in grid}
+    percent = lambda share: f"{share:.0%}" if share < 10 else ">1000%"
     return tables.Table(
         title=f"Weights and caches, share of a device's memory: {_TOPOLOGY.value}",
         header=("slots", *(f"batch {batch}" for batch in BATCHES)),
         rows=[
-            (f"{context:,}", *(f"{cell(context, batch):.0%}" if cell(context, batch) < 10 else ">1000%" for batch in BATCHES))
-            for context in CONTEXTS
+            (f"{context:,}", *(percent(shares[context, batch]) for batch in BATCHES)) for context in CONTEXTS
         ],
         note="above about 95% nothing is left for temporaries",
     )  # fmt: skip

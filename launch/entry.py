@@ -85,7 +85,7 @@ def check_output(path: str | None) -> None:
         try:
             storage.write(probe, "")
             storage.place(probe).unlink()
-        except (OSError, PermissionError) as error:
+        except OSError as error:
             raise ValueError(f"--output={path} cannot be written: {error}") from error
 
 

@@ -130,7 +130,7 @@ def headline(experiment: Experiment) -> str:
         f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
         f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats\n"
-        + (random if experiment.pair_name is None else f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts")
+        + (f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts" if experiment.pair_name else random)
     )
 
 
@@ -161,25 +161,22 @@ def bare_pair(
 
 
 def random_params(model: TransformerLM | OnMesh, key: jax.Array) -> Any:
-    plain = model.model if isinstance(model, OnMesh) else model
-    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), plain.init(key))
-    return jax.jit(make, out_shardings=param_shardings(model))(key)
+    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+    return jax.jit(make)(key)
 
 
 def read_params(model: TransformerLM | OnMesh, folder: str) -> Any:
     """Of the last checkpoint of a training run, whatever the mesh it was saved from."""
-    plain = model.model if isinstance(model, OnMesh) else model
-    shape = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
-    shapes = jax.tree.map(shape, jax.eval_shape(plain.init, jax.random.key(0)), param_shardings(model))
-    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints")) as checkpoints:
-        return checkpoints.restore(params=shapes)["params"]
-
-
-def param_shardings(model: TransformerLM | OnMesh) -> Any:
-    if isinstance(model, OnMesh):
-        return model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+    shapes = jax.eval_shape((model.model if isinstance(model, OnMesh) else model).init, jax.random.key(0))
     one = SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda _: one, jax.eval_shape(model.init, jax.random.key(0)))
+    shardings = model.param_shardings(shapes) if isinstance(model, OnMesh) else jax.tree.map(lambda _: one, shapes)
+    shape = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+    shapes = jax.tree.map(shape, shapes, shardings)
+    place = storage.place(folder) / "checkpoints"
+    if not place.exists():
+        raise FileNotFoundError(f"no training run at {folder!r}: it has no checkpoints")
+    with contextlib.closing(Checkpoints(place)) as checkpoints:
+        return checkpoints.restore(params=shapes)["params"]
 
 
 def config_mesh(config: ConfigDict) -> Mesh | None:

@@ -61,7 +61,9 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         run.check_same(folder, name, description)
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}"
+        )
     windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, recipe.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, config, corpus, tokenizer)
@@ -125,7 +127,9 @@ def make_model(config: ConfigDict) -> TransformerLM:
     return TransformerLM(TransformerConfig(**config.model, dtype=config.compute_dtype))
 
 
-def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, target: run.TrainedModel | None) -> JsonTokenizer:
+def make_tokenizer(
+    config: ConfigDict, folder: epath.Path, corpus: Corpus, target: run.TrainedModel | None
+) -> JsonTokenizer:
     """The run's own if it has one, else the target's, else a given one, else a new one."""
     given = [folder / "tokenizer.json", target and target.folder / "tokenizer.json", config.data.tokenizer]
     for path in filter(None, given):

@@ -6,6 +6,7 @@ import os
 import tempfile
 from typing import Any
 
+import fsspec
 from etils import epath
 
 LIBRARIES = {"gs://": "gcsfs", "s3://": "s3fs", "az://": "adlfs"}
@@ -21,14 +22,15 @@ def place(path: str | os.PathLike) -> epath.Path:
     text = os.fspath(path)
     if "://" in text and not text.startswith(BUCKETS):
         raise ValueError(f"no storage of this kind: {text!r}; use a local path or one of {', '.join(BUCKETS)}")
-    found = epath.Path(text)
-    if text.startswith(BUCKETS):
-        try:
-            found.parent.exists()
-        except ImportError as error:
-            raise ValueError(f"{text!r} needs a library that is not installed: pip install {LIBRARIES[text[:5]]} ({error})") from error
-        return found
-    return found.expanduser()
+    if not text.startswith(BUCKETS):
+        return epath.Path(text).expanduser()
+    scheme = text[: text.index("/") + 2]
+    try:
+        fsspec.get_filesystem_class(scheme.removesuffix("://"))
+    except ImportError as error:
+        library = LIBRARIES[scheme]
+        raise ValueError(f"{text!r} needs a library that is not installed: pip install {library} ({error})") from error
+    return epath.Path(text)
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:

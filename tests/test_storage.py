@@ -34,6 +34,7 @@ def bucket(tmp_path, monkeypatch):
     """gs:// as a folder. (etils asks for the file system once and keeps it: so its folder changes, not it.)"""
     (tmp_path / "cloud").mkdir()
     monkeypatch.setattr(fsspec, "filesystem", lambda name, **_: Bucket())
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda name: Bucket)
     monkeypatch.setattr(Bucket, "path", str(tmp_path / "cloud"), raising=False)
     return tmp_path / "cloud"
 
@@ -95,10 +96,10 @@ def test_unknown_kinds_of_storage():
 
 
 def test_a_bucket_without_its_library(monkeypatch):
-    def missing(name, **_):
+    def missing(name):
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(fsspec, "filesystem", missing)
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(ValueError, match="'s3://a/b' needs a library that is not installed: pip install s3fs"):
         storage.place("s3://a/b")
 

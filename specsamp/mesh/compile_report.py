@@ -32,7 +32,7 @@ from specsamp.mesh import hlo
 from specsamp.mesh.described import Chip, is_out_of_memory, parse
 from specsamp.mesh.layout import DATA
 from specsamp.mesh.on_mesh import DataShares, OnMesh
-from specsamp.models.compiling import fewest_collectives_on_tpu
+from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, for_rows
 
@@ -97,12 +97,11 @@ class Report:
     def __getitem__(self, name: str) -> Program:
         return next(program for program in self.programs if program.name == name)
 
-    def ms_per_token(self, acceptance: float, latency_us: float) -> tuple[float, float]:
-        """Autoregressive and speculative, for an acceptance rate that does not depend on the position."""
+    def ms_per_token(self, emitted_per_round: float, latency_us: float) -> tuple[float, float]:
+        """Autoregressive and speculative."""
         chip, _ = parse(self.topology)
-        emitted = sum(acceptance**k for k in range(self.draft_length + 1))
         alone = self["target step"].milliseconds(chip, latency_us)
-        return alone, self["round"].milliseconds(chip, latency_us) / emitted
+        return alone, self["round"].milliseconds(chip, latency_us) / emitted_per_round
 
 
 def compile_report(
@@ -143,8 +142,8 @@ def compile_report(
     loop = Loop(
         target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shares=shares
     )
-    floors = {side: functools.partial(shapes.floor, model, weights[side]) for side, model in
-              (("target", target), ("draft", draft))}  # fmt: skip
+    models = {"target": target, "draft": draft}
+    floors = {side: functools.partial(shapes.floor, model, weights[side]) for side, model in models.items()}
     made = {
         "draft step": (WINDOW, floors["draft"], lambda: shapes.call(draft, weights["draft"], WINDOW)),
         "target step": (WINDOW, floors["target"], lambda: shapes.call(target, weights["target"], WINDOW)),
@@ -211,9 +210,9 @@ class _Shapes:
     def round(self, loop: Loop, weights: Weights) -> jax.stages.Lowered:
         """The whole loop of generation."""
         request = jax.eval_shape(self._request)
-        by_rows = jax.tree.map(lambda split: NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec()),
-                               Request.by_rows())  # fmt: skip
-        request = jax.tree.map(lambda at, tree: jax.tree.map(lambda x: _shape(x, at), tree), by_rows, request)
+        at = lambda split: NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec())
+        place = lambda split, tree: jax.tree.map(lambda x: _shape(x, at(split)), tree)
+        request = jax.tree.map(place, Request.by_rows(), request)
         state = self._state(loop, weights, request)
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
         run = lambda weights, request, state, rounds: loop.run(weights, request, state, rounds)
@@ -230,7 +229,8 @@ class _Shapes:
     def _state(self, loop: Loop, weights: Weights, request: Request) -> Any:
         plain = dataclasses.replace(loop, target=loop.target.model, shares=type(loop).shares)
         if not isinstance(loop.drafter, NoDrafter):
-            plain = dataclasses.replace(plain, drafter=dataclasses.replace(loop.drafter, model=loop.drafter.model.model))
+            drafter = dataclasses.replace(loop.drafter, model=loop.drafter.model.model)
+            plain = dataclasses.replace(plain, drafter=drafter)
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
         state = jax.eval_shape(lambda w, r: plain.prefill(w, r, *prompt, slots=self.slots), weights, request)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
@@ -250,7 +250,7 @@ class _Shapes:
 def _compile(name, tokens, floor, live_floor, lowered, capacity) -> Program:
     known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
     try:
-        compiled = lowered().compile(compiler_options=dict(fewest_collectives_on_tpu()))
+        compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -14,18 +14,16 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from specsamp.mesh import slices
 from specsamp.mesh.layout import mesh_axes
-
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Of one chip; cloud.google.com/tpu/docs unless said otherwise."""
+    """Of one chip; memory as in `specsamp.mesh.slices`."""
 
     hbm_bytes: int
     hbm_bytes_per_second: float
-    flops_per_second: float  # bfloat16
+    flops_per_second: float  # bfloat16; cloud.google.com/tpu/docs
     clock_hz: float  # of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for others
     devices: int = 1  # as JAX counts them
     options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs
@@ -36,13 +34,18 @@ class Chip:
         return self.flops_per_second / self.hbm_bytes_per_second
 
 
+def _sold(prefix: str, *rest: float, **options: object) -> Chip:
+    generation = next(g for g in slices.GENERATIONS if g.prefix == prefix)
+    return Chip(generation.hbm_bytes, generation.hbm_bytes_per_second, *rest, **options)
+
+
 CHIPS = {
-    "v3": Chip(32 * GIB, 900e9, 123e12, 0.94e9, devices=2),
+    "v3": Chip(32 * slices.GIB, 900e9, 123e12, 0.94e9, devices=2),  # no longer sold as slices
     # "megacore": the two cores of a chip are one device, as on a pod.
-    "v4": Chip(32 * GIB, 1200e9, 275e12, 1.05e9, options=(("chip_config_name", "megacore"),)),
-    "v5e": Chip(16 * GIB, 819e9, 197e12, 1.5e9),
-    "v5p": Chip(95 * GIB, 2765e9, 459e12, 1.75e9),
-    "v6e": Chip(32 * GIB, 1638e9, 918e12, 1.75e9),
+    "v4": _sold("v4", 275e12, 1.05e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": _sold("v5litepod", 197e12, 1.5e9),
+    "v5p": _sold("v5p", 459e12, 1.75e9),
+    "v6e": _sold("v6e", 918e12, 1.75e9),
 }
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 
@@ -56,17 +59,20 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
     name, _, shape = topology.partition(":")
     sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
     if name not in CHIPS or shape.count("x") != len(sizes) - 1 or not all(sizes) or len(sizes) not in (2, 3):
-        raise ValueError(f"no TPU topology {topology!r}: give a chip ({', '.join(CHIPS)}) and a shape, such as {EXAMPLES}")
+        chips = ", ".join(CHIPS)
+        raise ValueError(f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}")
     return CHIPS[name], sizes
 
 
-def described_mesh(topology: str, data: int = 1, *, draft_ways: int | None = None) -> Mesh:
+def described_mesh(
+    topology: str, data: int = 1, *, draft_ways: int | None = None, key_heads: int | None = None
+) -> Mesh:
     """A mesh of the devices of a slice that need not exist: shapes can be sharded over it, and programs compiled.
 
     Args:
       topology: such as "v4:2x2x4".
       data: shares of the batch; the other devices hold one copy of the target together.
-      draft_ways: see `make_mesh`.
+      draft_ways, key_heads: see `make_mesh`.
 
     Raises:
       ValueError: an unknown topology, or ``data`` does not divide its devices.
@@ -96,7 +102,7 @@ def described_mesh(topology: str, data: int = 1, *, draft_ways: int | None = Non
         raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
     if data < 1 or count % data:
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
-    shape, names = mesh_axes(data, count // data, draft_ways)
+    shape, names = mesh_axes(data, count // data, draft_ways, key_heads)
     return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 

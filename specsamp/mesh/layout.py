@@ -129,7 +129,8 @@ class Layout:
                 )
             for axis in over:
                 if axis in used:
-                    raise ValueError(f"mesh axis {axis!r} is used twice, by {used[axis]!r} and {name!r} of {tuple(axes)}")
+                    both = f"{used[axis]!r} and {name!r} of {tuple(axes)}"
+                    raise ValueError(f"mesh axis {axis!r} is used twice, by {both}")
                 used[axis] = name
             placed.append(None if not over else over[0] if len(over) == 1 else over)
         while placed and placed[-1] is None:  # P("a", None) and P("a") are different objects

@@ -5,7 +5,7 @@
 
 Within a call of a model the compiler splits the work over ``model``, from the shardings of weights, caches
 and logits. Rows of a batch are split over ``data`` by hand (`jax.shard_map`): what a share does with its
-rows is the program of one device group alone, without a collective of its own.
+rows is the program of one group of devices alone. Groups only agree on when to end.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class OnMesh:
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        if jax.default_backend() == "tpu":
-            return fewest_collectives_on_tpu()
-        return getattr(self.model, "compiler_options", ())
+        return fewest_collectives_on_tpu() or getattr(self.model, "compiler_options", ())
 
     def param_shardings(self, params: Any) -> Any:
         """For parameters, or their shapes."""
@@ -101,9 +99,9 @@ class OnMesh:
         return self.layout.shardings(_named(self.model, "weight_axes"), weights)
 
     def init(self, key: jax.Array) -> Any:
-        """Random parameters, made where they belong: the same numbers on any mesh."""
+        """Random float32 parameters; under `jax.jit` made where they belong, and the same on any mesh."""
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
-        return jax.jit(self.model.init, out_shardings=shardings)(key)
+        return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
     def prepare(self, params: Any, slots: int) -> Any:
         weights = self.model.prepare(params, slots)

@@ -74,7 +74,9 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
             f"nothing here says which processes take part ({error}): give coordinator, num_processes and process_id"
         ) from error
     except jax.errors.JaxRuntimeError as error:
-        raise ConnectionError(f"the coordinator at {coordinator} could not be started: is its port free? ({error})") from error
+        raise ConnectionError(
+            f"the coordinator at {coordinator} could not be started: is its port free? ({error})"
+        ) from error
     finally:
         alarm.cancel()
     check_same_code(code_version())
@@ -83,7 +85,7 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
 def code_version() -> str:
     """Of the source (launch and configs too, in a checkout), of JAX, and of the command line.
 
-    ``SPECSAMP_VERSION``, which launch/tpu/setup.sh sets, is a commit for people to read.
+    With ``SPECSAMP_VERSION`` in front, the commit that launch/tpu/setup.sh exports.
     """
     digest = hashlib.sha256()
     package = pathlib.Path(specsamp.__file__).parent
@@ -92,8 +94,7 @@ def code_version() -> str:
         for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    own = ("--process_id", "--config.process_id")
-    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith(own))
+    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
     commit = os.environ.get("SPECSAMP_VERSION", "")
     return f"specsamp {commit or 'source'} {digest.hexdigest()[:12]}, jax {jax.__version__}, {command or 'no arguments'}"
 
@@ -106,7 +107,7 @@ def check_same_code(version: str) -> None:
         raise RuntimeError(
             f"processes run different code: process 0 has {versions[0]}, "
             + ", ".join(f"process {i} has {theirs}" for i, theirs in others.items())
-            + ": set all workers up with the same commit"
+            + ": set all up with the same commit, and give all the same command"
         )
 
 

@@ -21,19 +21,25 @@ Options = tuple[tuple[str, str], ...]
 @functools.cache
 def few_rows_on_cpu() -> Options:
     """Products of few rows by Eigen; nothing on other platforms, or where the compiler knows no such option."""
-    options = (("xla_cpu_experimental_ynn_fusion_type", ""),)
-    if jax.default_backend() != "cpu":
-        return ()
+    return _if_known((("xla_cpu_experimental_ynn_fusion_type", ""),)) if jax.default_backend() == "cpu" else ()
+
+
+# All-reduces as they stand: with few rows, chains of collective-permutes that overlap a product wait longer.
+FEWEST_COLLECTIVES = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
+
+
+@functools.cache
+def fewest_collectives_on_tpu() -> Options:
+    """`FEWEST_COLLECTIVES`; nothing on other platforms, or where the compiler knows no such option."""
+    return _if_known(FEWEST_COLLECTIVES) if jax.default_backend() == "tpu" else ()
+
+
+def _if_known(options: Options) -> Options:
     try:
         jax.jit(jnp.negative, compiler_options=dict(options)).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:  # "No such compile option"
         return ()
     return options
-
-
-def fewest_collectives_on_tpu() -> Options:
-    """All-reduces as they stand: with few rows, chains of collective-permutes that overlap a product wait longer."""
-    return (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000"),)
 
 
 def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:

@@ -17,7 +17,7 @@ from specsamp.mesh.compile_report import _largest, bytes_of_state, compile_repor
 from specsamp.mesh.described import described_mesh, is_out_of_memory, parse
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
-from specsamp.models.compiling import fewest_collectives_on_tpu
+from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
 
@@ -94,7 +94,7 @@ def test_stacked_layers_under_scan_are_caught():
         return jax.lax.scan(step, x, (up, down))[0]
 
     def bytes_of(function, *weights):
-        compiled = jax.jit(function).lower(x, *weights).compile(compiler_options=dict(fewest_collectives_on_tpu()))
+        compiled = jax.jit(function).lower(x, *weights).compile(compiler_options=dict(FEWEST_COLLECTIVES))
         return hlo.measure(compiled.as_text()).bytes
 
     moved = bytes_of(unrolled, [up] * layers, [down] * layers), bytes_of(scanned, stacked_up, stacked_down)

@@ -144,8 +144,9 @@ def test_random_parameters_do_not_depend_on_the_mesh():
     model = TransformerLM(tiny(num_heads=8))
     expected = jax.jit(model.init)(jax.random.key(3))
     for sizes in ((1, 8), (4, 2)):
-        made = on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes))).init(jax.random.key(3))
+        made = jax.jit(on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes))).init)(jax.random.key(3))
         jax.tree.map(np.testing.assert_array_equal, made, expected)
+        assert "model" in str(made["layer_0"]["mlp"]["up"].sharding.spec)
 
 
 def test_a_model_that_names_no_axes_is_replicated(table_pair):
