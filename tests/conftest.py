@@ -15,6 +15,16 @@ jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)  # nothing outside the checkout is read or written
 
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that compile much and run little: half of the compiler's work is left out."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 # Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond, XLA aborts.
 MOST_MAPPINGS = 30_000
 

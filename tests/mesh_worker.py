@@ -103,6 +103,7 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8 // count)
     jax.config.update("jax_default_matmul_precision", "float32")
     jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_disable_most_optimizations", True)  # much is compiled here, little runs
     if scenario == "other_code" and index == 1:
         processes.code_version = lambda: "specsamp 0000"
     if count > 1:

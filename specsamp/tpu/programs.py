@@ -9,6 +9,7 @@ No memory is allocated: a 70B pair takes a few seconds to lower.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -25,7 +26,7 @@ from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, for_rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
     """Of one pair, batch and mesh."""
 
@@ -37,6 +38,7 @@ class Programs:
     slots: int
     weight_dtype: str | None = None  # of the matrices of the layers, "int8" for instance; None: the compute dtype
 
+    @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: OnMesh) -> Any:
         prepare = lambda key: model.model.prepare(model.model.init(key), self.slots)
         shapes = jax.eval_shape(prepare, jax.random.key(0))

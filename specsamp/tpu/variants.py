@@ -61,7 +61,9 @@ def variants() -> list[Cell]:
         for form in LOGITS:
             cells.append(_cell("logits", f"{form}, batch {batch}", lambda f=form, b=batch: _compiled(*_logits(f, b))))
     for form, options in (("as they stand", dict(FEWEST_COLLECTIVES)), ("by default", {})):
-        cells.append(_cell("collectives", form, lambda o=options: _compiled(*_layers(), options=o)))
+        for rows in (5, 64):
+            name = f"{form}, {rows} rows"
+            cells.append(_cell("collectives", name, lambda n=rows, o=options: _compiled(*_layers(n), options=o)))
     for form in ("apart", "fused"):
         cells.append(_cell("projections", form, lambda f=form: _compiled(*_projections(f == "fused"))))
     return cells
@@ -234,17 +236,17 @@ def _logits(form: str, batch: int) -> tuple:
     return run, (_shape(mesh, (), dtype=jnp.int32), _shape(mesh, (batch, 5, WIDTH)), embedding)
 
 
-def _layers() -> tuple:
-    mesh = _mesh()
-    up = [_shape(mesh, (WIDTH, 4 * WIDTH), None, "model") for _ in range(LAYERS)]
-    down = [_shape(mesh, (4 * WIDTH, WIDTH), "model") for _ in range(LAYERS)]
+def _layers(rows: int) -> tuple:
+    """Of the target itself: a call of `LAYERS` layers."""
+    programs = Stack(chinchilla_70b(), _mesh(), TOPOLOGY).programs(LAYERS)
+    target = programs.target
+    tokens, start = (_shape(programs.mesh, sizes, dtype=jnp.int32) for sizes in ((1, rows), (1,)))
 
-    def run(x_TD, up, down):
-        for u, d in zip(up, down):
-            x_TD = x_TD + jnp.dot(jax.nn.gelu(jnp.dot(x_TD, u)), d)
-        return x_TD
+    def run(weights, tokens_BT, start_B, cache):
+        output = target(weights, tokens_BT, start_B, cache)
+        return output.logits_BTV, output.cache
 
-    return run, (_shape(mesh, (5, WIDTH)), up, down)
+    return run, (programs.weights(target), tokens, start, programs.cache(target)), (3,)
 
 
 def _projections(fused: bool) -> tuple:
