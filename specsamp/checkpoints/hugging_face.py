@@ -64,6 +64,11 @@ class Checkpoint:
         _check_tensors(str(folder), found, self)
         return found
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether its tensors are in an Orbax folder, see converted.py."""
+        return (self.folder / "run.json").exists()
+
     def sources(self) -> dict[str, Source]:
         """Of every parameter."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
@@ -90,7 +95,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     beyond = [stop for stop in stop_ids if not isinstance(stop, int) or not 0 <= stop < config.vocab_size]
     if beyond:
         raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
-    tokenizer = _tokenizer(folder)
+    tokenizer = _tokenizer(folder, stop_ids)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
@@ -202,9 +207,9 @@ def _has_weights(folder: epath.Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
 
 
-def _tokenizer(folder: epath.Path) -> JsonTokenizer | SentencePieceTokenizer | None:
+def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...]) -> JsonTokenizer | SentencePieceTokenizer | None:
     if (folder / "tokenizer.json").exists():
-        return JsonTokenizer(folder / "tokenizer.json")
+        return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None)
     if (folder / "tokenizer.model").exists():
         return SentencePieceTokenizer(folder / "tokenizer.model")
     return None

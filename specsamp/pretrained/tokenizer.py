@@ -33,9 +33,9 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text of its end-of-text token, if it has one."""
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text (or id) of its end-of-text token, if it has one."""
 
-    def __init__(self, path: str | os.PathLike, eos: str | None = None):
+    def __init__(self, path: str | os.PathLike, eos: str | int | None = None):
         found = storage.place(path)
         if not found.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
@@ -52,9 +52,9 @@ class JsonTokenizer:
         made._set(tokenizer, eos, "the tokenizer")
         return made
 
-    def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | None, name: str) -> None:
+    def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
         self._tokenizer = tokenizer
-        self.eos_id = None if eos is None else tokenizer.token_to_id(eos)
+        self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and self.eos_id is None:
             raise ValueError(f"{name} has no token {eos!r} to end texts with")
 
@@ -110,6 +110,10 @@ class SentencePieceTokenizer:
 
     def to_bytes(self) -> bytes:
         return self._model
+
+    def pieces(self) -> list[tuple[str, float]]:
+        """Every piece with its score, which orders the merges."""
+        return [(self.token(i), self._processor.get_score(i)) for i in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
         begin = self._processor.bos_id()

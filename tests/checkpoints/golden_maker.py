@@ -1,7 +1,7 @@
 """Writes the golden files, from the models of Hugging Face transformers; see golden.py.
 
     pip install torch transformers
-    python tests/checkpoints/golden_maker.py
+    PYTHONPATH=tests python tests/checkpoints/golden_maker.py
 """
 
 import json
