@@ -1,7 +1,7 @@
 """Small models of every family: their tokens, logits and greedy text as Hugging Face transformers computes them.
 
 Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps for ever;
-what is stored is ``config.json``, names and shapes, tokens and results. `checkpoints/golden_maker.py` writes the files.
+what is stored is ``config.json``, names and shapes, tokens and results. `golden_maker.py` writes the files.
 """
 
 import dataclasses

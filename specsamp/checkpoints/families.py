@@ -15,9 +15,9 @@ from specsamp.checkpoints import names
 from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
 
-# Theirs to ours.
+# Theirs to ours; of several names the first is written.
 ACTIVATIONS = {
-    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu",
+    "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu",
     "relu2": "relu_squared", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 

@@ -92,15 +92,15 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
     stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
-    beyond = [stop for stop in stop_ids if not isinstance(stop, int) or not 0 <= stop < config.vocab_size]
-    if beyond:
-        raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
     tokenizer = _tokenizer(folder, stop_ids)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
             f"{config.vocab_size} rows: they do not belong together"
         )
+    beyond = [stop for stop in stop_ids if not isinstance(stop, int) or not 0 <= stop < config.vocab_size]
+    if beyond:
+        raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
     return Checkpoint(
         name=os.fspath(name), folder=folder, family=family, config=config, tokenizer=tokenizer, stop_ids=stop_ids
     )

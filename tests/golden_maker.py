@@ -1,7 +1,7 @@
 """Writes the golden files, from the models of Hugging Face transformers; see golden.py.
 
     pip install torch transformers
-    PYTHONPATH=tests python tests/checkpoints/golden_maker.py
+    python tests/golden_maker.py
 """
 
 import json
@@ -60,8 +60,8 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
     }  # fmt: skip
 
 
-def make(config: transformers.PreTrainedConfig, seed: int) -> tuple[golden.Golden, transformers.PreTrainedModel]:
-    """Its golden file's content, and the model with the recipe's weights."""
+def make(config: transformers.PreTrainedConfig, seed: int, greedy: bool = True) -> golden.Golden:
+    """The golden file's content of a model, with greedy text or without."""
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -77,6 +77,8 @@ def make(config: transformers.PreTrainedConfig, seed: int) -> tuple[golden.Golde
     with torch.inference_mode():
         tokens = torch.tensor(tokens_BT)
         logits_BTV = model(tokens).logits.numpy()
+        if not greedy:
+            return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=None)
         prompts = tokens[:, : golden.PROMPT]
         text_BT = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, use_cache=True, pad_token_id=0,
@@ -87,7 +89,7 @@ def make(config: transformers.PreTrainedConfig, seed: int) -> tuple[golden.Golde
     if closest < 1e-3:
         raise ValueError(f"greedy text hangs on a difference of {closest}: take another seed")
     greedy_BT = text_BT[:, golden.PROMPT :].numpy().astype(np.int32)
-    return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=greedy_BT), model
+    return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=greedy_BT)
 
 
 def write(name: str, made: golden.Golden) -> None:
@@ -102,6 +104,6 @@ SEEDS = {}  # where greedy text would hang on a rounding; else 0
 
 if __name__ == "__main__":
     for name, config in configs().items():
-        made, _ = make(config, SEEDS.get(name, 0))
+        made = make(config, SEEDS.get(name, 0))
         write(name, made)
         print(f"{name:16} logits of size {made.logits_BTV.std():.2f}, greedy {made.greedy_BT[0][:8]}")
