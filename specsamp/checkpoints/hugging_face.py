@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from specsamp import storage
 from specsamp.checkpoints.families import Family, config_of
 from specsamp.checkpoints.names import BUFFERS, Source, sizes, source_of
-from specsamp.checkpoints.shards import SINGLE, Tensor, find_tensors
+from specsamp.checkpoints.shards import DTYPES, SINGLE, Tensor, find_tensors
 from specsamp.mesh.on_mesh import OnMesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.params import MOST_SHOWN, named, nested
@@ -54,7 +54,7 @@ class Checkpoint:
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
-            and both shapes.
+            and both shapes; or an unsupported dtype.
         """
         folder = self.folder if self.folder.exists() and _has_weights(self.folder) else _download(self.name, weights=True)
         found = find_tensors(folder)
@@ -244,6 +244,10 @@ def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint
             ],
         ),
     ]
+    problems.append((
+        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})",
+        [f"{of(name)}: {found[name].kind}" for name in wanted if name in found and found[name].kind not in DTYPES],
+    ))  # fmt: skip
     if any(names for _, names in problems):
         described = [
             f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"

@@ -32,9 +32,13 @@ class Tensor:
     """Where a tensor lies; its values stay there until a slice is read."""
 
     file: epath.Path
-    dtype: np.dtype
+    kind: str  # its dtype as the file calls it; see `DTYPES` for those that can be read
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """The slice ``index`` (one per axis, without steps); of a local file a view, whose pages come when used."""
@@ -62,7 +66,7 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
 
     Raises:
       FileNotFoundError: there are none, or files that the index names are missing.
-      ValueError: pickles only; a file is truncated or damaged; an unsupported dtype; the index contradicts a file.
+      ValueError: pickles only; a file is truncated or damaged; the index contradicts a file.
     """
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
@@ -94,7 +98,7 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
 
 
 def read_header(file: epath.Path) -> dict[str, Tensor]:
-    """The tensors of one file; raises ValueError if it is truncated, damaged or holds an unsupported dtype."""
+    """The tensors of one file; raises ValueError if it is truncated or damaged."""
     size = file.stat().length
     damaged = lambda why: ValueError(f"{file} is damaged ({why}): restore it from where it came from")
     with file.open("rb") as content:
@@ -114,17 +118,12 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
         last = max(spans, key=lambda name: spans[name][1])
         raise damaged(f"truncated: {size} bytes, but {wanted} with its last tensor {last}")
     for name, kind in kinds.items():
-        if kind not in DTYPES:
-            raise ValueError(
-                f"{name} in {file} has dtype {kind}, which is not supported (quantised?): "
-                f"give a checkpoint in {', '.join(DTYPES)}"
-            )
         begin, end = spans[name]
-        if end - begin != math.prod(shapes[name]) * DTYPES[kind].itemsize:
+        if kind in DTYPES and end - begin != math.prod(shapes[name]) * DTYPES[kind].itemsize:
             raise damaged(f"{name} of shape {shapes[name]} and dtype {kind} takes {end - begin} bytes")
     at = 8 + length
     return {
-        name: Tensor(file=file, dtype=DTYPES[kinds[name]], shape=shapes[name], offset=at + spans[name][0])
+        name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0])
         for name in header
     }
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from enumerate_laws import COMPILE_FAST
 
+from specsamp import NgramDrafter, Pair, generate
 from specsamp.checkpoints.families import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.transformer import TransformerLM
@@ -68,6 +69,16 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
         output = call(model, weights, text_BT[:, t : t + 1], jnp.full(2, t), cache)
         cache = output.cache
         np.testing.assert_array_equal(np.argmax(output.logits_BTV[:, 0], axis=-1), text_BT[:, t + 1])
+
+
+def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
+    """Windows shorter than the prompt, drafts that are taken back: Gemma 3's mixture of layers."""
+    model, params = read("gemma3", folder)
+    theirs = golden.read("gemma3")
+    prompts = theirs.tokens_BT[:, : golden.PROMPT].tolist()
+    completions = generate(Pair(target=model, target_params=params), prompts, 12, drafter=NgramDrafter(K=3))
+    assert [completion.tokens for completion in completions] == theirs.greedy_BT.tolist()
+    assert all(completion.stats.drafted > completion.stats.accepted for completion in completions)
 
 
 def test_all_golden_files_are_small_and_no_family_is_missing():
