@@ -1,7 +1,8 @@
 """A public checkpoint as an Orbax folder that loads straight into the places of any mesh, each device its part.
 
     python launch/convert.py --checkpoint=meta-llama/Llama-3.1-8B --output=gs://BUCKET/llama-8b
-    python launch/convert.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 --distributed
+    python launch/convert.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
+        --distributed
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b
 
 With --model=N the devices of the mesh hold the parameters between reading and writing; without it one does.
@@ -10,10 +11,10 @@ With --model=N the devices of the mesh hold the parameters between reading and w
 import sys
 import time
 
+import entry
 import jax
 from absl import flags
 
-import entry
 from specsamp import storage
 from specsamp.checkpoints import converted
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params

@@ -1,14 +1,14 @@
 """A model trained here as a folder that Hugging Face transformers loads.
 
-    python launch/export_hugging_face.py --run=runs/target --output=exported/target
-    python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
+python launch/export_hugging_face.py --run=runs/target --output=exported/target
+python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
 """
 
 import sys
 
+import entry
 from absl import flags
 
-import entry
 from specsamp.checkpoints.export import export
 from specsamp.pretrained.pair import load_pair
 from specsamp.pretrained.tokenizer import JsonTokenizer
@@ -31,7 +31,11 @@ def main() -> None:
             tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
         else:
             pair = load_pair(_PAIR.value)
-            model, params, tokenizer = getattr(pair, _SIDE.value), getattr(pair, f"{_SIDE.value}_params"), pair.tokenizer
+            model, params, tokenizer = (
+                getattr(pair, _SIDE.value),
+                getattr(pair, f"{_SIDE.value}_params"),
+                pair.tokenizer,
+            )
             config = model.config
         export(_OUTPUT.value, config, params, tokenizer)
     except (ValueError, FileNotFoundError) as error:

@@ -14,13 +14,16 @@ import tempfile
 import threading
 import time
 
+import entry
 import jax
 import numpy as np
 from absl import flags
 from rich.console import Console
+from safetensors.numpy import save
 
-import entry
-from specsamp.checkpoints import converted, export
+from specsamp.checkpoints import converted
+from specsamp.checkpoints.export import describe
+from specsamp.checkpoints.families import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.names import sizes, source_of
 from specsamp.checkpoints.shards import INDEX
@@ -128,8 +131,8 @@ def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
     one, two = (TransformerConfig(num_layers=n, **shape).num_parameters for n in (1, 2))
     layers = max(round((_GIGABYTES.value * 1e9 / 2 - one) / (two - one)) + 1, 1)
     config = TransformerConfig(num_layers=layers, **shape)
-    content = export.describe(config, None)
-    names = export.FAMILIES[content["architectures"][0]].names
+    content = describe(config, None)
+    names = FAMILIES[content["architectures"][0]].names
     folder.mkdir(parents=True)
     rng, weight_map = np.random.default_rng(0), {}
     shapes = named(jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
@@ -138,7 +141,7 @@ def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
         values = rng.normal(size=source.shape(sizes(config))[-1:]).astype(np.float32)
         values = np.broadcast_to(values.astype(jax.numpy.bfloat16), source.shape(sizes(config)))
         file = f"model-{number:05}.safetensors"
-        (folder / file).write_bytes(export.save({source.tensor: np.ascontiguousarray(values)}))
+        (folder / file).write_bytes(save({source.tensor: np.ascontiguousarray(values)}))
         weight_map[source.tensor] = file
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")

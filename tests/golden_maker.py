@@ -1,7 +1,7 @@
 """Writes the golden files, from the models of Hugging Face transformers; see golden.py.
 
-    pip install torch transformers
-    python tests/golden_maker.py
+pip install torch transformers
+python tests/golden_maker.py
 """
 
 import json
@@ -40,7 +40,9 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "llama_yarn": t.LlamaConfig(**TINY, num_key_value_heads=1, rope_parameters=YARN),
         "mistral": t.MistralConfig(**TINY, **grouped, sliding_window=5),
         "qwen2": t.Qwen2Config(**TINY, **grouped, tie_word_embeddings=True),
-        "qwen2_window": t.Qwen2Config(**TINY, **grouped, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        "qwen2_window": t.Qwen2Config(
+            **TINY, **grouped, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
         "qwen3": t.Qwen3Config(**TINY, **grouped, head_dim=16, tie_word_embeddings=True),
         "gpt2": t.GPT2Config(**GPT2),
         "gpt_neox": t.GPTNeoXConfig(**TINY, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
@@ -50,7 +52,8 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         ),
         "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         "gemma3": t.Gemma3TextConfig(
-            **GEMMA | dict(num_hidden_layers=3), layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            **GEMMA | dict(num_hidden_layers=3),
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             rope_parameters=dict(
                 sliding_attention=dict(rope_type="default", rope_theta=1e2),
                 full_attention=dict(rope_type="linear", rope_theta=1e4, factor=8.0),

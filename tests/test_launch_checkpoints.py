@@ -39,7 +39,9 @@ def test_two_names_become_an_experiment(folder, capsys):
     built = experiment.build(config)
     assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(hf.PROMPTS)
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
-    assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(built.pair.tokenizer.encode("other text"))
+    assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
+        built.pair.tokenizer.encode("other text")
+    )
     config.hugging_face.draft = str(folder.parent)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         experiment.build(config)

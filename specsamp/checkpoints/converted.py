@@ -1,8 +1,8 @@
 """A checkpoint as an Orbax folder: read in place on any mesh, each device its own part, also from a bucket.
 
-    config.json, tokenizer.json, ...   as they were
-    run.json                           the shape, so that a draft can be distilled from it like from a run
-    checkpoints/0/params               what was in the safetensors
+config.json, tokenizer.json, ...   as they were
+run.json                           the shape, so that a draft can be distilled from it like from a run
+checkpoints/0/params               what was in the safetensors
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from specsamp import storage
 from specsamp.checkpoints import hugging_face
 from specsamp.checkpoints.hugging_face import SMALL_FILES, Checkpoint, Progress, check_same_model
+from specsamp.checkpoints.shards import INDEX
 from specsamp.mesh.on_mesh import OnMesh
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run import write_json
@@ -32,7 +33,7 @@ def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
     place = storage.place(folder)
     if jax.process_index() == 0:
         for name in SMALL_FILES:
-            if (checkpoint.folder / name).exists() and not name.endswith("index.json"):
+            if (checkpoint.folder / name).exists() and name != INDEX:
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
     with _manager(place) as manager:
         manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
@@ -42,9 +43,7 @@ def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
         write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
 
 
-def read_params(
-    checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None
-) -> Any:
+def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None) -> Any:
     """`specsamp.checkpoints.hugging_face.read_params`, of a checkpoint in either format."""
     if not checkpoint.is_converted:
         return hugging_face.read_params(checkpoint, model, progress)

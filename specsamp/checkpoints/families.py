@@ -135,8 +135,9 @@ def _gpt2(fields: Fields) -> dict:
     ):  # fmt: skip
         fields.refuse(key, allowed)
     return dict(
-        vocab_size=fields("vocab_size"), width=fields("n_embd"), num_layers=fields("n_layer"), num_heads=fields("n_head"),
-        feedforward_width=fields("n_inner", None), max_positions=fields("n_positions", 1024), positions="learned",
+        vocab_size=fields("vocab_size"), width=fields("n_embd"), num_layers=fields("n_layer"),
+        num_heads=fields("n_head"), feedforward_width=fields("n_inner", None),
+        max_positions=fields("n_positions", 1024), positions="learned",
         tied=fields("tie_word_embeddings", True), norm="layer", norm_epsilon=fields("layer_norm_epsilon", 1e-5),
         activation=fields.activation("activation_function", "gelu_new"), attention_bias=True, output_bias=True,
         feedforward_bias=True,
@@ -216,7 +217,8 @@ def _rotary(fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any]) 
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
     size = None if share == 1 else int(head_size * share)
     return dict(
-        positions="rotary", rotary_base=base, rotary_size=size, rotary_scaling=_scaling(fields, given, usual["max_positions"])
+        positions="rotary", rotary_base=base, rotary_size=size,
+        rotary_scaling=_scaling(fields, given, usual["max_positions"]),
     )  # fmt: skip
 
 
@@ -233,9 +235,9 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
                 low=float(given["low_freq_factor"]), high=float(given["high_freq_factor"]),
             )  # fmt: skip
         if kind == "yarn" and "mscale" not in given and "mscale_all_dim" not in given:
-            factor = float(given["factor"])
+            factor, original = float(given["factor"]), given.get("original_max_position_embeddings", max_positions)
             return RotaryScaling(
-                kind=kind, factor=factor, original_positions=given.get("original_max_position_embeddings", max_positions),
+                kind=kind, factor=factor, original_positions=original,
                 low=float(given.get("beta_slow", 1)), high=float(given.get("beta_fast", 32)),
                 amplitude=float(given.get("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
                 whole_dimensions=given.get("truncate", True),

@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,14 +26,14 @@ from jax.sharding import SingleDeviceSharding
 from specsamp import storage
 from specsamp.checkpoints.families import Family, config_of
 from specsamp.checkpoints.names import BUFFERS, Source, sizes, source_of
-from specsamp.checkpoints.shards import DTYPES, SINGLE, Tensor, find_tensors
+from specsamp.checkpoints.shards import DTYPES, INDEX, SINGLE, Tensor, find_tensors
 from specsamp.mesh.on_mesh import OnMesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.params import MOST_SHOWN, named, nested
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import JsonTokenizer, SentencePieceTokenizer
 
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", f"{SINGLE}.index.json")
+SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
 Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
 
@@ -42,7 +42,8 @@ class Checkpoint:
     """What is known of a model before its tensors are read."""
 
     name: str  # as it was asked for
-    folder: epath.Path
+    folder: epath.Path  # of the small files
+    from_hub: bool  # then the tensors are downloaded when they are asked for
     family: Family
     config: TransformerConfig
     tokenizer: JsonTokenizer | SentencePieceTokenizer | None
@@ -56,7 +57,11 @@ class Checkpoint:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
             and both shapes; or an unsupported dtype.
         """
-        folder = self.folder if self.folder.exists() and _has_weights(self.folder) else _download(self.name, weights=True)
+        folder = self.folder
+        if self.from_hub:
+            index = folder / INDEX
+            files = set(_read_json(index).get("weight_map", {}).values()) if index.exists() else {SINGLE}
+            folder = _download(self.name, sorted(files))
         found = find_tensors(folder)
         prefix = self.family.prefix
         if prefix and not any(name.startswith(prefix) for name in found):
@@ -86,7 +91,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
       FileNotFoundError: no such folder or model, or no config.json in it.
       ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding.
     """
-    folder = find_folder(os.fspath(name))
+    folder, from_hub = _find_folder(os.fspath(name))
     content = _read_json(folder / "config.json")
     family, config = config_of(str(folder / "config.json"), content, dtype)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
@@ -102,13 +107,12 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     if beyond:
         raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
     return Checkpoint(
-        name=os.fspath(name), folder=folder, family=family, config=config, tokenizer=tokenizer, stop_ids=stop_ids
-    )
+        name=os.fspath(name), folder=folder, from_hub=from_hub, family=family, config=config, tokenizer=tokenizer,
+        stop_ids=stop_ids,
+    )  # fmt: skip
 
 
-def read_params(
-    checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None
-) -> Any:
+def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None) -> Any:
     """The parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
 
     Args:
@@ -160,10 +164,13 @@ def _read_piece(
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
     """Raises ValueError unless ``config`` is the checkpoint's, but for dtype and padding of the vocabulary."""
     free = {"dtype", "num_tokens", "vocab_size"}
-    different = [
-        f"{field.name} is {getattr(checkpoint.config, field.name)!r} there, {getattr(config, field.name)!r} in the model"
+    values = {
+        field.name: (getattr(checkpoint.config, field.name), getattr(config, field.name))
         for field in dataclasses.fields(config)
-        if field.name not in free and getattr(checkpoint.config, field.name) != getattr(config, field.name)
+        if field.name not in free
+    }
+    different = [
+        f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in values.items() if there != here
     ]
     if config.vocab_size < checkpoint.config.vocab_size:
         different.append(f"vocab_size is {checkpoint.config.vocab_size} there, {config.vocab_size} in the model")
@@ -171,40 +178,37 @@ def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
         raise ValueError(f"{checkpoint.name} is another model: {'; '.join(different)}")
 
 
-def find_folder(name: str) -> epath.Path:
-    """Where a checkpoint's small files are, downloaded from the hub if they are not here."""
+def _find_folder(name: str) -> tuple[epath.Path, bool]:
+    """Where a checkpoint's small files are, downloaded from the hub if they are not here, and whether they were."""
     folder = storage.place(name)
     if (folder / "config.json").exists():
-        return folder
+        return folder, False
     if folder.exists() or name.startswith(storage.BUCKETS):
         raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint in the format of Hugging Face")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise FileNotFoundError(f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B")
-    return _download(name, weights=False)
+        raise FileNotFoundError(
+            f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
+        )
+    return _download(name, SMALL_FILES), True
 
 
-def _download(name: str, weights: bool) -> epath.Path:
-    """From the hub, into its own cache; weights only after everything else has been checked."""
+def _download(name: str, files: Sequence[str]) -> epath.Path:
+    """From the hub, into the cache of its library; weights only after everything else has been checked."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
             f"there is no folder {name!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
         ) from error
-    patterns = [*SMALL_FILES, *(["*.safetensors"] if weights else [])]
     try:
-        # Shards lie beside config.json; what lies deeper is the same model in another format.
-        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"])
+        # What lies deeper than config.json is the same model in another format.
+        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
             f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A gated model needs "
             "its licence accepted on its page and a token: hf auth login"
         ) from error
     return epath.Path(found)
-
-
-def _has_weights(folder: epath.Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
 
 
 def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...]) -> JsonTokenizer | SentencePieceTokenizer | None:
@@ -249,8 +253,9 @@ def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint
         [f"{of(name)}: {found[name].kind}" for name in wanted if name in found and found[name].kind not in DTYPES],
     ))  # fmt: skip
     if any(names for _, names in problems):
+        shown = lambda names: "; ".join(names[:MOST_SHOWN]) + (" ..." if len(names) > MOST_SHOWN else "")
         described = [
-            f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
+            f"{len(names)} tensors are {what}: {shown(names)}"
             for what, names in problems
             if names
         ]

@@ -79,19 +79,18 @@ def source_of(parameter: str, names: Mapping[str, str]) -> Source:
     )  # fmt: skip
 
 
-_HEADS = {
-    f"layer/attention/{ours}{suffix}": f"model.layers.{{i}}.self_attn.{theirs}_proj.{kind}  {axes}"
-    for suffix, kind, pattern in (("", "weight", "{0}H D -> {0}DH"), ("_bias", "bias", "{0}H -> {0}H"))
-    for ours, theirs, axes in (
-        ("query", "q", pattern.format("N")), ("key", "k", pattern.format("M")), ("value", "v", pattern.format("M"))
-    )
-}  # fmt: skip
-LLAMA = _HEADS | {
+LLAMA = {
     "embedding": "model.embed_tokens.weight  V D -> VD",
     "output_embedding": "lm_head.weight  V D -> VD",
     "final_norm/scale": "model.norm.weight  D -> D",
     "layer/attention_norm/scale": "model.layers.{i}.input_layernorm.weight  D -> D",
     "layer/mlp_norm/scale": "model.layers.{i}.post_attention_layernorm.weight  D -> D",
+    "layer/attention/query": "model.layers.{i}.self_attn.q_proj.weight  NH D -> NDH",
+    "layer/attention/query_bias": "model.layers.{i}.self_attn.q_proj.bias  NH -> NH",
+    "layer/attention/key": "model.layers.{i}.self_attn.k_proj.weight  MH D -> MDH",
+    "layer/attention/key_bias": "model.layers.{i}.self_attn.k_proj.bias  MH -> MH",
+    "layer/attention/value": "model.layers.{i}.self_attn.v_proj.weight  MH D -> MDH",
+    "layer/attention/value_bias": "model.layers.{i}.self_attn.v_proj.bias  MH -> MH",
     "layer/attention/query_norm/scale": "model.layers.{i}.self_attn.q_norm.weight  H -> H",
     "layer/attention/key_norm/scale": "model.layers.{i}.self_attn.k_norm.weight  H -> H",
     "layer/attention/output": "model.layers.{i}.self_attn.o_proj.weight  D NH -> NHD",

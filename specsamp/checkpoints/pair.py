@@ -85,7 +85,9 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
         )
     rows = target.config.vocab_size, draft.config.vocab_size
     if rows[0] != rows[1]:
-        notes.append(f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens")
+        notes.append(
+            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens"
+        )
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts end "
@@ -118,7 +120,9 @@ def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
     )  # fmt: skip
     added = lambda content: {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
     merges = lambda content: dict(
-        enumerate(" ".join(merge) if isinstance(merge, list) else merge for merge in content["model"].get("merges") or ())
+        enumerate(
+            " ".join(merge) if isinstance(merge, list) else merge for merge in content["model"].get("merges") or ()
+        )
     )
     # Added tokens may stand in the vocabulary as well, or not: what counts is that both give an id one meaning.
     _compare("vocabulary, at id", pieces(ours) | added(ours), pieces(theirs) | added(theirs))
@@ -142,8 +146,9 @@ def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
         if ours.get(key) != theirs.get(key):
             shown = lambda side: repr(side[key]) if key in side else "nothing"
             raise ValueError(
-                f"draft and target tokenizers differ in their {what} {key}: {shown(theirs)} in the draft, {shown(ours)} "
-                f"in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer"
+                f"draft and target tokenizers differ in their {what} {key}: {shown(theirs)} in the draft, "
+                f"{shown(ours)} in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the "
+                "target's tokenizer"
             )
 
 

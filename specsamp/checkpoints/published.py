@@ -77,7 +77,8 @@ CONFIGS = {
     ),
     "Qwen/Qwen3-32B": _qwen(
         "Qwen3ForCausalLM", hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        tie_word_embeddings=False,
     ),
     "Qwen/Qwen3-0.6B": _qwen(
         "Qwen3ForCausalLM", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,

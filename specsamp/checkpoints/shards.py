@@ -89,7 +89,9 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
         found = read_header(folder / file)
         absent = sorted(name for name, there in of_tensor.items() if there == file and name not in found)
         if absent:
-            raise ValueError(f"{folder / file} lacks {len(absent)} tensors that {INDEX} says it has, such as {absent[0]}")
+            raise ValueError(
+                f"{folder / file} lacks {len(absent)} tensors that {INDEX} says it has, such as {absent[0]}"
+            )
         twice = sorted(found.keys() & tensors.keys())
         if twice:
             raise ValueError(f"{twice[0]} is in two files, {tensors[twice[0]].file} and {folder / file}")
@@ -123,15 +125,14 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
             raise damaged(f"{name} of shape {shapes[name]} and dtype {kind} takes {end - begin} bytes")
     at = 8 + length
     return {
-        name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0])
-        for name in header
+        name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0]) for name in header
     }
 
 
 def _nothing_to_read(folder: epath.Path) -> Exception:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if not pickles:
-        return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
     return ValueError(
         f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
         "that its author put there. If you trust it, convert it with PyTorch and transformers: "

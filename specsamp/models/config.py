@@ -107,7 +107,7 @@ class TransformerConfig:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, or None; got {value!r}")
         if self.num_tokens is not None and self.num_tokens > self.vocab_size:
-            raise ValueError(f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}, which includes padding")
+            raise ValueError(f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}, padding included")
         if self.positions != "rotary":
             for name in ("rotary_size", "rotary_scaling", "window_rotary_base"):
                 if getattr(self, name) is not None:

@@ -126,7 +126,8 @@ class Attention(nn.Module):
             fan_in=2 * config.num_layers * heads * size,
         )  # fmt: skip
         if config.query_key_norm:
-            q_BNTH, k_BMTH = Norm(config, "head", name="query_norm")(q_BNTH), Norm(config, "head", name="key_norm")(k_BMTH)
+            q_BNTH = Norm(config, "head", name="query_norm")(q_BNTH)
+            k_BMTH = Norm(config, "head", name="key_norm")(k_BMTH)
         if config.positions == "rotary":
             q_BNTH, k_BMTH = rotate(q_BNTH, *rotary), rotate(k_BMTH, *rotary)
         if memory is None:

@@ -180,13 +180,13 @@ class Transformer(nn.Module):
         if config.embedding_scale is not None:
             x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
         windows = [config.window_of(i) for i in range(config.num_layers)]
-        rotaries = {rotary: rotary.turns(positions_BT) for rotary in map(config.rotary_of, windows) if rotary is not None}
+        rotaries = {rotary: rotary and rotary.turns(positions_BT) for rotary in map(config.rotary_of, windows)}
         keys, values, hidden = [], [], {}
         for i, window in enumerate(windows):
             memory = None if cache is None else (cache.keys[i], cache.values[i])
             table = None if tables is None else tables[i]
             layer = Layer(config, window, name=f"layer_{i}")
-            x_BTD, (k_BMSH, v_BMSH) = layer(x_BTD, start_B, rotaries.get(config.rotary_of(window)), memory, table)
+            x_BTD, (k_BMSH, v_BMSH) = layer(x_BTD, start_B, rotaries[config.rotary_of(window)], memory, table)
             keys.append(k_BMSH)
             values.append(v_BMSH)
             hidden[i] = x_BTD

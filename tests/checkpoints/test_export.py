@@ -77,5 +77,7 @@ def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypat
 def test_many_files_have_an_index_of_all_tensors(original):
     index = json.loads((original / INDEX).read_text(encoding="utf-8"))
     files = sorted(path.name for path in original.glob("*.safetensors"))
-    assert sorted(set(index["weight_map"].values())) == files and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert (
+        sorted(set(index["weight_map"].values())) == files and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    )
     assert index["metadata"]["total_size"] == 4 * CONFIG.num_parameters

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
 
 import golden
 import jax
@@ -57,7 +56,14 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
 
     weights, cache = model.prepare(params, SLOTS), stale_cache(model, 2)
     tokens_BT, wrong_BT = theirs.tokens_BT, (theirs.tokens_BT + 7) % model.vocab_size
-    for start, fed in ((0, tokens_BT), (8, tokens_BT), (16, wrong_BT), (13, wrong_BT), (12, tokens_BT), (16, tokens_BT)):
+    for start, fed in (
+        (0, tokens_BT),
+        (8, tokens_BT),
+        (16, wrong_BT),
+        (13, wrong_BT),
+        (12, tokens_BT),
+        (16, tokens_BT),
+    ):
         output = call(model, weights, fed[:, start : start + CHUNK], jnp.full(2, start), cache)
         cache = output.cache
         if fed is tokens_BT:
@@ -88,7 +94,8 @@ def test_all_golden_files_are_small_and_no_family_is_missing():
 
 MISTAKES = [
     ("llama3", dict(rotary_scaling=None)), ("llama_yarn", dict(rotary_scaling=None)), ("mistral", dict(window=6)),
-    ("llama_biases", dict(rotary_scaling=None)), ("qwen2_window", dict(global_layers=(0, 1))), ("gemma2", dict(window=4)),
+    ("llama_biases", dict(rotary_scaling=None)), ("qwen2_window", dict(global_layers=(0, 1))),
+    ("gemma2", dict(window=4)),
     ("gemma2", dict(attention_cap=None)), ("gemma2", dict(logit_cap=None)), ("gemma2", dict(attention_scale=None)),
     ("gemma3", dict(window_rotary_base=None)), ("gemma3", dict(embedding_scale=None)),
     ("gemma3", dict(norm_offset=False)), ("gpt_neox", dict(parallel=False)), ("gpt_neox", dict(rotary_size=None)),
@@ -98,10 +105,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize("name, change", MISTAKES, ids=lambda x: str(x))
 def test_each_of_these_mistakes_would_be_seen(name, change, folder):
-    """Switches that leave the parameters' shapes alone; without jit, which would compile each of them."""
+    """Switches that leave the parameters' shapes alone."""
     model, params = read(name, folder)
     theirs = golden.read(name)
     wrong = TransformerLM(dataclasses.replace(model.config, **change))
-    with jax.disable_jit():
+    with jax.disable_jit():  # each would be compiled for one call
         logits = wrong.forward(params, theirs.tokens_BT[:1, :12]).logits_BTV
     assert distance(logits, theirs.logits_BTV[:1, :12]) > 5 * CLOSE

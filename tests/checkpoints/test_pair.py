@@ -79,7 +79,9 @@ def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, t
     (target / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
     said = []
     pair = read_pair(target, draft, dtype="float32", say=said.append)
-    assert pair.stop == (7, 9) and any("[7, 9] in the target, [278] in the draft; the target's" in line for line in said)
+    assert pair.stop == (7, 9) and any(
+        "[7, 9] in the target, [278] in the draft; the target's" in line for line in said
+    )
     free = generate(pair, ["def"], 40, stop=[], sampling=temperature(5.0), draft_length=3)[0].tokens
     stop = free[5]
     ended = dataclasses.replace(pair, stop=(303, stop))
@@ -161,7 +163,9 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
     wide = on_mesh(TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")), split.layout)
     placed = converted.read_params(again, wide)
     assert placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
-    np.testing.assert_array_equal(placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(
+        placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16)
+    )
     pair = read_pair(place, draft, dtype="float32")
     assert pair.target.vocab_size == 304
     shutil.rmtree(place / "checkpoints/0/params")
