@@ -5,12 +5,13 @@
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "tiny_target"
-and "tiny_draft" show the whole way in a minute.
+and "tiny_draft" show the whole way in a minute. "llama_target" and "llama_draft" are of a kind that other
+engines know: gated, without tables of n-grams (launch/export_hugging_face.py).
 """
 
 from ml_collections import ConfigDict, config_dict
 
-KINDS = ("target", "draft", "tiny_target", "tiny_draft")
+KINDS = ("target", "draft", "tiny_target", "tiny_draft", "llama_target", "llama_draft")
 
 
 def get_config(kind: str = "target") -> ConfigDict:
@@ -82,4 +83,10 @@ def get_config(kind: str = "target") -> ConfigDict:
         if not tiny:
             config.recipe.steps = 1500
             config.recipe.learning_rate = 3e-3
+    if kind.startswith("llama"):
+        config.model.gated = True
+        config.model.activation = "silu"
+        config.model.feedforward_width = 384 if draft else 1664  # a gate is a third matrix
+        if draft:
+            config.model.ngram_rows = 0
     return config

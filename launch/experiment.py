@@ -10,9 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 from ml_collections import ConfigDict
+from rich.console import Console
 
 from specsamp import storage
 from specsamp.analysis.decoder import Workload
+from specsamp.checkpoints.pair import read_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import decode_window
 from specsamp.decoding.pair import Pair
@@ -69,7 +71,11 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     name = config.get("pair")
-    if name is None:
+    if "hugging_face" in config:
+        pair = read_public_pair(config, mesh)
+        name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
+        workload = with_prompts(workload, pair, prompts or config.prompts)
+    elif name is None:
         runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
         pair = bare_pair(
             make_model(config.target), make_model(config.draft), config.seed, mesh=mesh, draft_ways=draft_ways(config),
@@ -84,6 +90,22 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
         pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload
+    )  # fmt: skip
+
+
+def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
+    """That of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
+    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
+    last = [0]
+
+    def progress(name: str, done: int, total: int) -> None:
+        if done // 1e9 != last[0] or done == total:
+            last[0] = done // 1e9
+            console.print(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}", style="dim")
+
+    return read_pair(
+        config.hugging_face.target, config.hugging_face.draft, dtype=config.hugging_face.dtype, mesh=mesh,
+        draft_ways=draft_ways(config), progress=progress, say=console.print,
     )  # fmt: skip
 
 
@@ -212,6 +234,8 @@ def draft_ways(config: ConfigDict) -> int | None:
 
 def key_heads(config: ConfigDict) -> int | None:
     """Of the target, where the configuration says it."""
+    if "hugging_face" in config:
+        return config.mesh.key_heads or None
     return make_model(config.target).config.num_kv_heads if "target" in config else None
 
 

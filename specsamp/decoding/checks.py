@@ -127,7 +127,9 @@ def limits(pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens:
 
 
 def stop_ids(pair: Pair, stop: Sequence[int | str] | None) -> frozenset[int]:
-    """The ids of the stop tokens; the tokenizer's end of text by default."""
+    """The ids of the stop tokens; the pair's by default, or the tokenizer's end of text."""
+    if stop is None and pair.stop is not None:
+        return frozenset(integers("the pair's stop", pair.stop, 0, pair.target.vocab_size))
     if stop is None:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
         return frozenset() if eos is None else frozenset([eos])

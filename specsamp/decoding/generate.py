@@ -134,7 +134,7 @@ def generate(
       drafter: your own, or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
         share both share their noise: give each its own seed or ``prompt_ids``.
-      stop: token ids or texts that are one token each; default the tokenizer's end-of-text token.
+      stop: token ids or texts that are one token each; default the pair's, or the tokenizer's end of text.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the target's log-probability of each token.
       prompt_ids: the prompts' indices in your data set, if this call handles a part of it: a completion

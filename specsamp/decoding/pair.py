@@ -44,6 +44,7 @@ class Pair:
         without a model are for your own drafter, whose ``prepare`` is handed them.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
       draft_tokenizer: only to be compared with the target's, where the draft came with its own.
+      stop: ids that end a text unless a call says otherwise; None: the tokenizer's end of text.
       shares: how the rows of a batch are shared out over devices; see `specsamp.mesh`.
 
     Raises:
@@ -56,6 +57,7 @@ class Pair:
     draft_params: Any = None
     tokenizer: Tokenizer | None = None
     draft_tokenizer: Tokenizer | None = None
+    stop: tuple[int, ...] | None = None
     shares: Shares = OneShare()
     _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-POSITIONS = ("relative", "rotary")
-ACTIVATIONS = ("gelu", "relu", "silu")
+from specsamp.models.positions import Rotary, RotaryScaling
+
+POSITIONS = ("relative", "rotary", "learned")
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the usual one by tanh
+NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder in the style of Chinchilla.
+    """A decoder in the style of Chinchilla, and what the families of public checkpoints do otherwise.
 
     Chinchilla's parameter counts pin it down as far as it is public: per layer 4 D^2 for Q, K, V, O,
     D^2 for the relative-position projection, 8 D^2 for an ungated feed-forward of width 4 D; tied
     embeddings. The activation was not published.
+
+    Every switch after ``dtype`` is off by default, and then leaves no trace in parameters or programs.
     """
 
     vocab_size: int
@@ -28,7 +34,7 @@ class TransformerConfig:
     num_kv_heads: int | None = None  # M; None: one per query head. 1 is multi-query attention
     head_size: int | None = None  # H; None: D / N
     feedforward_width: int | None = None  # F; None: 4 D
-    positions: str = "relative"  # or "rotary"
+    positions: str = "relative"  # or "rotary", or "learned": a vector for each position, added to the embedding
     max_positions: int = 2048
     rotary_base: float = 10_000.0
     ngram_rows: int = 0  # of each hashed table of n-gram embeddings, see ngrams.py; 0: none
@@ -37,9 +43,38 @@ class TransformerConfig:
     norm_epsilon: float = 1e-6
     dtype: str = "float32"  # of decode-time weights, activations and cache
 
+    # The ends.
+    tied: bool = True  # one matrix embeds and unembeds; False: the output has its own
+    embedding_scale: float | None = None  # embeddings are multiplied by it
+    logit_cap: float | None = None  # c: logits become c tanh(logits / c)
+    num_tokens: int | None = None  # ids from here on are padding: their logits are -inf
+    # The stream.
+    norm: str = "rms"  # or "layer": mean subtracted, with a bias
+    norm_offset: bool = False  # norms multiply by 1 + scale
+    post_norms: bool = False  # also a norm behind attention and feed-forward, before they are added
+    parallel: bool = False  # attention and feed-forward both read the layer's input
+    # Feed-forward.
+    gated: bool = False  # activation(gate x) * (up x)
+    feedforward_bias: bool = False
+    # Attention.
+    attention_bias: bool = False  # of Q, K and V
+    output_bias: bool = False
+    query_key_norm: bool = False  # of each head, before it is turned
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(H)
+    attention_cap: float | None = None  # as logit_cap, of scores
+    window: int | None = None  # a token sees itself and the window - 1 before it; None: all
+    global_layers: tuple[int, ...] = ()  # layers without a window
+    # Rotary positions.
+    rotary_size: int | None = None  # entries of each head that turn; None: all
+    rotary_scaling: RotaryScaling | None = None
+    window_rotary_base: float | None = None  # of layers with a window, unscaled; None: as the others
+
     def __post_init__(self):
         set_default = lambda name, value: object.__setattr__(self, name, value)
-        optional = ("num_kv_heads", "head_size", "feedforward_width")
+        if isinstance(self.rotary_scaling, Mapping):  # from JSON
+            set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
+        set_default("global_layers", tuple(self.global_layers))
+        optional = ("num_kv_heads", "head_size", "feedforward_width", "num_tokens", "window", "rotary_size")
         for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions") + optional:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
@@ -58,11 +93,46 @@ class TransformerConfig:
             set_default("feedforward_width", 4 * self.width)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
-        for name, known in (("positions", POSITIONS), ("activation", ACTIVATIONS), ("dtype", DTYPES)):
+        choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        for name in ("embedding_scale", "logit_cap", "attention_scale", "attention_cap", "window_rotary_base"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, or None; got {value!r}")
+        if self.num_tokens is not None and self.num_tokens > self.vocab_size:
+            raise ValueError(f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}, padding included")
+        if self.positions != "rotary":
+            for name in ("rotary_size", "rotary_scaling", "window_rotary_base"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is of rotary positions; these are {self.positions!r}")
+        size = self.rotary_size
+        if size is not None and (size % 2 or size > self.head_size):
+            raise ValueError(f"rotary_size must be even and at most head_size {self.head_size}; got {size}")
+        for layer in self.global_layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"global_layers names layer {layer}; there are layers 0 to {self.num_layers - 1}")
+        if self.window is None and (self.global_layers or self.window_rotary_base is not None):
+            raise ValueError("global_layers and window_rotary_base say what differs from a window: set window")
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees, None for all."""
+        return None if layer in self.global_layers else self.window
+
+    def rotary_of(self, window: int | None) -> Rotary | None:
+        """What turns the heads of layers with this window."""
+        if self.positions != "rotary":
+            return None
+        size = self.head_size if self.rotary_size is None else self.rotary_size
+        if window is not None and self.window_rotary_base is not None:
+            return Rotary(size=size, base=self.window_rotary_base)
+        return Rotary(size=size, base=self.rotary_base, scaling=self.rotary_scaling)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -79,13 +149,21 @@ class TransformerConfig:
     @property
     def num_parameters(self) -> int:
         """Counted from the formula; tests compare with the shapes of the module itself."""
-        heads, kv, size, width = self.num_heads, self.num_kv_heads, self.head_size, self.width
+        heads, kv, size, width, inner = (
+            self.num_heads, self.num_kv_heads, self.head_size, self.width, self.feedforward_width
+        )  # fmt: skip
+        norm = width * (2 if self.norm == "layer" else 1)
         attention = (2 * heads + 2 * kv) * size * width
         if self.positions == "relative":
             attention += kv * size * width + 2 * heads * size  # projection, and the two biases
-        layer = attention + 2 * width * self.feedforward_width + 2 * width
+        attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
+        attention += self.query_key_norm * 2 * norm // width * size
+        feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * ((1 + self.gated) * inner + width)
+        layer = attention + feedforward + (4 if self.post_norms else 2) * norm
+        positions = self.max_positions * width if self.positions == "learned" else 0
         ngrams = self.num_ngram_tables * self.ngram_rows * width
-        return self.num_layers * layer + self.vocab_size * width + width + ngrams
+        embeddings = (1 if self.tied else 2) * self.vocab_size * width
+        return self.num_layers * layer + embeddings + norm + positions + ngrams
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -12,6 +12,9 @@ slice of its scores on the whole table, and no keys are gathered.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -21,20 +24,90 @@ Array = jax.Array
 MAX_SLICED_ROWS = 32
 
 
-def turns(positions_BT: Array, size: int, base: float) -> tuple[Array, Array]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """How a rotary model reads texts longer than those it was first trained on.
+
+    "linear": all frequencies divided by ``factor`` (Chen et al., arXiv 2306.15595). "llama3": those of
+    wavelengths beyond ``original_positions / low`` divided by it, those below ``original_positions / high``
+    kept, a mixture between (Llama 3.1). "yarn": those of dimensions that turn less than ``low`` times within
+    the original positions divided, more than ``high`` times kept, a ramp over dimensions between; both
+    cosine and sine times ``amplitude`` (Peng et al., arXiv 2309.00071).
+    """
+
+    kind: str
+    factor: float
+    original_positions: int | None = None  # not of "linear"
+    low: float = 1.0
+    high: float = 4.0
+    amplitude: float = 1.0
+    whole_dimensions: bool = True  # of "yarn": the ramp begins and ends on whole dimensions
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3", "yarn"):
+            raise ValueError(f"the kind of a RotaryScaling must be linear, llama3 or yarn; got {self.kind!r}")
+        if self.kind != "linear" and (self.original_positions is None or not 0 < self.low < self.high):
+            raise ValueError(
+                f"{self.kind} scaling needs original_positions and 0 < low < high; got {self.original_positions}, "
+                f"{self.low} and {self.high}"
+            )
+        if not self.factor > 0:
+            raise ValueError(f"the factor of a RotaryScaling must be positive; got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Which angles the heads of a layer turn by."""
+
+    size: int  # entries of a head that turn, the first ones
+    base: float
+    scaling: RotaryScaling | None = None
+
+    def turns(self, positions_BT: Array) -> tuple[Array, Array]:
+        return turns(positions_BT, self.size, self.base, self.scaling)
+
+
+def turns(positions_BT: Array, size: int, base: float, scaling: RotaryScaling | None = None) -> tuple[Array, Array]:
     """Cosine and sine of the rotary embedding (Su et al., arXiv 2104.09864), each ``[B, T, H/2]`` float32."""
     frequencies = base ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
+    if scaling is not None:
+        frequencies = _scaled(frequencies, size, base, scaling)
     angles = positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is not None and scaling.amplitude != 1:
+        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
     # Without the barrier XLA's CPU backend computes them again for every head, layer and gradient.
-    return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return jax.lax.optimization_barrier((cos, sin))
+
+
+def _scaled(frequencies: Array, size: int, base: float, scaling: RotaryScaling) -> Array:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        turned = scaling.original_positions * frequencies / (2 * math.pi)  # within the original positions
+        kept = (turned - scaling.low) / (scaling.high - scaling.low)
+    else:
+        # The dimension that turns so many times.
+        dimension = lambda times: (
+            math.log(scaling.original_positions / (times * 2 * math.pi)) * size / (2 * math.log(base))
+        )
+        first, last = dimension(scaling.high), dimension(scaling.low)
+        if scaling.whole_dimensions:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        kept = 1 - (jnp.arange(size // 2, dtype=jnp.float32) - first) / max(last - first, 1e-3)
+    kept = jnp.clip(kept, 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
-    """Turns the first half of each head against its second half, in float32."""
-    half = x_BNTH.shape[-1] // 2
+    """Turns the first half of each head against its second half, in float32; of its first entries alone if the
+    angles are fewer, whose first half then turns against their second."""
+    half, size = cos_BTH.shape[-1], x_BNTH.shape[-1]
     cos, sin = cos_BTH[:, None], sin_BTH[:, None]
-    x1, x2 = x_BNTH[..., :half].astype(jnp.float32), x_BNTH[..., half:].astype(jnp.float32)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BNTH.dtype)
+    x1, x2 = x_BNTH[..., :half].astype(jnp.float32), x_BNTH[..., half : 2 * half].astype(jnp.float32)
+    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BNTH.dtype)
+    return turned if 2 * half == size else jnp.concatenate([turned, x_BNTH[..., 2 * half :]], axis=-1)
 
 
 def sinusoids(slots: int, width: int) -> Array:

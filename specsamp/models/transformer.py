@@ -20,12 +20,12 @@ from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Output
 from specsamp.models.kv_cache import KVCache
-from specsamp.models.layers import FLAT_LOGITS, Layer, RMSNorm, flatten, relative_keys, weight
-from specsamp.models.positions import turns
+from specsamp.models.layers import FLAT_LOGITS, OUTPUT_EMBEDDING, Layer, Norm, flatten, relative_keys, soft_cap, weight
 from specsamp.models.products import contract
 
 Array = jax.Array
 
+POSITION_EMBEDDING = "position_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,9 @@ class TransformerLM:
     def streamed(self, weights: Any) -> list[Array]:
         """The matrices that a call multiplies by, whatever its length: not the tables it only looks rows up in."""
         named = jax.tree_util.tree_leaves_with_path(weights["params"])
-        looked_up = {"embedding"} if FLAT_LOGITS in weights["params"] else set()
+        looked_up = {POSITION_EMBEDDING}
+        if FLAT_LOGITS in weights["params"] or not self.config.tied:
+            looked_up.add("embedding")
         is_table = lambda name: name in looked_up or name.startswith("ngrams")
         return [leaf for path, leaf in named if leaf.ndim >= 2 and not is_table(path[-1].key)]
 
@@ -140,7 +142,7 @@ class TransformerLM:
 
 
 class Transformer(nn.Module):
-    """Embedding, pre-normalised layers, tied output."""
+    """Embedding, pre-normalised layers, output."""
 
     config: TransformerConfig
 
@@ -169,28 +171,48 @@ class Transformer(nn.Module):
                 table_RD = self.param(f"ngrams_{order}", zeros, shape)
                 rows_BX = ngrams.rows_of(context_BX, order, config.ngram_rows)
                 x_BTD = x_BTD + table_RD[rows_BX[:, -tokens_BT.shape[1] :]]
+        positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+        if config.positions == "learned":
+            shape = (config.max_positions, config.width)
+            table_PD = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
+            x_BTD = x_BTD + table_PD[positions_BT]  # scratch slots beyond the table read its last row
         x_BTD = x_BTD.astype(config.compute_dtype)
-        rotary = None
-        if config.positions == "rotary":
-            positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
-            rotary = turns(positions_BT, config.head_size, config.rotary_base)
+        if config.embedding_scale is not None:
+            x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
+        windows = [config.window_of(i) for i in range(config.num_layers)]
+        rotaries = {rotary: rotary and rotary.turns(positions_BT) for rotary in map(config.rotary_of, windows)}
         keys, values, hidden = [], [], {}
-        for i in range(config.num_layers):
+        for i, window in enumerate(windows):
             memory = None if cache is None else (cache.keys[i], cache.values[i])
             table = None if tables is None else tables[i]
-            x_BTD, (k_BMSH, v_BMSH) = Layer(config, name=f"layer_{i}")(x_BTD, start_B, rotary, memory, table)
+            layer = Layer(config, window, name=f"layer_{i}")
+            x_BTD, (k_BMSH, v_BMSH) = layer(x_BTD, start_B, rotaries[config.rotary_of(window)], memory, table)
             keys.append(k_BMSH)
             values.append(v_BMSH)
             hidden[i] = x_BTD
-        x_BTD = RMSNorm(config.norm_epsilon, name="final_norm")(x_BTD)
+        x_BTD = Norm(config, name="final_norm")(x_BTD)
         with jax.named_scope("logits"):
-            if self.has_variable("params", FLAT_LOGITS):
-                unembedding_DV = self.get_variable("params", FLAT_LOGITS)
-                logits_BTV = contract("BTD,DV->BTV", x_BTD, unembedding_DV, dtype=jnp.float32)
-            else:
-                logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
+            logits_BTV = self._logits(x_BTD, embedding_VD)
         return Output(
             logits_BTV=logits_BTV,
             cache=None if cache is None else KVCache(keys=tuple(keys), values=tuple(values), tokens_BS=tokens_BS),
             hidden=tuple(hidden[i] for i in hidden_layers),
         )
+
+    def _logits(self, x_BTD: Array, embedding_VD: Array) -> Array:
+        config = self.config
+        if self.has_variable("params", FLAT_LOGITS):
+            unembedding_DV = self.get_variable("params", FLAT_LOGITS)
+            logits_BTV = contract("BTD,DV->BTV", x_BTD, unembedding_DV, dtype=jnp.float32)
+        else:
+            if not config.tied:
+                embedding_VD = weight(
+                    self, OUTPUT_EMBEDDING, embedding_VD.shape, ("vocab", "embed"), fan_in=config.width
+                )
+            logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
+        if config.logit_cap is not None:
+            logits_BTV = soft_cap(logits_BTV, config.logit_cap)
+        if config.num_tokens not in (None, config.vocab_size):
+            is_token_V = jnp.arange(config.vocab_size) < config.num_tokens
+            logits_BTV = jnp.where(is_token_V[None, None], logits_BTV, -jnp.inf)
+        return logits_BTV

@@ -20,7 +20,8 @@ SUMMED_AXES = {
     "embedding": (1,),  # [V, D]: a logit is one channel
     "query": (1,), "key": (1,), "value": (1,), "relative": (1,),  # [N, D, H]
     "output": (0, 1),  # [N, H, D]
-    "up": (0,),  # [D, F]
+    "output_embedding": (1,),  # [V, D]
+    "up": (0,), "gate": (0,),  # [D, F]
     "down": (0,),  # [F, D]
 }  # fmt: skip
 SCALE_SUFFIX = ".scale_of_int8"

@@ -33,9 +33,9 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text of its end-of-text token, if it has one."""
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text (or id) of its end-of-text token, if it has one."""
 
-    def __init__(self, path: str | os.PathLike, eos: str | None = None):
+    def __init__(self, path: str | os.PathLike, eos: str | int | None = None):
         found = storage.place(path)
         if not found.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
@@ -52,9 +52,9 @@ class JsonTokenizer:
         made._set(tokenizer, eos, "the tokenizer")
         return made
 
-    def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | None, name: str) -> None:
+    def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
         self._tokenizer = tokenizer
-        self.eos_id = None if eos is None else tokenizer.token_to_id(eos)
+        self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and self.eos_id is None:
             raise ValueError(f"{name} has no token {eos!r} to end texts with")
 
@@ -81,3 +81,53 @@ class JsonTokenizer:
 
     def token(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ""
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``tokenizer.model``; texts begin with its beginning-of-text token if it has one."""
+
+    def __init__(self, path: str | os.PathLike):
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ValueError(f"to read {path} takes a library: pip install sentencepiece") from error
+        found = storage.place(path)
+        if not found.is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}")
+        self._model = found.read_bytes()
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except RuntimeError as error:
+            raise ValueError(f"{path} is no SentencePiece model ({error})") from error
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.get_piece_size()
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._processor.eos_id() if self._processor.eos_id() >= 0 else None
+
+    def to_bytes(self) -> bytes:
+        return self._model
+
+    def pieces(self) -> list[tuple[str, float]]:
+        """Every piece with its score, which orders the merges."""
+        return [(self.token(i), self._processor.get_score(i)) for i in range(self.vocab_size)]
+
+    def encode(self, text: str) -> list[int]:
+        begin = self._processor.bos_id()
+        return ([begin] if begin >= 0 else []) + self._processor.encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._processor.decode([int(token) for token in tokens])
+
+    def token_id(self, text: str) -> int | None:
+        known = self._processor.piece_to_id(text)
+        if known != self._processor.unk_id():
+            return known
+        encoded = self._processor.encode(text)
+        return encoded[0] if len(encoded) == 1 else None
+
+    def token(self, index: int) -> str:
+        return self._processor.id_to_piece(index)

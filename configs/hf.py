@@ -1,0 +1,86 @@
+"""A pair of public checkpoints, by name.
+
+    python launch/demo.py --config=configs/hf.py:gpt2 --prompt='The meaning of life is'
+    python launch/benchmark.py --config=configs/hf.py:llama-8b --distributed --output=gs://BUCKET/llama-8b.json
+    python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
+    python launch/benchmark.py --config=configs/hf.py:runs/target,runs/draft --config.hugging_face.dtype=float32
+
+After the colon: a name below, or a target and a draft, each a folder, a gs:// folder or the id of a model of
+the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicPair:
+    """Names, and the fewest chips of 16 GiB that hold both in bfloat16 with room for caches."""
+
+    target: str
+    draft: str
+    ways: int = 1  # devices that hold one copy of the target together; they divide its heads
+    draft_ways: int = 0  # the same of the draft; 0: as many as the target's
+    key_heads: int = 0  # of the target, where they are fewer than ``ways``
+
+
+PAIRS = {
+    "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),  # for one laptop
+    "llama-8b": PublicPair(target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", ways=4),
+    "llama-70b": PublicPair(
+        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", ways=16, key_heads=8
+    ),  # fmt: skip
+    # 28 and 14 heads: the draft does not go over four devices.
+    "qwen-7b": PublicPair(target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", ways=4, draft_ways=1),
+    "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", ways=8),
+    "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", ways=4),
+    "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", ways=4),
+}
+PROMPTS = (
+    "The history of the steam engine begins",
+    "def fibonacci(n):\n    ",
+    "Question: Why is the sky blue?\nAnswer:",
+    "In a large bowl, mix the flour and the salt. Then",
+)
+
+
+def get_config(argument: str = "gpt2") -> ConfigDict:
+    config = ConfigDict()
+    pair = find(argument)
+    config.hugging_face = ConfigDict()
+    config.hugging_face.target = pair.target
+    config.hugging_face.draft = pair.draft
+    config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
+    config.prompts = PROMPTS
+    config.draft_length = 4  # K; 0 decodes autoregressively
+    config.drafter = "model"  # or "ngram", or "none"
+    config.rule = "token"  # or "block", or "coupled"
+    config.sampling = ConfigDict()
+    config.sampling.temperature = 0.8  # 0.0 is greedy
+    config.sampling.top_k = 0  # 0 is off
+    config.sampling.top_p = 0.95  # 1.0 is off
+    config.sampling.min_p = 0.0  # 0.0 is off
+    config.batch = 1
+    config.prompt_length = 32  # prompts are padded to it
+    config.max_new_tokens = 128
+    config.repeats = 12
+    config.seed = 0
+    config.mesh = ConfigDict()
+    config.mesh.data = 1  # shares of the batch
+    config.mesh.model = pair.ways  # devices that hold one copy of the target together; 1 x 1 is one device
+    config.mesh.draft_ways = pair.draft_ways  # devices that hold one copy of the draft together; 0: as the target's
+    config.mesh.key_heads = pair.key_heads  # of the target, where they are fewer than its devices; 0: enough
+    return config
+
+
+def find(argument: str) -> PublicPair:
+    if argument in PAIRS:
+        return PAIRS[argument]
+    names = argument.split(",")
+    if len(names) != 2 or not all(names):
+        raise ValueError(
+            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(PAIRS)}, or give a target and a draft "
+            "such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
+        )
+    return PublicPair(target=names[0], draft=names[1])

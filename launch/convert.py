@@ -1,0 +1,57 @@
+"""A public checkpoint as an Orbax folder that loads straight into the places of any mesh, each device its part.
+
+    python launch/convert.py --checkpoint=meta-llama/Llama-3.1-8B --output=gs://BUCKET/llama-8b
+    python launch/convert.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
+        --distributed
+    python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b
+
+With --model=N the devices of the mesh hold the parameters between reading and writing; without it one does.
+"""
+
+import sys
+import time
+
+import entry
+import jax
+from absl import flags
+
+from specsamp import storage
+from specsamp.checkpoints import converted
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import on_mesh
+from specsamp.models.config import DTYPES, human_count
+from specsamp.models.transformer import TransformerLM
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A folder, a gs:// folder or an id of the hub.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Of what is stored.")
+_MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters together.", lower_bound=1)
+
+
+def main() -> None:
+    console = entry.make_console(highlight=False)
+    try:
+        if (storage.place(_OUTPUT.value) / "run.json").exists():
+            raise ValueError(f"--output={_OUTPUT.value} holds a model already: choose another folder")
+        entry.check_output(f"{_OUTPUT.value}/config.json")
+        checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value)
+        if checkpoint.is_converted:
+            raise ValueError(f"{_CHECKPOINT.value} is converted already")
+        model = TransformerLM(checkpoint.config)
+        if _MODEL.value > 1:
+            model = on_mesh(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
+        console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
+        start = time.perf_counter()
+        with console.status("reading") as status:
+            show = lambda name, done, total: status.update(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")
+            params = read_params(checkpoint, model, show)
+            status.update("writing")
+            converted.write(checkpoint, params, _OUTPUT.value)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+    console.print(f"{_OUTPUT.value}: written in {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    entry.run(main)

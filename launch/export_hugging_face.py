@@ -1,0 +1,47 @@
+"""A model trained here as a folder that Hugging Face transformers loads.
+
+python launch/export_hugging_face.py --run=runs/target --output=exported/target
+python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
+"""
+
+import sys
+
+import entry
+from absl import flags
+
+from specsamp.checkpoints.export import export
+from specsamp.pretrained.pair import load_pair
+from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.training.run import open_trained
+
+_RUN = flags.DEFINE_string("run", None, "Folder of a training run, or")
+_PAIR = flags.DEFINE_string("pair", None, "a pair, by name or folder, of which --side is taken.")
+_SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Of the pair.")
+_OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://.", required=True)
+
+
+def main() -> None:
+    if (_RUN.value is None) == (_PAIR.value is None):
+        sys.exit("give either --run or --pair")
+    try:
+        if _RUN.value is not None:
+            trained = open_trained(_RUN.value)
+            config, params = trained.config, trained.params
+            eos = trained.run_config()["data"]["eos"]
+            tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
+        else:
+            pair = load_pair(_PAIR.value)
+            model, params, tokenizer = (
+                getattr(pair, _SIDE.value),
+                getattr(pair, f"{_SIDE.value}_params"),
+                pair.tokenizer,
+            )
+            config = model.config
+        export(_OUTPUT.value, config, params, tokenizer)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+    print(f"written to {_OUTPUT.value}")
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,71 @@
+"""A checkpoint as an Orbax folder: read in place on any mesh, each device its own part, also from a bucket.
+
+config.json, tokenizer.json, ...   as they were
+run.json                           the shape, so that a draft can be distilled from it like from a run
+checkpoints/0/params               what was in the safetensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from specsamp import storage
+from specsamp.checkpoints import hugging_face
+from specsamp.checkpoints.hugging_face import SMALL_FILES, Checkpoint, Progress, check_same_model
+from specsamp.checkpoints.shards import INDEX
+from specsamp.mesh.on_mesh import OnMesh
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.run import write_json
+
+# Of what is being written or read at a time: else every parameter would have a copy in host memory.
+CONCURRENT_GB = 1
+
+
+def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
+    """Writes ``params``, as `read_params` gave them; every process must call it. ``run.json`` comes last."""
+    place = storage.place(folder)
+    if jax.process_index() == 0:
+        for name in SMALL_FILES:
+            if (checkpoint.folder / name).exists() and name != INDEX:
+                storage.write(place / name, (checkpoint.folder / name).read_bytes())
+    with _manager(place) as manager:
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        manager.wait_until_finished()
+    if jax.process_index() == 0:
+        shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name != "dtype"}
+        write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
+
+
+def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None) -> Any:
+    """`specsamp.checkpoints.hugging_face.read_params`, of a checkpoint in either format."""
+    if not checkpoint.is_converted:
+        return hugging_face.read_params(checkpoint, model, progress)
+    check_same_model(checkpoint, model.config)
+    shapes = jax.eval_shape((model.model if isinstance(model, OnMesh) else model).init, jax.random.key(0))
+    one = SingleDeviceSharding(jax.local_devices()[0])
+    shardings = model.param_shardings(shapes) if isinstance(model, OnMesh) else jax.tree.map(lambda _: one, shapes)
+    dtype = model.config.compute_dtype
+    wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at), shapes, shardings)
+    with _manager(checkpoint.folder) as manager:
+        try:
+            # Not strict: rows of padding are added to the vocabulary.
+            items = manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted, strict=False)))
+        except Exception as error:  # Orbax raises whatever its storage does
+            raise ValueError(
+                f"{checkpoint.folder} is damaged ({type(error).__name__}: {error}): convert the checkpoint again"
+            ) from error
+    return items["params"]
+
+
+def _manager(folder: epath.Path) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
+    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=CONCURRENT_GB, restore_concurrent_gb=CONCURRENT_GB)
+    options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
+    path = (folder / "checkpoints").absolute()
+    return ocp.CheckpointManager(path, options=options, item_handlers={"params": handler})

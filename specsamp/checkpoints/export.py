@@ -1,0 +1,117 @@
+"""A model trained here as a folder that transformers, and what else reads its format, can load.
+
+Gated models are written as Llama, ungated ones as Arcee, which is Llama without the gate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save
+
+from specsamp import storage
+from specsamp.checkpoints.families import ACTIVATIONS, FAMILIES, config_of
+from specsamp.checkpoints.names import sizes, source_of
+from specsamp.checkpoints.shards import INDEX, SINGLE
+from specsamp.models.config import TransformerConfig
+from specsamp.models.params import check_shapes, named
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.tokenizer import JsonTokenizer
+
+SHARD_BYTES = 2 * 10**9  # at most, of one file (or one tensor that is larger)
+
+
+def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonTokenizer | None = None) -> None:
+    """Writes config, tensors, tokenizer and stop token; ``config.json`` comes last.
+
+    Args:
+      folder: local or in a bucket.
+      params: of ``TransformerLM(config)``, stored in the dtype they have.
+      tokenizer: its ``eos_id`` becomes the stop token.
+
+    Raises:
+      ValueError: neither architecture can say what this model is, with the fields that have no counterpart; or the
+        parameters are of another model.
+    """
+    place = storage.place(folder)
+    content = describe(config, None if tokenizer is None else tokenizer.eos_id)
+    check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    leaves = named(params)
+    content["torch_dtype"] = str(leaves["embedding"].dtype)
+    names = FAMILIES[content["architectures"][0]].names
+    shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
+    files, weight_map = _file_names(len(shards)), {}
+    (place / "config.json").unlink(missing_ok=True)  # what is there of an older model is none now
+    (place / INDEX).unlink(missing_ok=True)
+    for file, shard in zip(files, shards):
+        tensors = {}
+        for name in shard:
+            source = source_of(name, names)
+            tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config)))
+            weight_map[source.tensor] = file
+        storage.write(place / file, save(tensors, metadata={"format": "pt"}))
+    if len(files) > 1:
+        total = sum(leaf.nbytes for leaf in leaves.values())
+        _write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if tokenizer is not None:
+        storage.write(place / "tokenizer.json", tokenizer.to_json())
+        end = None if tokenizer.eos_id is None else tokenizer.token(tokenizer.eos_id)
+        _write_json(
+            place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        )  # fmt: skip
+        _write_json(place / "generation_config.json", {"eos_token_id": tokenizer.eos_id})
+    _write_json(place / "config.json", content)
+
+
+def describe(config: TransformerConfig, eos_id: int | None) -> dict:
+    """The ``config.json`` of a model; raises ValueError if there is none that says all of it."""
+    theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+    content = {
+        "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
+        "model_type": "llama" if config.gated else "arcee",
+        "vocab_size": config.vocab_size, "hidden_size": config.width, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size, "intermediate_size": config.feedforward_width,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_epsilon, "hidden_act": theirs[config.activation],
+        "tie_word_embeddings": config.tied, "attention_bias": config.attention_bias,
+        "mlp_bias": config.feedforward_bias, "rope_theta": config.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
+        "bos_token_id": None, "eos_token_id": eos_id,
+    }  # fmt: skip
+    _, read = config_of("config.json", content, config.dtype)
+    different = [
+        f"{field.name} = {getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(read, field.name) != getattr(config, field.name)
+    ]
+    if different:
+        raise ValueError(
+            f"{content['architectures'][0]} has no counterpart of {', '.join(different)}: train the model with "
+            "rotary positions and without n-gram tables (configs/python_pair.py:llama_target, llama_draft)"
+        )
+    return content
+
+
+def _shards(sizes: dict[str, int]) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _file_names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def _write_json(path: Any, content: dict) -> None:
+    storage.write(path, json.dumps(content, indent=2) + "\n")

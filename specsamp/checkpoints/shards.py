@@ -1,0 +1,141 @@
+"""The tensors of safetensors files, a slice at a time, on a disk or in a bucket.
+
+The format is a length, a JSON header and the bytes of all tensors. The library of that name maps local files
+only; here a slice is read wherever the file lies, and all headers are checked before any tensor is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from specsamp import storage
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
+BLOCK_BYTES = 64 * 2**20  # of whole rows from a bucket at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """Where a tensor lies; its values stay there until a slice is read."""
+
+    file: epath.Path
+    kind: str  # its dtype as the file calls it; see `DTYPES` for those that can be read
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kind]
+
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """The slice ``index`` (one per axis, without steps); of a local file a view, whose pages come when used."""
+        index = tuple(index)
+        if not os.fspath(self.file).startswith(storage.BUCKETS):
+            if 0 in self.shape:
+                return np.empty(self.shape, self.dtype)[index]
+            return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)[index]
+        first, last, _ = index[0].indices(self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        rows = max(BLOCK_BYTES // max(row_bytes, 1), 1)
+        blocks = []
+        with self.file.open("rb") as file:
+            for start in range(first, last, rows):
+                stop = min(start + rows, last)
+                file.seek(self.offset + start * row_bytes)
+                block = np.frombuffer(file.read((stop - start) * row_bytes), self.dtype)
+                kept = block.reshape(stop - start, *self.shape[1:])[(slice(None), *index[1:])]
+                blocks.append(kept.copy() if len(index) > 1 else kept)  # so that what was not asked for can go
+        return np.concatenate(blocks)
+
+
+def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, from the headers of its files alone.
+
+    Raises:
+      FileNotFoundError: there are none, or files that the index names are missing.
+      ValueError: pickles only; a file is truncated or damaged; the index contradicts a file.
+    """
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            raise _nothing_to_read(folder)
+        return read_header(folder / SINGLE)
+    try:
+        of_tensor = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(of_tensor.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        lost = [name for name, file in of_tensor.items() if file in missing]
+        raise FileNotFoundError(
+            f"{folder / INDEX} names files that are not there: {', '.join(missing)}, with {len(lost)} tensors such as "
+            f"{lost[0]}: download them again"
+        )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        found = read_header(folder / file)
+        absent = sorted(name for name, there in of_tensor.items() if there == file and name not in found)
+        if absent:
+            raise ValueError(
+                f"{folder / file} lacks {len(absent)} tensors that {INDEX} says it has, such as {absent[0]}"
+            )
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise ValueError(f"{twice[0]} is in two files, {tensors[twice[0]].file} and {folder / file}")
+        tensors |= found
+    return tensors
+
+
+def read_header(file: epath.Path) -> dict[str, Tensor]:
+    """The tensors of one file; raises ValueError if it is truncated or damaged."""
+    size = file.stat().length
+    damaged = lambda why: ValueError(f"{file} is damaged ({why}): restore it from where it came from")
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+            raise damaged(f"truncated: {size} bytes, of which the header alone would take {8 + length}")
+        try:
+            header: dict[str, Any] = json.loads(content.read(length))
+            header.pop("__metadata__", None)
+            spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+            shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+            kinds = {name: entry["dtype"] for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(f"its header cannot be read: {type(error).__name__}: {error}") from error
+    wanted = 8 + length + max((end for _, end in spans.values()), default=0)
+    if size != wanted:
+        last = max(spans, key=lambda name: spans[name][1])
+        raise damaged(f"truncated: {size} bytes, but {wanted} with its last tensor {last}")
+    for name, kind in kinds.items():
+        begin, end = spans[name]
+        if kind in DTYPES and end - begin != math.prod(shapes[name]) * DTYPES[kind].itemsize:
+            raise damaged(f"{name} of shape {shapes[name]} and dtype {kind} takes {end - begin} bytes")
+    at = 8 + length
+    return {
+        name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0]) for name in header
+    }
+
+
+def _nothing_to_read(folder: epath.Path) -> Exception:
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if not pickles:
+        return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
+    return ValueError(
+        f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
+        "that its author put there. If you trust it, convert it with PyTorch and transformers: "
+        f"AutoModelForCausalLM.from_pretrained({os.fspath(folder)!r}).save_pretrained('converted'), "
+        "then copy its tokenizer files and give 'converted'"
+    )

@@ -1,0 +1,18 @@
+"""The model of the checkpoints that the tests write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+
+CONFIG = tiny(
+    vocab_size=304, width=32, num_heads=4, num_kv_heads=2, positions="rotary", gated=True, activation="silu", tied=False
+)
+
+
+def random_params(config, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / np.sqrt(32), jnp.float32), shapes)

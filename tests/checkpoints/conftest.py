@@ -1,0 +1,38 @@
+"""A small checkpoint in the format of Hugging Face, of several files, with its tokenizer."""
+
+import importlib.util
+import shutil
+
+import pytest
+from checkpoint_shapes import CONFIG, random_params
+
+from specsamp.checkpoints import export
+from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.training.data import EOS, train_tokenizer
+
+if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+    collect_ignore = ["test_live.py"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return JsonTokenizer.of(train_tokenizer(["def f(x): return x  # é, in Python"] * 3, 300), eos=EOS)
+
+
+@pytest.fixture(scope="session")
+def params():
+    return random_params(CONFIG)
+
+
+@pytest.fixture(scope="session")
+def original(params, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("public") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "SHARD_BYTES", 60_000)
+        export.export(folder, CONFIG, params, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "model")

@@ -1,0 +1,116 @@
+"""Every family against what Hugging Face transformers computed of the same weights: prefill, chunks, one by one."""
+
+import dataclasses
+import functools
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from enumerate_laws import COMPILE_FAST
+
+from specsamp import NgramDrafter, Pair, generate
+from specsamp.checkpoints.families import FAMILIES
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.models.transformer import TransformerLM
+
+every_model = pytest.mark.parametrize("name", golden.NAMES)
+CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4
+LENGTH, CHUNK, SLOTS = 24, 8, 40
+ONE_BY_ONE = ("gemma3", "gpt2", "gpt_neox", "llama3")  # a program more; the others read their text in chunks
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
+
+
+@functools.cache
+def read(name, folder):
+    checkpoint = open_checkpoint(golden.read(name).write_checkpoint(folder / name), dtype="float32")
+    model = TransformerLM(checkpoint.config)
+    return model, read_params(checkpoint, model)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def distance(logits, expected):
+    return np.abs(np.asarray(logits) - expected).max() / np.abs(expected).max()
+
+
+def stale_cache(model, rows):
+    rng = np.random.default_rng(9)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(10 * rng.normal(size=leaf.shape), leaf.dtype), model.init_cache(rows, SLOTS)
+    )
+
+
+@every_model
+def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
+    """One pass; chunks over a stale cache, of which the last is taken back and fed again; then their own text."""
+    model, params = read(name, folder)
+    theirs = golden.read(name)
+    assert theirs.logits_BTV.std() > 0.5
+    assert distance(forward(model, params, theirs.tokens_BT).logits_BTV, theirs.logits_BTV) < CLOSE
+
+    weights, cache = model.prepare(params, SLOTS), stale_cache(model, 2)
+    tokens_BT, wrong_BT = theirs.tokens_BT, (theirs.tokens_BT + 7) % model.vocab_size
+    for start, fed in (
+        (0, tokens_BT),
+        (8, tokens_BT),
+        (16, wrong_BT),
+        (13, wrong_BT),
+        (12, tokens_BT),
+        (16, tokens_BT),
+    ):
+        output = call(model, weights, fed[:, start : start + CHUNK], jnp.full(2, start), cache)
+        cache = output.cache
+        if fed is tokens_BT:
+            assert distance(output.logits_BTV, theirs.logits_BTV[:, start : start + CHUNK]) < CLOSE
+
+    # Their greedy text begins within the prompt: what is cached beyond it is stale again.
+    text_BT = np.concatenate([tokens_BT[:, : golden.PROMPT], theirs.greedy_BT], axis=1)
+    width = 1 if name in ONE_BY_ONE else CHUNK
+    for start in sorted({*range(golden.PROMPT - 1, LENGTH - width, width), LENGTH - 1 - width}):
+        output = call(model, weights, text_BT[:, start : start + width], jnp.full(2, start), cache)
+        cache = output.cache
+        np.testing.assert_array_equal(np.argmax(output.logits_BTV, axis=-1), text_BT[:, start + 1 : start + 1 + width])
+
+
+def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
+    """Windows shorter than the prompt, drafts that are taken back: Gemma 3's mixture of layers."""
+    model, params = read("gemma3", folder)
+    theirs = golden.read("gemma3")
+    prompts = theirs.tokens_BT[:, : golden.PROMPT].tolist()
+    completions = generate(Pair(target=model, target_params=params), prompts, 12, drafter=NgramDrafter(K=3))
+    assert [completion.tokens for completion in completions] == theirs.greedy_BT.tolist()
+    assert all(completion.stats.drafted > completion.stats.accepted for completion in completions)
+
+
+def test_all_golden_files_are_small_and_no_family_is_missing():
+    assert sum(path.stat().st_size for path in golden.FOLDER.iterdir()) < 2e6
+    assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == set(FAMILIES)
+
+
+MISTAKES = [
+    ("llama3", dict(rotary_scaling=None)), ("llama_yarn", dict(rotary_scaling=None)), ("mistral", dict(window=6)),
+    ("llama_biases", dict(rotary_scaling=None)), ("qwen2_window", dict(global_layers=(0, 1))),
+    ("gemma2", dict(window=4)),
+    ("gemma2", dict(attention_cap=None)), ("gemma2", dict(logit_cap=None)), ("gemma2", dict(attention_scale=None)),
+    ("gemma3", dict(window_rotary_base=None)), ("gemma3", dict(embedding_scale=None)),
+    ("gemma3", dict(norm_offset=False)), ("gpt_neox", dict(parallel=False)), ("gpt_neox", dict(rotary_size=None)),
+    ("gpt2", dict(activation="gelu_exact")), ("llama2", dict(rotary_base=9000.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, change", MISTAKES, ids=lambda x: str(x))
+def test_each_of_these_mistakes_would_be_seen(name, change, folder):
+    """Switches that leave the parameters' shapes alone."""
+    model, params = read(name, folder)
+    theirs = golden.read(name)
+    wrong = TransformerLM(dataclasses.replace(model.config, **change))
+    with jax.disable_jit():  # each would be compiled for one call
+        logits = wrong.forward(params, theirs.tokens_BT[:1, :12]).logits_BTV
+    assert distance(logits, theirs.logits_BTV[:1, :12]) > 5 * CLOSE

@@ -1,0 +1,345 @@
+"""Reading a checkpoint: what is right is read whole, what is wrong is named before a tensor is touched."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from etils import epath
+
+from specsamp.checkpoints import shards
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.names import sizes, source_of
+from specsamp.checkpoints.shards import INDEX, Tensor, find_tensors, read_header
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.on_mesh import on_mesh
+from specsamp.models.transformer import TransformerLM
+
+
+def open_all(folder):
+    checkpoint = open_checkpoint(folder, dtype="float32")
+    return checkpoint, checkpoint.tensors
+
+
+def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
+    checkpoint, tensors = open_all(original)
+    files = {tensor.file.name for tensor in tensors.values()}
+    assert len(files) > 2 and not (original / "model.safetensors").exists()
+    assert dataclasses.replace(checkpoint.config, dtype="float32").num_parameters == sum(
+        map(jnp.size, jax.tree.leaves(params))
+    )
+    assert checkpoint.stop_ids == (tokenizer.eos_id,) == (checkpoint.tokenizer.eos_id,)
+    seen = []
+    read = read_params(checkpoint, TransformerLM(checkpoint.config), lambda *told: seen.append(told))
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    assert len(seen) == len(tensors) and seen[-1][1] == seen[-1][2] == 4 * checkpoint.config.num_parameters
+
+
+def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, params, monkeypatch):
+    """Copies of a slice are read once; what a device needs of a tensor is what it reads of it."""
+    asked = []
+    read = Tensor.read
+    monkeypatch.setattr(Tensor, "read", lambda self, index: asked.append((self, index)) or read(self, index))
+    checkpoint, _ = open_all(original)
+    model = on_mesh(TransformerLM(checkpoint.config), Layout.tensor_parallel(make_mesh(2, 4)))
+    placed = read_params(checkpoint, model)
+    jax.tree.map(np.testing.assert_array_equal, placed, params)
+    assert placed["layer_0"]["mlp"]["up"].addressable_shards[0].data.shape == (32, 32)
+    taken = lambda tensor, index: np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
+    read_entries = sum(taken(tensor, index) for tensor, index in asked)
+    assert read_entries == checkpoint.config.num_parameters
+
+
+def test_one_process_reads_only_what_its_devices_hold(original):
+    """Of every pattern of axes, fused ones too: the slab that is read is the part of the outermost letter."""
+    checkpoint, tensors = open_all(original)
+    asked = []
+
+    def read(index):
+        asked.append(index)
+        return np.zeros([part.stop - part.start for part in index], np.float32)
+
+    letters = sizes(checkpoint.config)
+    query = source_of("layer_1/attention/query", checkpoint.family.names)
+    assert query.read(read, letters, (slice(2, 3), slice(None), slice(None))).shape == (1, 32, 8)
+    assert asked.pop() == (slice(16, 24), slice(0, 32))
+    output = source_of("layer_1/attention/output", checkpoint.family.names)
+    assert output.read(read, letters, (slice(0, 2), slice(None), slice(None))).shape == (2, 8, 32)
+    assert asked.pop() == (slice(0, 32), slice(0, 16))
+
+
+@pytest.mark.parametrize("pattern, part", [("NCH D -> NDH: C={}", 1), ("D CNH -> NDH: C={}", 2), ("D NH -> NHD", None)])
+def test_axes_are_what_their_letters_say(pattern, part):
+    letters = dict(N=4, C=3, H=2, D=6)
+    source = source_of("x", {"x": f"tensor  {pattern.format(part)}"})
+    values = np.arange(np.prod(source.shape(letters))).reshape(source.shape(letters))
+    parts = values.reshape([letters[x] for x in "".join(source.tensor_axes)])
+    axes = "".join(source.tensor_axes).lower()
+    if part is not None:
+        parts, axes = parts.take(part, axis=axes.index("c")), axes.replace("c", "")
+    expected = np.einsum(f"{axes}->{source.axes.lower()}", parts)
+    index = tuple({"N": slice(1, 3), "D": slice(None), "H": slice(1, 2)}[letter] for letter in source.axes)
+    np.testing.assert_array_equal(source.read(lambda slices: values[slices], letters, index), expected[index])
+    if part is None:
+        np.testing.assert_array_equal(source.write(expected, letters), values)
+
+
+def test_files_in_a_bucket_are_read_in_blocks_of_rows(original, monkeypatch):
+    """The same slices, by seeking in a file that cannot be mapped."""
+    tensors = find_tensors(epath.Path(original))
+    tensor = tensors["model.layers.0.mlp.down_proj.weight"]
+    expected = np.array(tensor.read((slice(3, 30), slice(5, 9))))
+    monkeypatch.setattr(shards.storage, "BUCKETS", (str(original),))
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 3 * 4 * tensor.shape[1])
+    monkeypatch.setattr(np, "memmap", None)
+    np.testing.assert_array_equal(tensor.read((slice(3, 30), slice(5, 9))), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_any_float_is_read_into_any_float(saved, params, dtype):
+    for file in saved.glob("*.safetensors"):
+        tensors = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in safetensors.numpy.load_file(file).items()}
+        safetensors.numpy.save_file(tensors, file)
+    checkpoint = open_checkpoint(saved)
+    assert checkpoint.config.dtype == "bfloat16"
+    read = read_params(checkpoint, TransformerLM(checkpoint.config))
+    rounded = jax.tree.map(lambda x: np.asarray(x.astype(dtype).astype(jnp.bfloat16)), params)
+    jax.tree.map(np.testing.assert_array_equal, read, rounded)
+
+
+def test_rows_of_padding_are_zero(original, params):
+    checkpoint, _ = open_all(original)
+    wide = dataclasses.replace(checkpoint.config, vocab_size=312, num_tokens=300)
+    read = read_params(checkpoint, on_mesh(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4))))
+    for name in ("embedding", "output_embedding"):
+        np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
+    with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):
+        read_params(checkpoint, TransformerLM(dataclasses.replace(wide, num_layers=3)))
+
+
+def edit(path, change):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def tensor_change(folder, name, change):
+    """Rewrites the file that holds a tensor; ``change`` gets its tensors."""
+    file = folder / json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
+    tensors = safetensors.numpy.load_file(file)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, file)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_shard_missing_from_the_folder(saved):
+    file = next(saved.glob("model-00002*"))
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{INDEX} names files that are not there: {file.name}, with . tensors"):
+        open_all(saved)
+
+
+def test_a_tensor_missing_from_its_shard(saved):
+    tensor_change(saved, UP, lambda tensors: tensors.pop(UP))
+    with pytest.raises(ValueError, match=f"lacks 1 tensors that .* says it has, such as {UP}"):
+        open_all(saved)
+
+
+def test_a_shard_that_the_index_does_not_name(saved):
+    edit(saved / INDEX, lambda index: index["weight_map"].pop(UP))
+    file = json.loads((saved / INDEX).read_text(encoding="utf-8"))["weight_map"]["model.layers.1.mlp.down_proj.weight"]
+    edit(
+        saved / INDEX,
+        lambda index: [index["weight_map"].pop(n) for n, f in [*index["weight_map"].items()] if f == file],
+    )
+    with pytest.raises(ValueError, match=r"tensors are missing: .*model.layers.1.mlp.down_proj.weight \(32, 128\)"):
+        open_all(saved)
+
+
+@pytest.mark.parametrize("keep", [3, 20, -1, -5000])
+def test_a_truncated_file(saved, keep):
+    file = sorted(saved.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"{file.name} is damaged .truncated"):
+        open_all(saved)
+
+
+def test_damaged_headers(tmp_path):
+    def with_header(header):
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+        return epath.Path(tmp_path / "x")
+
+    good = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    assert read_header(with_header(good))["a"].shape == (2, 2)
+    for header, message in (
+        (b"{", "its header cannot be read"), ([], "its header cannot be read"),
+        ({"a": {}}, "its header cannot be read"),
+        (good | {"a": good["a"] | {"shape": [2, 3]}}, "a of shape .2, 3. and dtype F32 takes 16 bytes"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            read_header(with_header(header))
+
+
+def test_a_config_that_contradicts_the_tensors(saved):
+    edit(saved / "config.json", lambda config: config.update(intermediate_size=96, num_key_value_heads=4))
+    with pytest.raises(ValueError, match="does not hold the model of its config.json") as caught:
+        open_all(saved)
+    assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(caught.value)
+    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(caught.value)
+
+
+def test_tensors_that_nothing_reads_and_buffers_that_nobody_needs(saved):
+    extra = "model.layers.0.self_attn.q_proj.bias"
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensor_change(
+        saved, UP, lambda tensors: tensors.update({extra: np.zeros(32, np.float32), buffer: np.zeros(4, np.float32)})
+    )
+    with pytest.raises(ValueError, match=rf"1 tensors are not part of the model: {extra} \(32,\) in model-"):
+        open_all(saved)
+    tensor_change(saved, UP, lambda tensors: tensors.pop(extra))
+    open_all(saved)
+
+
+def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
+    mask = "model.layers.0.self_attn.masked_attn.bias"
+    tensor_change(saved, UP, lambda tensors: tensors.update({mask: np.ones((2, 2), bool)}))
+    open_all(saved)
+    tensor_change(saved, UP, lambda tensors: tensors.update({UP: tensors[UP].astype(np.int8)}))
+    with pytest.raises(ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"):
+        open_all(saved)
+
+
+def test_names_without_their_prefix(tmp_path):
+    """As the first GPT-2 files have them, masks included."""
+    gpt2 = golden.read("gpt2")
+    read = lambda folder: read_params((c := open_checkpoint(folder, dtype="float32")), TransformerLM(c.config))
+    expected = read(gpt2.write_checkpoint(tmp_path / "with"))
+    bare = {name.removeprefix("transformer."): golden.weights(name, shape) for name, shape in gpt2.shapes.items()}
+    folder = gpt2.write_checkpoint(tmp_path / "without")
+    safetensors.numpy.save_file(bare | {"h.0.attn.bias": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, read(folder), expected)
+
+
+def test_a_tied_model_may_repeat_its_embedding_only(saved):
+    edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    open_all(saved)
+    tensor_change(saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)}))
+    with pytest.raises(ValueError, match="not part of the model: lm_head.bias"):
+        open_all(saved)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(saved):
+    for file in [*saved.glob("*.safetensors"), saved / INDEX]:
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        find_tensors(epath.Path(saved))
+    (saved / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(
+        ValueError,
+        match=r"pickles \(pytorch_model.bin\), which are refused: reading one runs any code .*save_pretrained",
+    ):
+        open_all(saved)
+
+
+def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
+    edit(saved / "config.json", lambda config: config.update(vocab_size=250))
+    with pytest.raises(
+        ValueError, match=f"tokenizer in .*model has {tokenizer.vocab_size} tokens, but .* only 250 rows"
+    ):
+        open_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(architectures=["BertModel"]), "architecture 'BertModel'; known are LlamaForCausalLM, Mistral"),
+        (dict(architectures=["Gemma3ForConditionalGeneration"]), "it also sees images"),
+        (dict(architectures=None), "architecture 'none'"),
+        (dict(hidden_size=None), "config.json does not say 'hidden_size'"),
+        (dict(hidden_size="many"), "config.json describes no model .* width must be a positive integer; got 'many'"),
+        (dict(hidden_act="softplus"), "hidden_act = 'softplus'; known are gelu"),
+        (dict(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
+        (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "scales its rotary positions by .*dynamic"),
+        (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 scaling .* without 'original_max"),
+        (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be_read_are_named(saved, change, message):
+    (saved / "generation_config.json").unlink()
+    edit(saved / "config.json", lambda config: config.update(change))
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(saved)
+
+
+def test_old_and_new_config_files_say_the_same(saved):
+    """Llama 3.1 as its authors wrote it, and as transformers 5 writes it."""
+    scaling = dict(
+        factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type="llama3"
+    )
+    edit(
+        saved / "config.json",
+        lambda config: [config.pop("rope_parameters"), config.update(rope_theta=5e5, rope_scaling=scaling)],
+    )
+    old = open_checkpoint(saved).config
+    edit(saved / "config.json", lambda config: [config.pop("rope_theta"), config.pop("rope_scaling")])
+    edit(saved / "config.json", lambda config: config.update(rope_parameters=scaling | {"rope_theta": 5e5}))
+    assert open_checkpoint(saved).config == old
+    assert old.rotary_base == 5e5 and old.rotary_scaling.factor == 8 and old.rotary_scaling.original_positions == 8192
+
+
+def test_stop_tokens_of_the_generation_config_come_first(saved):
+    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
+    assert open_checkpoint(saved).stop_ids == (5, 7)
+    (saved / "generation_config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="generation_config.json is no JSON object"):
+        open_checkpoint(saved)
+
+
+def test_names_that_are_no_checkpoint(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder 'nothing/of/this'; give one, or the id"):
+        open_checkpoint("nothing/of/this")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="pip install huggingface_hub"):
+        open_checkpoint("someone/model")
+
+
+def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypatch, tmp_path):
+    """The small files first: what they show to be wrong costs no download of gigabytes."""
+    asked = []
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        asked.append(any(file.endswith(".safetensors") for file in allow_patterns))
+        assert not any("*" in file for file in allow_patterns)  # the same weights may lie there twice
+        if name != "someone/model":
+            raise OSError("404")
+        for file in original.iterdir():
+            if file.name in allow_patterns:
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    checkpoint = open_checkpoint("someone/model", dtype="float32")
+    assert asked == [False]
+    jax.tree.map(np.testing.assert_array_equal, read_params(checkpoint, TransformerLM(checkpoint.config)), params)
+    assert asked == [False, True]
+    with pytest.raises(FileNotFoundError, match="the hub did not give it .OSError: 404"):
+        open_checkpoint("someone/else")
+
+
+def test_a_line_of_a_table_of_names():
+    source = source_of("layer_12/mlp/up", {"layer/mlp/up": "h.{i}.up  F D -> DF"})
+    assert (source.tensor, source.tensor_axes, source.axes, source.part) == ("h.12.up", ("F", "D"), "DF", None)
+    with pytest.raises(KeyError):
+        source_of("ngrams_2", {})

@@ -1,0 +1,95 @@
+"""Beside transformers itself, where it is installed (else this file is not collected): nothing here is needed that the
+golden files do not prove, which are what it said of the same models.
+
+    pip install torch transformers
+"""
+
+import pathlib
+import random
+
+import golden
+import golden_maker
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoint_shapes import CONFIG, random_params
+
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.pair import load_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CLOSE = 2e-5  # of the largest logit
+
+
+def assert_close(logits, expected):
+    assert np.abs(np.asarray(logits) - expected).max() < CLOSE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_the_golden_files_are_what_transformers_says(name):
+    made = golden_maker.make(golden_maker.configs()[name], golden_maker.SEEDS.get(name, 0))
+    stored = golden.read(name)
+    assert made.shapes == stored.shapes
+    assert_close(made.logits_BTV, stored.logits_BTV)
+    np.testing.assert_array_equal(made.greedy_BT, stored.greedy_BT)
+
+
+def randomised(config, draw):
+    """Another small shape of the same family."""
+    fields = config.to_dict()
+    key_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2])
+    if config.model_type in ("gpt2", "gpt_neox"):
+        group = 1
+    heads = key_heads * group
+    width = 8 * heads * draw.choice([1, 2])
+    names = dict(n_embd=width, n_head=heads) if config.model_type == "gpt2" else dict(
+        hidden_size=width, num_attention_heads=heads, intermediate_size=draw.choice([24, 56])
+    )  # fmt: skip
+    if "num_key_value_heads" in fields:
+        names |= dict(num_key_value_heads=key_heads, head_dim=draw.choice([8, 16]))
+    if fields.get("sliding_window"):
+        names["sliding_window"] = draw.choice([1, 3, 9, 30])
+    names["tie_word_embeddings"] = draw.choice([True, False])
+    return type(config)(**fields | names)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_random_shapes_of_every_family(name, seed, tmp_path):
+    config = randomised(golden_maker.configs()[name], random.Random(f"{name} {seed}"))
+    made = golden_maker.make(config, seed, greedy=False)
+    checkpoint = open_checkpoint(made.write_checkpoint(tmp_path / "model"), dtype="float32")
+    model = TransformerLM(checkpoint.config)
+    params = read_params(checkpoint, model)
+    assert_close(jax.jit(model.forward)(params, made.tokens_BT).logits_BTV, made.logits_BTV)
+
+
+@torch.inference_mode()
+def theirs(folder: pathlib.Path, tokens_BT: np.ndarray) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(torch.tensor(tokens_BT, dtype=torch.int64)).logits.numpy()
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, tiny(vocab_size=304, positions="rotary", num_kv_heads=1)], ids=["gated", "ungated"]
+)
+def test_what_is_exported_is_the_same_model_there(config, tokenizer, tmp_path):
+    params = random_params(config)
+    export(tmp_path, config, params, tokenizer)
+    tokens_BT = np.random.default_rng(0).integers(0, 279, size=(2, 20), dtype=np.int32)
+    assert_close(TransformerLM(config).forward(params, tokens_BT).logits_BTV, theirs(tmp_path, tokens_BT))
+    text = "def f(x): return é"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def test_the_shipped_target_is_the_same_model_there(tmp_path):
+    pair = load_pair("python")
+    export(tmp_path, pair.target.config, pair.target_params, pair.tokenizer)
+    tokens_BT = np.asarray([pair.tokenizer.encode("def fibonacci(n):\n    if n < 2:\n        return n\n")])
+    ours = pair.target.forward(pair.target_params, tokens_BT).logits_BTV
+    assert_close(ours, theirs(tmp_path, tokens_BT))

@@ -1,0 +1,60 @@
+"""Small models of every family: their tokens, logits and greedy text as Hugging Face transformers computes them.
+
+Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps for ever;
+what is stored is ``config.json``, names and shapes, tokens and results. `golden_maker.py` writes the files.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import zlib
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load_file, save_file
+
+FOLDER = pathlib.Path(__file__).parent / "checkpoints" / "golden"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+PROMPT = 12  # tokens before the greedy text, of each row
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Golden:
+    """What transformers says of one model."""
+
+    config: dict  # of config.json
+    shapes: dict[str, tuple[int, ...]]  # of the checkpoint's tensors
+    tokens_BT: np.ndarray
+    logits_BTV: np.ndarray
+    greedy_BT: np.ndarray  # what follows the first PROMPT tokens
+
+    def write_checkpoint(self, folder: pathlib.Path) -> pathlib.Path:
+        """As a folder in the format of the hub."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        save_file({name: weights(name, shape) for name, shape in self.shapes.items()}, folder / "model.safetensors")
+        return folder
+
+
+@functools.cache
+def read(name: str) -> Golden:
+    path = FOLDER / f"{name}.safetensors"
+    with safetensors.safe_open(path, framework="numpy") as file:
+        described = {key: json.loads(value) for key, value in file.metadata().items()}
+    shapes = {name: tuple(shape) for name, shape in described["shapes"].items()}
+    return Golden(config=described["config"], shapes=shapes, **load_file(path))
+
+
+def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Uniform, of a size at which everything matters: attention is neither flat nor a single token."""
+    raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
+    noise = ((raw >> 40).astype(np.float64) / 2**24 - 0.5) * math.sqrt(12)
+    if name.endswith("bias"):
+        noise = 0.3 * noise
+    elif len(shape) == 1:  # the scale of a norm
+        noise = 1 + 0.3 * noise
+    else:
+        noise = noise * (2.0 if "k_proj" in name or "q_proj" in name else 1.0) / math.sqrt(min(shape))
+    return noise.reshape(shape).astype(np.float32)

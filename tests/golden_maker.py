@@ -1,0 +1,112 @@
+"""Writes the golden files, from the models of Hugging Face transformers; see golden.py.
+
+pip install torch transformers
+python tests/golden_maker.py
+"""
+
+import json
+import pathlib
+import tempfile
+
+import golden
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+ROWS, LENGTH = 2, 24
+TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+TINY |= dict(intermediate_size=48, bos_token_id=None, eos_token_id=None, pad_token_id=None, attention_dropout=0.0)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8,
+)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
+GEMMA = TINY | dict(head_dim=16, num_key_value_heads=2, query_pre_attn_scalar=24, sliding_window=5, pad_token_id=0)
+GPT2 = dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def configs() -> dict[str, transformers.PreTrainedConfig]:
+    t = transformers
+    grouped = dict(num_key_value_heads=2)
+    return {
+        "llama2": t.LlamaConfig(**TINY),
+        "llama3": t.LlamaConfig(**TINY, **grouped, rope_parameters=LLAMA3, tie_word_embeddings=True),
+        "llama_biases": t.LlamaConfig(
+            **TINY, **grouped, head_dim=12, attention_bias=True, mlp_bias=True,
+            rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0),
+        ),
+        "llama_yarn": t.LlamaConfig(**TINY, num_key_value_heads=1, rope_parameters=YARN),
+        "mistral": t.MistralConfig(**TINY, **grouped, sliding_window=5),
+        "qwen2": t.Qwen2Config(**TINY, **grouped, tie_word_embeddings=True),
+        "qwen2_window": t.Qwen2Config(
+            **TINY, **grouped, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
+        "qwen3": t.Qwen3Config(**TINY, **grouped, head_dim=16, tie_word_embeddings=True),
+        "gpt2": t.GPT2Config(**GPT2),
+        "gpt_neox": t.GPTNeoXConfig(**TINY, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
+        "gpt_neox_serial": t.GPTNeoXConfig(
+            **TINY, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
+            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=1.0), hidden_act="gelu_new",
+        ),
+        "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "gemma3": t.Gemma3TextConfig(
+            **GEMMA | dict(num_hidden_layers=3),
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=1e2),
+                full_attention=dict(rope_type="linear", rope_theta=1e4, factor=8.0),
+            ),
+        ),
+        "arcee": t.ArceeConfig(**TINY, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    }  # fmt: skip
+
+
+def make(config: transformers.PreTrainedConfig, seed: int, greedy: bool = True) -> golden.Golden:
+    """The golden file's content of a model, with greedy text or without."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        with golden.safetensors.safe_open(folder / "model.safetensors", framework="numpy") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        shown = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tokens_BT = np.random.default_rng(seed).integers(0, 96, size=(ROWS, LENGTH), dtype=np.int64)
+        content = dict(config=shown, shapes=shapes, tokens_BT=tokens_BT.astype(np.int32))
+        golden.Golden(**content, logits_BTV=None, greedy_BT=None).write_checkpoint(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+    with torch.inference_mode():
+        tokens = torch.tensor(tokens_BT)
+        logits_BTV = model(tokens).logits.numpy()
+        if not greedy:
+            return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=None)
+        prompts = tokens[:, : golden.PROMPT]
+        text_BT = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, use_cache=True, pad_token_id=0,
+            max_new_tokens=LENGTH - golden.PROMPT, min_new_tokens=LENGTH - golden.PROMPT,
+        )  # fmt: skip
+        best = torch.topk(model(text_BT).logits[:, golden.PROMPT - 1 : -1], 2).values
+    closest = float((best[..., 0] - best[..., 1]).min())
+    if closest < 1e-3:
+        raise ValueError(f"greedy text hangs on a difference of {closest}: take another seed")
+    greedy_BT = text_BT[:, golden.PROMPT :].numpy().astype(np.int32)
+    return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=greedy_BT)
+
+
+def write(name: str, made: golden.Golden) -> None:
+    arrays = dict(tokens_BT=made.tokens_BT, logits_BTV=made.logits_BTV, greedy_BT=made.greedy_BT)
+    described = dict(config=json.dumps(made.config), shapes=json.dumps(made.shapes))
+    golden.FOLDER.mkdir(exist_ok=True)
+    save_file(arrays, golden.FOLDER / f"{name}.safetensors", metadata=described)
+
+
+SEEDS = {}  # where greedy text would hang on a rounding; else 0
+
+
+if __name__ == "__main__":
+    for name, config in configs().items():
+        made = make(config, SEEDS.get(name, 0))
+        write(name, made)
+        print(f"{name:16} logits of size {made.logits_BTV.std():.2f}, greedy {made.greedy_BT[0][:8]}")

@@ -1,0 +1,169 @@
+"""What the families of public checkpoints do otherwise: every switch matters, costs no cache bug, and can be split.
+
+That a switch computes what its family means is tested against transformers, in tests/checkpoints.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from enumerate_laws import COMPILE_FAST
+
+from specsamp import CoupledRule, Pair, generate, temperature
+from specsamp.models.config import TransformerConfig, tiny
+from specsamp.models.positions import RotaryScaling
+from specsamp.models.transformer import TransformerLM
+
+LENGTH, CHUNK, SLOTS, WINDOW = 15, 5, 20, 4
+CLOSE = 1e-5
+
+SCALING = RotaryScaling(kind="llama3", factor=4.0, original_positions=16)
+GEMMA = dict(
+    gated=True, norm_offset=True, post_norms=True, embedding_scale=5.0, attention_cap=2.0, logit_cap=3.0,
+    attention_scale=0.3, query_key_norm=True, window=WINDOW, global_layers=(1,), window_rotary_base=100.0,
+    rotary_scaling=SCALING,
+)  # fmt: skip
+BIASES = dict(attention_bias=True, output_bias=True, feedforward_bias=True)
+MODELS = {
+    "gemma": tiny(positions="rotary", num_kv_heads=2, **GEMMA),
+    "gpt2": tiny(positions="learned", norm="layer", max_positions=16, **BIASES),
+    "neox": tiny(positions="rotary", norm="layer", parallel=True, rotary_size=4, tied=False, gated=True, **BIASES),
+    "relative": tiny(window=WINDOW, num_kv_heads=1, num_tokens=60, tied=False, **BIASES),
+}
+every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
+
+
+@functools.cache
+def random_params(config, seed=0):
+    """Every parameter is random, biases and scales included."""
+    rng = np.random.default_rng(seed)
+    fill = lambda path, leaf: jnp.asarray(
+        rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width)) + ("scale" == path[-1].key),
+        jnp.float32,
+    )
+    return jax.tree.map_with_path(fill, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+
+
+def some_tokens(batch, length, seed=0):
+    return np.random.default_rng(seed).integers(0, 60, size=(batch, length), dtype=np.int32)
+
+
+def stale_cache(model, batch=3):
+    rng = np.random.default_rng(9)
+    return jax.tree.map(lambda x: jnp.asarray(10 * rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS))
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), atol=CLOSE * 5, rtol=0)
+
+
+@every_model
+def test_counts_axes_and_json(config):
+    model = TransformerLM(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), model.param_axes(), shapes)
+    read = TransformerConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+    assert read == config and hash(read) == hash(config)
+
+
+@every_model
+def test_taking_tokens_back_equals_never_having_gone_there(config):
+    """Each row begins anew at another place, before, on and behind the window's edge; in both layouts of weights."""
+    params = random_params(config)
+    first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
+    straight = first.copy()
+    for b, start in enumerate(starts):
+        straight[b, start : start + CHUNK] = other[b]
+    expected = forward(TransformerLM(config), params, straight).logits_BTV
+    for model in (TransformerLM(config), TransformerLM(config, flat=True)):
+        weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+        for start in range(0, LENGTH, CHUNK):
+            cache = call(model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache).cache
+        logits = call(model, weights, other, jnp.asarray(starts), cache).logits_BTV
+        for b, start in enumerate(starts):
+            assert_close(logits[b], expected[b, start : start + CHUNK])
+
+
+@every_model
+def test_a_window_is_exactly_that_wide(config):
+    """The token just outside of it changes nothing, the last one inside does."""
+    if config.window is None:
+        config = dataclasses.replace(config, window=WINDOW)
+    config = dataclasses.replace(config, num_layers=1, global_layers=())
+    params, tokens = random_params(config), some_tokens(1, LENGTH)
+    score = lambda tokens: np.asarray(forward(TransformerLM(config), params, tokens).logits_BTV[0, :, :50])
+    changed = tokens.copy()
+    changed[0, 3] = (changed[0, 3] + 1) % 60
+    differs = np.abs(score(changed) - score(tokens)).max(-1) > 1e-4
+    np.testing.assert_array_equal(np.flatnonzero(differs), np.arange(3, 3 + WINDOW))
+
+
+def test_layers_without_a_window_see_everything():
+    config = MODELS["gemma"]
+    assert [config.window_of(layer) for layer in range(2)] == [WINDOW, None]
+    assert [config.rotary_of(window).base for window in (WINDOW, None)] == [100.0, 1e4]
+    assert config.rotary_of(WINDOW).scaling is None and config.rotary_of(None).scaling == SCALING
+
+
+def test_masked_rows_of_the_vocabulary_have_no_mass():
+    config = MODELS["relative"]
+    logits = np.asarray(forward(TransformerLM(config), random_params(config), some_tokens(2, 6)).logits_BTV)
+    assert (logits[..., 60:] == -np.inf).all() and np.isfinite(logits[..., :60]).all()
+
+
+def test_scratch_slots_beyond_learned_positions_do_no_harm():
+    config = MODELS["gpt2"]
+    model, tokens = TransformerLM(config), some_tokens(1, 8)
+    output = call(model, model.prepare(random_params(config), SLOTS), tokens, jnp.asarray([12]), stale_cache(model, 1))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output))
+
+
+@pytest.mark.parametrize("warp", [temperature(0.0), temperature(1.0)], ids=["greedy", "sampled"])
+def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
+    """The coupled rule's stream is the autoregressive one: every rollback across the window's edge would show.
+
+    The draft forgets the window, so that it is often wrong and tokens are taken back all along.
+    """
+    config = dataclasses.replace(MODELS["gemma"], num_tokens=61)
+    draft = dataclasses.replace(config, window=None, global_layers=(), window_rotary_base=None, num_layers=1)
+    params = random_params(config)
+    pair = Pair(
+        target=TransformerLM(config), target_params=params, draft=TransformerLM(draft),
+        draft_params={name: leaf for name, leaf in params.items() if name != "layer_1"},
+    )  # fmt: skip
+    prompts = [[1, 2, 3], list(range(20, 32))]
+    run = lambda K: generate(pair, prompts, 40, sampling=warp, draft_length=K, rule=CoupledRule(), seed=3)
+    plain, drafted = run(0), run(3)
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.tokens == other.tokens and max(one.tokens) < 61
+        assert 0 < other.stats.accepted < other.stats.drafted - 10  # both happened, many times
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(norm="batch"), "norm must be one of rms, layer; got 'batch'"),
+        (dict(window=0), "window must be a positive integer; got 0"),
+        (dict(logit_cap=0.0), "logit_cap must be positive, or None; got 0.0"),
+        (dict(global_layers=(1,)), "set window"),
+        (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
+        (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
+        (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
+        (dict(positions="rotary", rotary_size=10), "at most head_size 8; got 10"),
+        (dict(num_tokens=65), "num_tokens 65 exceeds vocab_size 64"),
+        (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3 or yarn; got 'ntk'"),
+        (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_value_and_the_fix(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)

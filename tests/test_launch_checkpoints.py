@@ -1,0 +1,62 @@
+"""Public checkpoints on the command line."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from checkpoint_shapes import CONFIG, random_params
+
+from configs import hf
+from launch import experiment
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.training.data import EOS, train_tokenizer
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("public") / "model"
+    export(place, CONFIG, random_params(CONFIG), JsonTokenizer.of(train_tokenizer(["some text"] * 3, 300), eos=EOS))
+    return place
+
+
+def run(*command):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_two_names_become_an_experiment(folder, capsys):
+    config = hf.get_config(f"{folder},{folder}")
+    config.hugging_face.dtype = "float32"
+    built = experiment.build(config)
+    assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(hf.PROMPTS)
+    assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
+    assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
+        built.pair.tokenizer.encode("other text")
+    )
+    config.hugging_face.draft = str(folder.parent)
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        experiment.build(config)
+
+
+def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
+    done = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
+    assert done.returncode == 0, done.stderr
+    assert open_checkpoint(tmp_path / "orbax").is_converted
+    again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    assert again.returncode == 1 and "holds a model already: choose another folder" in again.stderr
+
+
+def test_exporting_the_shipped_target(tmp_path):
+    done = run("launch/export_hugging_face.py", "--pair=python", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensors and checkpoint.config.activation == "gelu"
