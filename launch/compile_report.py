@@ -22,7 +22,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 import entry
 from experiment import RULES, make_model, make_sampling
 from specsamp.analysis import report as tables
-from specsamp.analysis.speedup import expected_tokens
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.mesh.compile_report import LATENCIES_US, Report, bytes_of_state, compile_report
 from specsamp.mesh.described import described_mesh, parse
 from specsamp.mesh.layout import Layout

@@ -18,6 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from specsamp import storage
+from specsamp.analysis.acceptance import Band
 from specsamp.analysis.benchmark import Acceptance, Result
 from specsamp.analysis.memory import LoopMemory
 from specsamp.analysis.speedup import Curve, Point
@@ -203,6 +204,12 @@ def _target_table(split: RoundSplit, tokens: int) -> Table:
         ],
         note=f"a round takes {_spread(split.break_even)} autoregressive rounds: so many tokens it must emit to pay",
     )
+
+
+def band(value: Band, unit: str = "") -> str:
+    """The value, and what it may be in brackets unless it is certain."""
+    number = f"{value.value:.3g}{unit}"
+    return number if value.lower == value.upper else f"{number} ({value.lower:.3g} to {value.upper:.3g})"
 
 
 def _spread(spread: Spread, unit: str = "") -> str:
