@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Mapping
 
@@ -14,7 +16,7 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window, to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
+from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Weights
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
 
@@ -73,9 +75,14 @@ class Timing:
     prefill_seconds: float
     loop_seconds: float
     rounds: int  # of the loop: as many as its slowest row needs
-    stats: RowStats  # all rows together
+    rows: tuple[RowStats, ...]
     texts: tuple[tuple[int, ...], ...]  # the tokens of each row, prompt excluded
     from_draft: tuple[tuple[bool, ...], ...]  # whether each of them had been drafted
+
+    @property
+    def stats(self) -> RowStats:
+        """All rows together."""
+        return functools.reduce(operator.add, self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +127,7 @@ class Decoder:
         of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
         return Timing(
             prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(state.stats.rounds_B.max()),
-            stats=_all_rows(state.stats),
+            rows=tuple(RowStats.of(state.stats, row) for row in range(self.workload.batch)),
             texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
         )  # fmt: skip
 
@@ -162,11 +169,3 @@ def decoders(
         )
         for name, loop in loops.items()
     }  # fmt: skip
-
-
-def _all_rows(stats: Stats) -> RowStats:
-    total = lambda x: tuple(int(n) for n in x.sum(0))
-    return RowStats(
-        rounds=int(stats.rounds_B.sum()), emitted=int(stats.emitted_B.sum()), drafted=int(stats.drafted_B.sum()),
-        reached=total(stats.reached_BK), accepted_counts=total(stats.accepted_BT),
-    )  # fmt: skip
