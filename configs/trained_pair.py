@@ -8,7 +8,7 @@
 After the colon comes a pair of the package, or a folder (launch/export_pair.py writes one).
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 
 def get_config(pair: str = "python") -> ConfigDict:
@@ -27,6 +27,8 @@ def get_config(pair: str = "python") -> ConfigDict:
     config.max_new_tokens = 128
     config.repeats = 20
     config.seed = 0
+    config.draft_temperature = config_dict.placeholder(float)  # of the draft alone; default: the target's
+    config.synthetic_acceptance = config_dict.placeholder(float)  # made-up acceptance, for the benchmark alone
     config.mesh = ConfigDict()
     config.mesh.data = 1  # shares of the batch
     config.mesh.model = 1  # devices that hold one copy of the target together; 1 x 1 is one device

@@ -92,16 +92,16 @@ class Decoder:
     loop: Loop
     weights: Weights
     sampling: Warp
+    draft_sampling: Warp
     workload: Workload
     slots: int
 
     def request(self, repeat: int) -> Request:
         work = self.workload
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
-        sampling = for_rows(self.sampling, work.batch)
         ids_B = jnp.asarray(ids_B, jnp.int32)
         return Request(
-            sampling=sampling, draft_sampling=sampling,
+            sampling=for_rows(self.sampling, work.batch), draft_sampling=for_rows(self.draft_sampling, work.batch),
             row_keys_B=row_keys(work.seed, ids_B, jnp.zeros_like(ids_B)),
             limits_B=jnp.asarray(lengths_B + work.max_new_tokens),
             stop_ids=jnp.full(4, -1, jnp.int32),
@@ -131,6 +131,23 @@ class Decoder:
             texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
         )  # fmt: skip
 
+    def token_seconds(self, repeat: int) -> np.ndarray:
+        """How long each token took when rounds are waited for one by one, as a stream does.
+
+        The tokens of a round share its time: a refused draft makes one slow token.
+        """
+        request, state = self.request(repeat), jax.block_until_ready(self.prefill(repeat))
+        before_B, spent = to_host(state.lengths_B), []
+        while to_host(state.running_B).any():
+            start = time.perf_counter()
+            state = self.loop.run(self.weights, request, state, 1)
+            after_B = np.array(to_host(state.lengths_B))  # a copy: the state is donated
+            seconds = time.perf_counter() - start
+            emitted_B = after_B - before_B
+            spent += [seconds / count for count in emitted_B for _ in range(count)]
+            before_B = after_B
+        return np.array(spent)
+
     def warm_state(self) -> DecodeState:
         """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
         rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
@@ -138,9 +155,15 @@ class Decoder:
 
 
 def decoders(
-    pair: Pair, contenders: Mapping[str, tuple[Drafter, Rule]], sampling: Warp, workload: Workload
+    pair: Pair,
+    contenders: Mapping[str, tuple[Drafter, Rule]],
+    sampling: Warp,
+    workload: Workload,
+    draft_sampling: Warp | None = None,
 ) -> dict[str, Decoder]:
     """A decoder for each contender, all with caches of the same size: attention reads all of them.
+
+    The draft's own warp is by default the target's.
 
     Raises:
       ValueError: the workload needs more positions than a model has.
@@ -159,13 +182,15 @@ def decoders(
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shares=pair.shares)
         for name, (drafter, rule) in contenders.items()
     }
+    laws = [sampling, sampling if draft_sampling is None else draft_sampling]
     if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:
-        sampling = chain(first_tokens(pair.tokenizer.vocab_size), sampling)  # as `generate` does
+        laws = [chain(first_tokens(pair.tokenizer.vocab_size), law) for law in laws]  # as `generate` does
     longest = workload.longest + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {
         name: Decoder(
-            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots
+            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=laws[0], draft_sampling=laws[1],
+            workload=workload, slots=slots,
         )
         for name, loop in loops.items()
     }  # fmt: skip

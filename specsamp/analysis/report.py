@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from specsamp import storage
 from specsamp.analysis.acceptance import Band
-from specsamp.analysis.benchmark import Acceptance, Result
+from specsamp.analysis.benchmark import Acceptance, Percentiles, Result
 from specsamp.analysis.memory import LoopMemory
 from specsamp.analysis.speedup import Curve, Point
 from specsamp.analysis.split import PhaseTime, RoundSplit
@@ -61,17 +61,63 @@ def write_json(path: str | os.PathLike, document: Any) -> None:
     Raises:
       TypeError, ValueError: it has no JSON form (NaN has none); nothing was written.
     """
-    text = json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
-    storage.write(path, text)
+    storage.write(path, to_json(document) + "\n")
 
 
-def result_tables(result: Result) -> list[Table]:
+def to_json(document: Any) -> str:
+    """Dataclasses are written as their fields."""
+    return json.dumps(document, default=_as_json, indent=1, allow_nan=False)
+
+
+def result_tables(result: Result, label: str = "") -> list[Table]:
+    """All that is known of one cell; ``label`` goes before every title."""
     tables = [_speed_table(result)]
     if result.speculative.draft_length:
         tables.append(_acceptance_table(result.acceptance))
     if result.split is not None:
         tables += [_split_table(result.split), _target_table(result.split, result.speculative.draft_length + 1)]
-    return tables
+    return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
+
+
+def grid_table(title: str, cells: Iterable[Mapping[str, Any]], describe: Callable[[Mapping[str, Any]], str]) -> Table:
+    """One row for each cell of a file of `specsamp.analysis.grid`; the quickest of each law and batch is starred."""
+    cells = list(cells)
+    law = lambda cell: tuple(cell["key"][name] for name in ("temperature", "top_k", "top_p", "min_p", "batch"))
+    best: dict[tuple, float] = {}
+    for cell in cells:
+        if "result" in cell:
+            ratio = cell["result"]["speedup"]["median"]
+            best[law(cell)] = max(best.get(law(cell), 0.0), ratio)
+
+    def row(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        if "result" not in cell:
+            return describe(cell["key"]), "out of memory", *[""] * 8
+        result = cell["result"]
+        spread = lambda value, unit="": "" if value is None else _spread(Spread(**value), unit)
+        plain, drafted, counts = result["autoregressive"], result["speculative"], result["acceptance"]
+        split, star = result["split"], " *" if result["speedup"]["median"] == best[law(cell)] else ""
+        parts = ""
+        if split is not None:
+            parts = " + ".join(f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify"))
+        return (
+            describe(cell["key"]) + star, spread(plain["ms_per_token"]), spread(drafted["ms_per_token"]),
+            spread(result["speedup"], "x"), _rate(counts["rate"], counts["rate_error"]),
+            f"{counts['emitted_per_round']:.2f}", parts,
+            f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}", f"{drafted['prefill_ms']['median']:.3g}",
+            spread(result["streaming_share"], "%"),
+        )  # fmt: skip
+
+    return Table(
+        title=title,
+        header=(
+            "", "plain, ms per token", "drafted", "speedup", "acceptance", "per round", "draft + score + verify, ms",
+            "a token: p50, p99", "prefill, ms", "streaming",
+        ),
+        rows=[row(cell) for cell in cells],
+        note="median ± half the distance of the quartiles; acceptance ± standard error, of judged tokens; ms per token "
+        "over all rows, a token's own ms with rounds waited for one by one; streaming: weights per second of a plain "
+        "round, of what the device reached with one large matrix; * is the best of its law and batch",
+    )  # fmt: skip
 
 
 def memory_table(grid: Iterable[LoopMemory]) -> Table:
@@ -145,6 +191,7 @@ def _speed_table(result: Result) -> Table:
             ("ms per token", _spread(one.ms_per_token), _spread(many.ms_per_token), _spread(result.speedup, "x")),
             ("ms per round", _spread(one.ms_per_round), _spread(many.ms_per_round), ""),
             ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
+            ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
             ("prefill ms", _spread(one.prefill_ms), _spread(many.prefill_ms), ""),
             ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
         ],
@@ -217,6 +264,10 @@ def _spread(spread: Spread, unit: str = "") -> str:
     scale, suffix = (100, "%") if unit == "%" else (1, unit)
     half = (spread.upper - spread.lower) / 2
     return f"{spread.median * scale:.3g}{suffix} ± {half * scale:.2g}"
+
+
+def _percentiles(of: Percentiles) -> str:
+    return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
 
 
 def _rate(rate: float | None, error: float | None) -> str:
