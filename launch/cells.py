@@ -17,7 +17,7 @@ from rich.console import Console
 import entry
 from experiment import RULES, Experiment, choose, make_drafter, make_sampling
 from specsamp import storage
-from specsamp.analysis import grid, report
+from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.hyper import Point, product, sweep
 from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
@@ -146,7 +146,7 @@ def run_cells(config: ConfigDict, points: Sequence[Point], experiment: Experimen
         )
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    report.show([report.grid_table(title, rows, describe)], console, plain)
+    report.show([tables.grid_table(title, rows, describe)], console, plain)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)

@@ -13,7 +13,7 @@ from configs import random_pair, trained_pair
 from launch import cells as launch_cells
 from launch.experiment import Experiment
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import grid, hyper, report
+from specsamp.analysis import grid, hyper, tables
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.spread import Spread
@@ -124,7 +124,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
     assert first["out_of_memory"] == "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
     assert second["out_of_memory"] == "MemoryError" and third["result"] == {"n": 3}
     assert "result" not in first
-    table = report.grid_table("", stored(path)["cells"][:2], grid.describe)
+    table = tables.grid_table("", stored(path)["cells"][:2], grid.describe)
     assert [row[1] for row in table.rows] == ["out of memory"] * 2
     assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # not tried again
     benchmarks(jax.errors.JaxRuntimeError("INTERNAL: something else"))
