@@ -76,6 +76,13 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     return config
 
 
+def get_hyper(h):
+    """The paper's curve (figure 1): K = 0 .. 7, at its greedy and its nucleus setting."""
+    nucleus = h.sweep("draft_length", range(8))
+    greedy = h.product([h.sweep("sampling.temperature", [0.0]), h.sweep("draft_length", range(8))])
+    return nucleus + greedy
+
+
 def model(preset: str, **changes) -> ConfigDict:
     """A preset of specsamp/models/config.py; what is None here is as the preset has it."""
     kinds = {"num_layers": int, "num_heads": int, "num_kv_heads": int, "max_positions": int, "positions": str}
