@@ -6,17 +6,13 @@ import math
 import numpy as np
 import pytest
 
+from specsamp.analysis import published
 from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
 from specsamp.analysis.costs import CostTable, Model, Roofline, Round, compiled_costs, per_call
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.generate import RowStats
 
-# Chen et al. (arXiv 2302.01318), figure 1, read off the plot to 2%: K = 0 .. 7.
-LOOP_MS = (14.1, 16.3, 18.2, 20.3, 22.8, 25.0, 27.1, 28.5)
-PUBLISHED = {  # alpha: milliseconds per 128 tokens, emitted / (K+1), best K, ms per token of table 1 at K = 4
-    0.885: ((1805, 1108, 875, 777, 735, 710, 697, 675), (1, 0.945, 0.887, 0.838, 0.797, 0.752, 0.712, 0.677), 7, 5.73),
-    0.755: ((1805, 1197, 993, 935, 943, 965, 990, 1002), (1, 0.875, 0.78, 0.695, 0.618, 0.553, 0.50, 0.455), 3, 7.52),
-}
+BEST_LENGTH = {"HumanEval": 7, "XSum": 3}  # in the figure of Chen et al.
 EXPECTED = {  # alpha: tokens per round at K = 1, 2, 3, 4, 5, 6, 8
     0.6: (1.600, 1.960, 2.176, 2.306, 2.383, 2.430, 2.475),
     0.7: (1.700, 2.190, 2.533, 2.773, 2.941, 3.059, 3.199),
@@ -71,19 +67,18 @@ def test_the_table_of_best_draft_lengths(draft_ms):
         assert plan.best.draft_length == K or abs(plan[K].speedup.value - plan.best.speedup.value) < 2e-3
 
 
-@pytest.mark.parametrize("alpha", PUBLISHED)
-def test_figure_1_and_table_1_of_the_paper(alpha):
-    totals, of_the_most, best, table_1 = PUBLISHED[alpha]
-    costs = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate(LOOP_MS)))
-    plan = make_plan(Profile.of_rate(alpha), costs, draft_lengths=range(8))
-    np.testing.assert_allclose([128 * one.ms_per_token.value for one in plan.forecasts], totals, rtol=0.012)
+@pytest.mark.parametrize("task", published.TASKS, ids=lambda task: task.name)
+def test_figure_1_and_table_1_of_the_paper(task):
+    costs = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate(published.ROUND_MS)))
+    plan = make_plan(Profile.of_rate(task.alpha), costs, draft_lengths=range(8))
+    np.testing.assert_allclose([128 * one.ms_per_token.value for one in plan.forecasts], task.total_ms, rtol=0.012)
     tokens = [one.tokens_per_round.value / (one.draft_length + 1) for one in plan.forecasts]
-    np.testing.assert_allclose(tokens, of_the_most, rtol=0.02)
-    assert plan.best.draft_length == best
-    assert math.isclose(plan[4].ms_per_token.value, table_1, rel_tol=0.02)
+    np.testing.assert_allclose(tokens, task.emitted_share, rtol=0.02)
+    assert plan.best.draft_length == BEST_LENGTH[task.name]
+    assert math.isclose(plan[4].ms_per_token.value, task.ms_per_token, rel_tol=0.02)
     # The control: another acceptance does not reproduce it.
-    wrong = make_plan(Profile.of_rate(alpha - 0.05), costs, draft_lengths=range(8))
-    assert abs(wrong[7].ms_per_token.value * 128 / totals[7] - 1) > 0.05
+    wrong = make_plan(Profile.of_rate(task.alpha - 0.05), costs, draft_lengths=range(8))
+    assert abs(wrong[7].ms_per_token.value * 128 / task.total_ms[7] - 1) > 0.05
 
 
 @pytest.mark.parametrize("K", BLOCK_ACCEPTED)
