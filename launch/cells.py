@@ -105,11 +105,6 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
         workload=dataclasses.replace(experiment.workload, **work),
     )  # fmt: skip
 
-def describe(key: dict[str, Any]) -> str:
-    """Of a cell; made-up acceptance is named first."""
-    made_up = f"{LABEL.format(rate=key['synthetic_acceptance'])}; " if "synthetic_acceptance" in key else ""
-    return made_up + grid.describe(key)
-
 def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
     """What all cells of a file share."""
     device, work = jax.devices()[0], experiment.workload
@@ -142,11 +137,13 @@ def run_cells(config: ConfigDict, points: Sequence[Point], experiment: Experimen
     header = lambda: {"command": entry.command(), "environment": report.environment()}
     with console.status("starting") as status:
         measured = grid.measure_cells(
-            experiment.pair, cells, results, header=header, progress=lambda text: status.update(text), describe=describe
+            experiment.pair, cells, results, header=header, progress=lambda text: status.update(text)
         )
+    if not entry.is_first():
+        return
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    report.show([tables.grid_table(title, rows, describe)], console, plain)
+    report.show([tables.grid_table(title, rows)], console, plain)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)

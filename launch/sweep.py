@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import entry
-from cells import describe, make_cells, run_cells
+from cells import make_cells, run_cells
 from experiment import build, config_mesh, headline
 from specsamp import storage, use_compilation_cache
 from specsamp.analysis import hyper, report, tables
@@ -35,7 +35,7 @@ def main() -> None:
     try:
         if _GATHER.value:
             gathered = [cell for path in _GATHER.value for cell in read_cells(path)]
-            report.show([tables.grid_table(", ".join(_GATHER.value), gathered, describe)], console, _PLAIN.value)
+            report.show([tables.grid_table(", ".join(_GATHER.value), gathered)], console, _PLAIN.value)
             return
         points = hyper_points(config_flags.get_config_filename(flags.FLAGS["config"]))
         if _POD.value:

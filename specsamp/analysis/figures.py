@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsamp.analysis import published
-from specsamp.analysis.synthetic import LABEL
+from specsamp.analysis.grid import law_of
 
 Cells = Sequence[Mapping[str, Any]]
 COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
-LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = 
         if "result" in cell and cell["key"]["batch"] == batch and cell["key"].get("draft_temperature") is None
         and (cell["key"]["drafter"] == "none" or (cell["key"]["drafter"], cell["key"]["rule"]) == (drafter, rule))
     ]  # fmt: skip
-    groups = _grouped(wanted, _law).items()
+    groups = _grouped(wanted, law_of).items()
     found = [_curve(name, group) for name, group in groups if any(cell["key"]["draft_length"] for cell in group)]
     if not found:
         raise ValueError(f"no curve: no law has a draft at batch {batch}, {drafter} drafter, {rule} rule")
@@ -186,15 +185,6 @@ def _grouped(cells: Iterable[Mapping[str, Any]], name: Any) -> dict[str, list[Ma
     return groups
 
 
-def _law(key: Mapping[str, Any]) -> str:
-    made_up = f"{LABEL.format(rate=key['synthetic_acceptance'])}, " if "synthetic_acceptance" in key else ""
-    if key["temperature"] == 0:
-        return f"{made_up}greedy"
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    filters = [f"{name.replace('_', '-')} {key[name]:g}" for name in LAW[1:] if key[name] != off[name]]
-    return made_up + ", ".join([f"temperature {key['temperature']:g}", *filters])
-
-
 def _without_batch(key: Mapping[str, Any]) -> str:
     heat = "" if key.get("draft_temperature") is None else f", draft at {key['draft_temperature']:g}"
-    return f"{_law(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"
+    return f"{law_of(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"

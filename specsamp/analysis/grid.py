@@ -28,6 +28,7 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.costs import CostTable, Round, mean_rounds
 from specsamp.analysis.decoder import Workload
+from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.mesh.described import is_out_of_memory
@@ -72,8 +73,8 @@ class Results:
         """
         identity = json.loads(report.to_json(identity))
         fresh = cls(path=path, document={"identity": identity, "cells": []})
-        if path is None or not storage.place(path).exists():
-            return fresh
+        if path is None or jax.process_index() or not storage.place(path).exists():
+            return fresh  # the first process writes, and says to all which cells are missing
         try:
             document = json.loads(storage.place(path).read_text())
             known = document["identity"]
@@ -112,14 +113,12 @@ def measure_cells(
     *,
     header: Callable[[], Mapping[str, Any]] = dict,
     progress: Callable[[str], None] = lambda text: None,
-    describe: Callable[[Key], str] = str,
 ) -> list[tuple[Cell, Result]]:
     """Measures what is not yet in ``results``; returns what was measured now.
 
     Args:
       header: what goes before the cells in the file, and into each cell, at the time of writing.
       progress: is told which cell is being measured, and what of it.
-      describe: a key, in words.
     """
     now = []
     missing = [number for number, cell in enumerate(cells) if results.find(cell.key) is None]
@@ -149,14 +148,20 @@ def measure_cells(
     return now
 
 
-def describe(key: Key) -> str:
-    """``K = 4, batch 1, ...`` without what is off."""
-    heat = "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}"
+def law_of(key: Key) -> str:
+    """What the target is sampled with, in words: "greedy", "T = 0.8, top_p 0.95"; made-up acceptance is named first."""
+    made_up = [LABEL.format(rate=key["synthetic_acceptance"])] if key.get("synthetic_acceptance") is not None else []
+    if key["temperature"] == 0:
+        return ", ".join([*made_up, "greedy"])
     filters = [f"{name} {key[name]:g}" for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if key[name] != off]
+    return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
+
+
+def describe(key: Key) -> str:
+    """A cell in words."""
     draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
     drafter = [] if key["drafter"] == "none" else [f"{key['drafter']} drafter, {key['rule']} rule"]
-    law = [heat] if key["temperature"] == 0 else [heat, *filters]
-    return ", ".join([*law, *draft, *drafter, f"K = {key['draft_length']}", f"batch {key['batch']}"])
+    return ", ".join([law_of(key), *draft, *drafter, f"K = {key['draft_length']}", f"batch {key['batch']}"])
 
 
 def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, Any]]:

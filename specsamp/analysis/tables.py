@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specsamp.analysis.agreement import Agreement
+from specsamp.analysis.grid import describe, law_of
 from specsamp.analysis.report import Table, band, rate, spread
 from specsamp.analysis.spread import Spread
 
 
-def grid_table(title: str, cells: Iterable[Mapping[str, Any]], describe: Callable[[Mapping[str, Any]], str]) -> Table:
+def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
     """One row for each cell of a file of `specsamp.analysis.grid`; the quickest of each law and batch is starred."""
     cells = list(cells)
-    law = lambda cell: tuple(cell["key"][name] for name in ("temperature", "top_k", "top_p", "min_p", "batch"))
+    law = lambda cell: (law_of(cell["key"]), cell["key"]["batch"])
     best: dict[tuple, float] = {}
     for cell in cells:
         if "result" in cell:

@@ -37,7 +37,7 @@ def test_a_curve_for_each_law():
     assert greedy.emitted_share == (1.0, 0.75, 0.75) and greedy.round_ms == (3.0, 5.0, 10.0)
     assert greedy.parts_ms["draft"] == (0.0, 0.5, 2.0) and greedy.parts_ms["score"] == (1.5, 2.0, 2.0)
     # Where K = 0 was not measured by itself, the cell's own baseline stands for it.
-    assert (sampled.name, sampled.draft_lengths, sampled.total_ms[0]) == ("temperature 0.8", (0, 4), 128 * 3.0)
+    assert (sampled.name, sampled.draft_lengths, sampled.total_ms[0]) == ("T = 0.8", (0, 4), 128 * 3.0)
 
 
 def test_a_curve_over_batches():

@@ -124,7 +124,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
     assert first["out_of_memory"] == "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
     assert second["out_of_memory"] == "MemoryError" and third["result"] == {"n": 3}
     assert "result" not in first
-    table = tables.grid_table("", stored(path)["cells"][:2], grid.describe)
+    table = tables.grid_table("", stored(path)["cells"][:2])
     assert [row[1] for row in table.rows] == ["out of memory"] * 2
     assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # not tried again
     benchmarks(jax.errors.JaxRuntimeError("INTERNAL: something else"))
@@ -155,7 +155,7 @@ def test_a_cell_of_made_up_acceptance(measured):
     assert abs(counts["rate"] - 0.6) < 5 * np.sqrt(0.24 / judged) and judged > 400
     assert not measured["exact"]
     assert counts["emitted"] == 2 * 120 * 4
-    described = launch_cells.describe({**measured["key"], "synthetic_acceptance": 0.6})
+    described = grid.describe({**measured["key"], "synthetic_acceptance": 0.6})
     assert described.startswith("SYNTHETIC ACCEPTANCE 0.6: made up, not the pair's")
 
 
