@@ -106,7 +106,7 @@ class Result:
     slots: int  # of the caches, which attention reads
     memory: MemoryUse
     device_gb_per_s: Spread | None  # streaming, measured
-    streaming_share: Spread | None  # of it that an autoregressive round reaches with its weights alone
+    streaming_share: Spread | None  # of it that an autoregressive round reaches, counting its weights alone
 
 
 def benchmark(
@@ -160,7 +160,7 @@ def benchmark(
     memory = memory_use(weights, caches[-1])
     if not jax.config.jax_disable_jit:
         split = split_round(running[1], running[0], min(workload.repeats, MOST_SPLITS), progress)
-        device = streaming_gb_per_s()
+        device = streaming_gb_per_s(split.streamed_bytes)
         reached = split.step_gb_per_s
         share = Spread(**{name: value / device.median for name, value in dataclasses.asdict(reached).items()})
     autoregressive, speculative = (

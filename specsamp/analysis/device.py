@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.analysis import phases
 from specsamp.analysis.spread import Spread
 
-WIDTHS = {"cpu": 8192, "gpu": 16384, "tpu": 16384}  # of a square float32 matrix that fits no cache
+COLUMNS = 4096
+LARGEST = 2**30  # bytes; fits no cache
 SECONDS = 0.05  # of a sample, at least
 
 
@@ -28,19 +28,35 @@ class MemoryUse:
     peak_is_of: str  # "device", or "process" where the device counts nothing (a CPU)
 
 
-def streaming_gb_per_s(samples: int = 3) -> Spread:
-    """How fast one device reads a large matrix to multiply a vector with it: what decoding is bound by."""
-    width = WIDTHS.get(jax.default_backend(), 8192)
-    matrix = jax.block_until_ready(jnp.ones((width, width), jnp.float32, device=jax.local_devices()[0]))
+def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Spread:
+    """How fast one device reads a matrix to multiply it with a vector: what decoding is bound by.
+
+    Args:
+      nbytes: of the matrix, as many as a step streams: what fits a cache here fits it there. At most `LARGEST`.
+      samples: how often it is measured.
+    """
+    rows = max(min(nbytes, LARGEST) // (4 * COLUMNS), 1)
+    matrix = jnp.ones((rows, COLUMNS), jnp.float32, device=jax.local_devices()[0])
 
     def seconds(iterations: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(phases.stream([matrix], iterations, rows=1))
+        jax.block_until_ready(_read(matrix, iterations))
         return time.perf_counter() - start
 
     seconds(1)  # compiles
     iterations = max(int(SECONDS / max(seconds(1), 1e-6)), 1)
     return Spread.of([iterations * matrix.nbytes / seconds(iterations) / 1e9 for _ in range(samples)])
+
+
+@jax.jit
+def _read(matrix: jax.Array, iterations: jax.Array | int) -> jax.Array:
+    """Each product waits for the one before, or the loop would hold only one."""
+
+    def product(_: jax.Array, x: jax.Array) -> jax.Array:
+        whole, x = jax.lax.optimization_barrier((matrix, x))
+        return jnp.where((whole @ jnp.full(matrix.shape[1], x))[0] > 0, 1.0, 0.5)
+
+    return jax.lax.fori_loop(0, iterations, product, jnp.ones((), jnp.float32))
 
 
 def memory_use(weights: Any, caches: Any) -> MemoryUse:

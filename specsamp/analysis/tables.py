@@ -48,7 +48,7 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
         rows=[row(cell) for cell in cells],
         note="median ± half the distance of the quartiles; acceptance ± standard error, of judged tokens; ms per token "
         "over all rows, a token's own ms with rounds waited for one by one; streaming: weights per second of a plain "
-        "round, of what the device reached with one large matrix; * is the best of its law and batch",
+        "round, of what the device reached with one matrix of that size; * is the best of its law and batch",
     )  # fmt: skip
 
 

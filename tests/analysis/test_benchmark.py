@@ -44,7 +44,7 @@ def pair():
 def result(pair):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SECONDS_PER_SAMPLE", 1e-4)
-        patch.setattr(device, "WIDTHS", {"cpu": 64})
+        patch.setattr(device, "COLUMNS", 64)
         patch.setattr(device, "SECONDS", 1e-4)
         said = []
         result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)

@@ -25,6 +25,7 @@ from specsamp.sampling.warp import chain, greedy, temperature
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
+SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes"])(Spread.of([1.0]), 8)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +137,8 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
 def measured(pair):
     """One real cell."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark_module, "split_round", lambda *_: dataclasses.make_dataclass("Split", ["step_gb_per_s"])(Spread.of([1.0])))
-        patch.setattr(benchmark_module, "streaming_gb_per_s", lambda: Spread.of([2.0]))
+        patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
+        patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Spread.of([nbytes / 4]))
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
             key=key(draft_length=K, batch=2), drafter=ModelDrafter(pair.draft, K), rule=SyntheticAcceptance(TokenRule(), 0.6),
