@@ -101,7 +101,8 @@ class Results:
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         """Keeps the cell, and writes all of them; ``header`` goes before."""
         self.cells.append(json.loads(report.to_json(cell)))
-        self.document = {**json.loads(report.to_json(header)), **self.document}
+        kept = {name: self.document[name] for name in ("identity", "cells")}
+        self.document = json.loads(report.to_json(header)) | kept
         if self.path is not None and jax.process_index() == 0:
             report.write_json(self.path, self.document)
 

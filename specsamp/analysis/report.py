@@ -160,7 +160,7 @@ def _speed_table(result: Result) -> Table:
 def _acceptance_table(counts: Acceptance) -> Table:
     positions = list(zip(counts.reached, counts.by_position, counts.by_position_error, strict=True))
     rows = [
-        (f"{i + 1}", str(reached), rate(rate, error), f"{counts.accepted_counts[i + 1] / counts.rounds:.1%}")
+        (f"{i + 1}", str(reached), with_error(rate, error), f"{counts.accepted_counts[i + 1] / counts.rounds:.1%}")
         for i, (reached, rate, error) in enumerate(positions)
     ]
     return Table(
@@ -168,7 +168,7 @@ def _acceptance_table(counts: Acceptance) -> Table:
         header=("position", "judged", "accepted", "rounds with so many"),
         rows=[
             ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"), *rows,
-            ("all", str(sum(counts.reached)), rate(counts.rate, counts.rate_error), f"of {counts.rounds}"),
+            ("all", str(sum(counts.reached)), with_error(counts.rate, counts.rate_error), f"of {counts.rounds}"),
         ],
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def _percentiles(of: Percentiles) -> str:
     return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
 
 
-def rate(rate: float | None, error: float | None) -> str:
+def with_error(rate: float | None, error: float | None) -> str:
     return "" if rate is None or error is None else f"{rate:.3f} ± {error:.3f}"
 
 

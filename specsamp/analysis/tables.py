@@ -7,7 +7,7 @@ from typing import Any
 
 from specsamp.analysis.agreement import Agreement
 from specsamp.analysis.grid import describe, law_of
-from specsamp.analysis.report import Table, band, rate, spread
+from specsamp.analysis.report import Table, band, spread, with_error
 from specsamp.analysis.spread import Spread
 
 
@@ -33,7 +33,7 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
             parts = " + ".join(f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify"))
         return (
             describe(cell["key"]) + star, show(plain["ms_per_token"]), show(drafted["ms_per_token"]),
-            show(result["speedup"], "x"), rate(counts["rate"], counts["rate_error"]),
+            show(result["speedup"], "x"), with_error(counts["rate"], counts["rate_error"]),
             f"{counts['emitted_per_round']:.2f}", parts,
             f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}", f"{drafted['prefill_ms']['median']:.3g}",
             show(result["streaming_share"], "%"),
