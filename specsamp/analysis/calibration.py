@@ -1,7 +1,8 @@
 """``draft_length="auto"``: the K that pays on this device, for these prompts, this rule and this batch.
 
-A few rounds of the caller's own prompts are decoded with K = 0, 2 and 8, in turn. Rounds are timed, acceptance is
-counted at K = 8, and the planner picks among K = 0 .. 8. Programs are those that decoding needs, so the one that is
+A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
+counted at K = 8, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on
+they grow nearly in a line. Programs are those that decoding needs, so the one that is
 picked is often compiled already. The answer is kept as long as the pair is.
 
 The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
@@ -82,8 +83,8 @@ def choose(make_job: Callable[..., Job], arguments: Mapping[str, Any]) -> dict[s
 
 
 def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
-    """Times rounds of plain decoding, of a short and of the longest draft; forecasts all up to it."""
-    jobs = {K: job_of(K) for K in sorted({0, min(2, longest), longest})}
+    """Times rounds of plain decoding, of the shortest and of the longest draft; forecasts all up to it."""
+    jobs = {K: job_of(K) for K in sorted({0, 1, longest})}
     seconds: dict[int, list[float]] = {K: [] for K in jobs}
     counts: list[list[RowStats]] = []
     for repeat in range(-1, REPEATS):  # the first one compiles

@@ -37,10 +37,10 @@ def clocks(monkeypatch):
 
 
 def test_a_draft_that_pays_is_used_and_said_once(clocks, capfd):
-    pair, ran = make_pair(0.0), clocks({0: 1.0, 2: 1.1, 8: 1.4})
+    pair, ran = make_pair(0.0), clocks({0: 1.0, 1: 1.05, 8: 1.4})
     options = dict(draft_length="auto", sampling=chain(temperature(1.0)), seed=3)
     chosen = generate(pair, PROMPTS, 36, **options)
-    assert set(ran) == {0, 2, 8}
+    assert set(ran) == {0, 1, 8}
     assert len(chosen[0].stats.accepted_counts) == 9  # K = 8: all is accepted, and drafting is cheap
     said = capfd.readouterr().err
     assert 'draft_length="auto" is 8 for 2 rows' in said
@@ -56,26 +56,26 @@ def test_a_draft_that_pays_is_used_and_said_once(clocks, capfd):
 
 
 def test_where_speculation_does_not_pay_decoding_is_plain_and_says_so(clocks, capfd):
-    clocks({0: 1.0, 2: 3.5, 8: 12.0})
+    clocks({0: 1.0, 1: 2.5, 8: 12.0})
     rows = generate(make_pair(0.3), PROMPTS, 20, draft_length="auto")
     assert rows[0].stats.drafted == 0 and rows[0].stats.accepted_counts == (20,)
     said = capfd.readouterr().err
     assert "decodes plainly, K = 0, for 2 rows: speculation does not pay here" in said
-    assert "the best draft, K = 1" in said or "the best draft, K = 2" in said
+    assert "the best draft, K = 1" in said
 
 
 def test_a_poor_draft_is_left_out_whatever_it_costs(clocks):
     """Acceptance counts, not only clocks: the same clocks, another draft."""
-    seconds = {0: 1.0, 2: 2.0, 8: 5.0}
+    seconds = {0: 1.0, 1: 1.5, 8: 5.0}
     clocks(seconds)
     drafted = lambda closeness: generate(make_pair(closeness), PROMPTS, 30, draft_length="auto")[0].stats.drafted
     assert drafted(0.0) > 0 and drafted(50.0) == 0
 
 
 def test_prompt_lookup_is_taken_with_every_length_up_to_its_own(clocks):
-    ran = clocks({0: 1.0, 2: 1.0, 5: 1.0})
+    ran = clocks({0: 1.0, 1: 1.0, 5: 1.0})
     rows = generate(make_pair(0.0), [[1, 2, 1, 2, 1, 2]], 30, draft_length="auto", drafter=NgramDrafter(K=5))
-    assert set(ran) == {0, 2, 5} and len(rows[0].stats.accepted_counts) <= 6
+    assert set(ran) == {0, 1, 5} and len(rows[0].stats.accepted_counts) <= 6
 
 
 def test_the_noise_is_not_that_of_the_completions(monkeypatch):
@@ -130,6 +130,6 @@ def test_what_auto_refuses():
 
 
 def test_one_token_is_no_trouble(clocks):
-    clocks({0: 1.0, 2: 1.5, 8: 3.0})
+    clocks({0: 1.0, 1: 1.5, 8: 3.0})
     (row,) = generate(make_pair(0.0), [[1]], 1, draft_length="auto", sampling=greedy())
     assert len(row.tokens) == 1 and row.stats.drafted == 0  # the first token is the last
