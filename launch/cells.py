@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import json
 import sys
@@ -65,7 +66,7 @@ def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experime
     return list(cells.values())
 
 def _turned(config: ConfigDict, point: Point) -> ConfigDict:
-    turned = ConfigDict(config)  # a copy, types included
+    turned = copy.deepcopy(config)  # ConfigDict(config) would share what is still to be filled in
     turned.lock()
     for field, value in point.items():
         if field not in TURNED:

@@ -71,6 +71,11 @@ class Band:
         width = NORMAL_95 * relative_error
         return cls(value=value, lower=value * math.exp(-width), upper=value * math.exp(width))
 
+    @property
+    def relative_error(self) -> float:
+        """One standard error over the value."""
+        return math.log(self.upper / self.value) / NORMAL_95
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import sys
 import time
@@ -100,10 +101,9 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     if not texts:  # the target's logits are no law: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, len(counts[0])), draft_lengths=[0], batch=len(counts[0]))
     job = jobs[longest]
-    budgets_B = np.asarray(to_host(job.request.limits_B))[: job.rows] - _prompt_lengths(job)
     return make_plan(
         Profile.of_texts(texts), _costs(seconds, job.rows), draft_lengths=range(longest + 1), batch=job.rows,
-        new_tokens=int(np.clip(np.median(budgets_B), 1, LONGEST_TEXT)),
+        new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
     )  # fmt: skip
 
 
@@ -124,8 +124,11 @@ def _some_rounds(job: Job, repeat: int) -> tuple[float, list[RowStats]]:
     return spent, [RowStats.of(stats, row) for row in range(job.rows)]
 
 
-def _prompt_lengths(job: Job) -> np.ndarray:
-    return np.repeat(job.lengths_B, len(job.request.limits_B) // len(job.lengths_B))[: job.rows]
+def _budget(job: Job) -> float:
+    """New tokens of a row, the median."""
+    limits_B = np.asarray(to_host(job.request.limits_B))
+    lengths_B = np.repeat(job.lengths_B, len(limits_B) // len(job.lengths_B))
+    return float(np.median((limits_B - lengths_B)[: job.rows]))
 
 
 def _turned(drafter: Drafter, K: int) -> Drafter:
@@ -142,8 +145,7 @@ def _key(job: Job) -> Any:
     laws = (job.request.sampling, job.request.draft_sampling)
     numbers = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(laws))
     device = jax.devices()[0]
-    budgets_B = np.asarray(to_host(job.request.limits_B))[: job.rows] - _prompt_lengths(job)
-    size = int(np.ceil(np.log2(max(np.median(budgets_B), 1))))
+    size = math.ceil(math.log2(max(_budget(job), 1)))
     return device.platform, device.device_kind, job.loop, jax.tree.structure(laws), numbers, job.rows, size
 
 

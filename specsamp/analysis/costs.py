@@ -175,7 +175,7 @@ def _line(ms: dict[int, float], draft_length: int) -> float:
     return ms[far] + (draft_length - far) * (ms[far] - ms[near]) / (far - near)
 
 
-def mean_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:
+def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:
     """One round for each draft length, batch and context: the median of those given."""
     cells: dict[tuple, list[float]] = {}
     for one in rounds:

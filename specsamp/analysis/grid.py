@@ -26,7 +26,7 @@ from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import CostTable, Round, mean_rounds
+from specsamp.analysis.costs import CostTable, Round, median_rounds
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
@@ -182,7 +182,7 @@ def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
         for side in ("autoregressive", "speculative"):
             one = result[side]
             rounds.append(Round(draft_length=one["draft_length"], batch=batch, ms=one["ms_per_round"]["median"]))
-    return CostTable(rounds=mean_rounds(rounds))
+    return CostTable(rounds=median_rounds(rounds))
 
 
 def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:

@@ -15,6 +15,7 @@ those of the profile. Without ``new_tokens`` rows never end (a server that refil
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,13 +96,12 @@ def make_plan(
         rounds = rounds_per_token(profile, K, batch, new_tokens)
         round_ms = costs.round_ms(K, batch, context)
         ms = round_ms * rounds / batch
-        uncertain = np.log(tokens.upper / tokens.value) / 1.96
-        both_clocks = costs.error * np.sqrt(2) if K else 0.0
+        both_clocks = costs.error * math.sqrt(2) if K else 0.0
         forecasts.append(
             Forecast(
                 draft_length=K, tokens_per_round=tokens, rounds_per_token=rounds, round_ms=round_ms,
-                ms_per_token=Band.around(ms, float(np.hypot(uncertain, costs.error))),
-                speedup=Band.around(plain_ms / ms, float(np.hypot(uncertain, both_clocks))),
+                ms_per_token=Band.around(ms, math.hypot(tokens.relative_error, costs.error)),
+                speedup=Band.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
             )
         )  # fmt: skip
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))

@@ -224,6 +224,9 @@ def test_a_grid_becomes_cells(experiment):
     (heated,) = launch_cells.make_cells(config, points("draft_temperature=0.5"), experiment)
     laws = [float(law.warps[0].value) for law in (heated.sampling, heated.draft_sampling)]
     np.testing.assert_allclose(laws, [0.8, 0.5])
+    assert config.draft_temperature is None
+    both = launch_cells.make_cells(config, [{"draft_temperature": 0.5}, {"draft_length": 3}], experiment)
+    assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before
     (cold,) = launch_cells.make_cells(config, points("draft_temperature=0"), experiment)
     assert float(cold.draft_sampling.warps[0].value) == 0 and float(cold.sampling.warps[0].value) > 0.7
     (made_up,) = launch_cells.make_cells(config, points("synthetic_acceptance=0.7"), experiment)
@@ -244,6 +247,7 @@ def test_a_grid_becomes_cells(experiment):
         (["seed=1,2"], "'seed' makes another pair or text: run it apart"),
         (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a chance, in \[0, 1\]; got 1.5"),
         (["draft_temperature=-1.0"], "temperature must be >= 0"),
+        (["draft_temperature=hot"], "draft_temperature = 'hot' does not fit"),
         (["sampling.top_p=0.0"], "top_p must lie in"),
         (["draft_length=1", "draft_length=2"], "'draft_length' is swept twice"),
     ],
