@@ -173,7 +173,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
         assert ["written to" in text for text in printed] == [True, False][:count]
         document = json.loads(output.read_text())
         assert document["environment"]["devices"] == 8
-        counts.append(document["result"]["acceptance"])
+        counts.append(document["cells"][0]["result"]["acceptance"])
     assert counts[0] == counts[1]
 
 
