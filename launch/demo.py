@@ -27,7 +27,7 @@ from specsamp.analysis.decoder import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to complete, \\n for a line break (not at the end); may be repeated.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "To complete, \\n for a line break (not at the end); may be repeated.")
 _PLAIN = flags.DEFINE_bool("plain", False, "No colours: the target's own tokens stand in brackets.")
 _PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.", lower_bound=1)
 
@@ -48,7 +48,7 @@ def main() -> None:
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     prompts = len(_PROMPT.value) or NUM_PROMPTS
     # Numbers of a warp are data: the greedy and the sampled law run the same programs.
-    laws = {"greedy": chain(temperature(0.0), experiment.sampling), "sampled": chain(temperature(1.0), experiment.sampling)}
+    laws = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
     try:
         sides = {law: decoders(experiment.pair, contenders, warp, experiment.workload) for law, warp in laws.items()}

@@ -46,9 +46,8 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
             f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds"
         )
     data = target.run_config()["data"]
-    corpus = read_corpus(
-        data["folder"] or standard_library(), pattern=data["pattern"], exclude=data["exclude"], held_out=data["held_out"]
-    )
+    how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
+    corpus = read_corpus(data["folder"] or standard_library(), **how)
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
         side: {

@@ -3,7 +3,7 @@
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=1 --batch=8
     python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
-    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/REPORT.json --latency_us=10
+    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/REPORT.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --batch=4 --new_tokens=128
 
 Acceptance is a rate, one chance for each drafted position (given that those before were accepted), or rounds by
@@ -26,7 +26,7 @@ from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile, mirrored_block_survival
 from specsamp.analysis.costs import Costs, Model, Roofline, compiled_costs, per_call
 from specsamp.analysis.planner import Plan, make_plan
-from specsamp.mesh.described import CHIPS
+from specsamp.tpu.described import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")
 _BY_POSITION = flags.DEFINE_list("by_position", None, "Chances by drafted position; the last one holds on.")
@@ -34,7 +34,7 @@ _HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted 
 _TARGET_MS = flags.DEFINE_float("target_ms", None, "Of a call of the target.")
 _DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Of a call of the draft.")
 _COMPILE_REPORT = flags.DEFINE_string("compile_report", None, "JSON of launch/compile_report.py.")
-_LATENCY = flags.DEFINE_float("latency_us", 10, "Of one collective, with --compile_report.", lower_bound=0)
+_LATENCY = flags.DEFINE_float("latency_us", None, "Of a collective, with --compile_report; default: calibrated.", lower_bound=0)
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", "Models, with --chip.", lock_config=True)
 _CHIP = flags.DEFINE_enum("chip", None, sorted(CHIPS), "For a roofline.")
 _DEVICES = flags.DEFINE_integer("devices", 1, "Chips that hold the models together, with --chip.", lower_bound=1)

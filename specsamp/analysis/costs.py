@@ -7,13 +7,14 @@ decoding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from specsamp.mesh.compile_report import Program
-from specsamp.mesh.described import parse
+from specsamp.analysis.acceptance import NORMAL_95
+from specsamp.tpu.report import Program, Report
 
 
 class Costs(Protocol):
@@ -87,28 +88,36 @@ def per_call(target_ms: float, draft_ms: float, batch: int = 1) -> CostTable:
     return CostTable(rounds=rounds)
 
 
-def compiled_costs(report: dict[str, Any], latency_us: float) -> CostTable:
+def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
     """From the ``report`` in what ``launch/compile_report.py`` wrote: a plain step, and a round of its K.
 
     Args:
-      report: a `specsamp.mesh.compile_report.Report` as JSON.
-      latency_us: of one collective; the compiler does not know it.
+      report: a `specsamp.tpu.report.Report` as JSON.
+      latency_us: of one collective, which the compiler does not know; None takes the one that is fitted on
+        published steps of TPU v4 (`specsamp.tpu.calibration`), with its error.
 
     Raises:
       ValueError: it is no such report, or its programs do not fit the slice.
     """
     try:
-        chip, _ = parse(report["topology"])
-        programs = {entry["name"]: Program(**entry) for entry in report["programs"]}
-        step, whole = programs["target step"], programs["round"]
-        known = {"batch": report["batch"], "context": report["slots"]}
-        lengths = (0, report["draft_length"])
-    except (KeyError, TypeError) as error:
+        programs = tuple(Program(**entry) for entry in report["programs"])
+        compiled = Report(**{**report, "programs": programs})
+        named = {name: compiled[name] for name in ("target step", "round")}
+    except (KeyError, TypeError, StopIteration) as error:
         raise ValueError(f"no compile report with a target step and a round ({type(error).__name__}: {error})") from error
-    if step.hbm_bytes is None or whole.hbm_bytes is None:
-        raise ValueError(f"the programs of this compile report do not fit {report['topology']}: they have no times")
-    times = [program.milliseconds(chip, latency_us) for program in (step, whole)]
-    return CostTable(rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times)))
+    if any(program.hbm_bytes is None for program in named.values()):
+        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
+    lengths, error = (0, compiled.draft_length), 0.0
+    if latency_us is None:
+        bands = [compiled.calibrated_ms(name) for name in named]
+        times = [likely for _, likely, _ in bands]
+        error = math.log(bands[1][2] / bands[1][0]) / (2 * NORMAL_95)
+    else:
+        times = [program.milliseconds(compiled.chip, latency_us) for program in named.values()]
+    known = {"batch": compiled.batch, "context": compiled.slots}
+    return CostTable(
+        rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
-from specsamp.mesh.described import is_out_of_memory
+from specsamp.tpu.described import is_out_of_memory
 from specsamp.sampling.warp import Warp
 
 Key = Mapping[str, Any]  # names and numbers

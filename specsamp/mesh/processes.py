@@ -95,8 +95,8 @@ def code_version() -> str:
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
-    commit = os.environ.get("SPECSAMP_VERSION", "")
-    return f"specsamp {commit or 'source'} {digest.hexdigest()[:12]}, jax {jax.__version__}, {command or 'no arguments'}"
+    source = f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
+    return f"specsamp {source}, jax {jax.__version__}, {command or 'no arguments'}"
 
 
 def check_same_code(version: str) -> None:

@@ -22,7 +22,8 @@ def contract(spec: str, x: Array, y: Array, *, dtype: jnp.dtype | None = None) -
     Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other or in
     the result.
     """
-    return _contract(spec, x.dtype if dtype is None else jnp.dtype(dtype), jax.config.jax_default_matmul_precision, x, y)
+    dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -123,7 +123,7 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
 
     def expand(value: Any) -> np.ndarray:
         if callable(value):
-            raise ValueError(f"sampling must be a warp such as chain(temperature(0.8)), with numbers in it; got {value!r}")
+            raise ValueError(f"sampling must be a warp of numbers, such as chain(temperature(0.8)); got {value!r}")
         value = np.asarray(value)
         if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != rows):
             raise ValueError(

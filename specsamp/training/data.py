@@ -167,7 +167,7 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Batches of which a share comes from ``rows``, the rest from ``windows``; the order of ``rows`` is drawn per epoch."""
+    """Batches of which a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``."""
 
     windows: Windows
     rows: np.ndarray  # [rows, length + 1] int32
@@ -183,6 +183,7 @@ class Mixture:
     def batch(self, step: int, size: int) -> np.ndarray:
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
-        order = {epoch: np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows)) for epoch in set(epochs)}
+        shuffled = lambda epoch: np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows))
+        order = {epoch: shuffled(epoch) for epoch in set(epochs)}
         chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
         return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

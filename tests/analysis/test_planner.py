@@ -227,14 +227,16 @@ def test_costs_of_a_compile_report():
         "name": name, "tokens": 5, "floor_bytes": 1.0, "live_floor_bytes": 1.0, "memory": None, "out_of_memory": None,
         "hbm_bytes": mb * 1e6, "cycles": 1e3, "collectives": {"all-reduce": collectives},
     }  # fmt: skip
-    report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4}
+    report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "mesh": {}, "rule": "x"}
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
     costs = compiled_costs(report, latency_us=10)
     np.testing.assert_allclose([costs.round_ms(K, 1, 2048) for K in (0, 2, 4)], [2, 3, 4], rtol=0.03)
+    calibrated = compiled_costs(report)
+    assert calibrated.round_ms(0, 1, 2048) < calibrated.round_ms(4, 1, 2048) and calibrated.error > 0
     report["programs"][1]["hbm_bytes"] = None
     with pytest.raises(ValueError, match="do not fit v4:2x2x4"):
         compiled_costs(report, 10)
-    with pytest.raises(ValueError, match="no compile report .*KeyError: 'topology'"):
+    with pytest.raises(ValueError, match="no compile report .*KeyError: 'programs'"):
         compiled_costs({}, 10)
 
 

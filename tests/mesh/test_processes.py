@@ -12,8 +12,11 @@ import jax
 import numpy as np
 import pytest
 
+import experiment
 import mesh_worker as worker
+from configs import chinchilla
 from specsamp import generate
+from specsamp.analysis.decoder import decoders
 from specsamp.mesh import processes
 from specsamp.training.log import read_metrics
 
@@ -141,8 +144,8 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     assert processes.code_version() != before
 
 
-def launch(script, *arguments, count=2, timeout=400):
-    """An entry point as ``count`` processes with 8 devices together; returns what each printed."""
+def launch(script, *arguments, count=2, folders=(ROOT, ROOT), code=0, timeout=400):
+    """An entry point as ``count`` processes with 8 devices together, each in its folder; returns what each printed."""
     port = free_port()
     env = dict(os.environ) | {
         "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -151,30 +154,35 @@ def launch(script, *arguments, count=2, timeout=400):
     joining = lambda i: (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")
     jobs = [
         subprocess.Popen(
-            [sys.executable, f"launch/{script}.py", *arguments, *(joining(index) if count > 1 else ())],
-            cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, f"{ROOT}/launch/{script}.py", *arguments, *(joining(index) if count > 1 else ())],
+            cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for index in range(count)
+        for index, folder in zip(range(count), folders)
     ]  # fmt: skip
     codes, outputs = finish(jobs, timeout)
-    assert codes == [0] * count, "\n".join(outputs)
+    assert codes == [code] * count, "\n".join(outputs)
     return outputs
 
 
 def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
-    """One model over both: the same texts, hence the same counts, as eight devices of one process."""
-    counts = []
-    for count in (2, 1):
-        output = tmp_path / f"{count}.json"
-        printed = launch(
-            "benchmark", "--config=configs/chinchilla.py:tiny,batch=2", "--config.mesh.model=4", "--config.mesh.data=2",
-            "--config.repeats=2", f"--output={output}", "--plain", count=count,
-        )  # fmt: skip
-        assert ["written to" in text for text in printed] == [True, False][:count]
-        document = json.loads(output.read_text())
-        assert document["environment"]["devices"] == 8
-        counts.append(document["cells"][0]["result"]["acceptance"])
-    assert counts[0] == counts[1]
+    """One model over both: the same texts, hence the same counts, as eight devices of this process."""
+    output = tmp_path / "result.json"
+    fields = {"mesh.model": 4, "mesh.data": 2, "repeats": 2, "target.num_layers": 1, "draft_length": 2}
+    printed = launch(
+        "benchmark", "--config=configs/chinchilla.py:tiny,batch=2", f"--output={output}", "--plain",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+    )  # fmt: skip
+    assert ["written to" in text for text in printed] == [True, False]
+    document = json.loads(output.read_text())
+    assert document["environment"]["devices"] == 8
+    config = chinchilla.get_config("tiny,batch=2")
+    config.update_from_flattened_dict(fields)
+    here = experiment.build(config, mesh=experiment.config_mesh(config))
+    side = decoders(here.pair, {"x": (here.drafter, here.rule)}, here.sampling, here.workload)["x"]
+    stats = side.decode(0).stats + side.decode(1).stats
+    (cell,) = document["cells"]
+    assert cell["result"]["acceptance"]["accepted_counts"] == list(stats.accepted_counts)
+    assert cell["result"]["acceptance"]["emitted"] == stats.emitted
 
 
 def test_quality_of_two_processes_is_that_of_one(tmp_path):
@@ -189,20 +197,43 @@ def test_quality_of_two_processes_is_that_of_one(tmp_path):
     assert results[0] == results[1] and len(results[0]) == 20
 
 
-def test_two_processes_train_like_one(tmp_path):
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Flags of a short training on a few files."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(12):
+        functions = (f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
+        (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
+    fields = {
+        "recipe.steps": 6, "recipe.warmup_steps": 2, "rhythm.log": 1, "compute_dtype": "float32",
+        "data.folder": folder, "data.pattern": "*.py", "data.held_out": 0.3, "data.held_out_windows": 8,
+        "data.length": 32,
+    }  # fmt: skip
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def test_two_processes_train_like_one(tmp_path, small):
     """A target, then a draft on text that the processes let the target write."""
     for count in (2, 1):
         folder = tmp_path / str(count)
-        short = ("--config.recipe.steps=6", "--config.recipe.warmup_steps=2", "--config.rhythm.log=1",
-                 "--config.compute_dtype=float32")  # fmt: skip
-        config = "--config=configs/python_pair.py:tiny_"
-        launch("train", f"{config}target", f"--workdir={folder}/target", *short, count=count)
+        config = f"--config={ROOT}/configs/python_pair.py:tiny_"
+        launch("train", f"{config}target", f"--workdir={folder}/target", *small, count=count)
         launch(
-            "train", f"{config}draft", f"--workdir={folder}/draft", f"--config.target={folder}/target", *short,
-            "--config.generated.rows=16", count=count,
+            "train", f"{config}draft", f"--workdir={folder}/draft", f"--config.target={folder}/target", *small,
+            "--config.generated.rows=16", "--config.generated.prompt_length=8", count=count,
         )  # fmt: skip
     losses = lambda path: [record["loss"] for record in read_metrics(path / "metrics.jsonl") if "loss" in record]
     for side in ("target", "draft"):
         two, one = (losses(tmp_path / count / side) for count in "21")
         assert len(one) == 6
         np.testing.assert_allclose(two, one, rtol=1e-4)
+
+
+def test_folders_that_only_share_a_name_are_refused(tmp_path, small):
+    """As where every host has a disk of its own: each would keep a part of every checkpoint."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    config = f"--config={ROOT}/configs/python_pair.py:tiny_target"
+    for output in launch("train", config, "--workdir=run", *small, folders=folders, code=1):
+        assert "is not the same folder for all processes" in output

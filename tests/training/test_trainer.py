@@ -177,7 +177,7 @@ def many_heads():
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
     draft, target = many_heads(), many_heads()
-    task, frozen = Distill(draft, target), target.init(jax.random.key(9))
+    task, frozen = Distill(draft, target), jax.jit(target.init)(jax.random.key(9))
     short = {"recipe": dataclasses.replace(RECIPE, steps=8), "frozen": frozen}
     run(tmp_path / "one", task, **short)
     for model in (1, 2, 4, 8):

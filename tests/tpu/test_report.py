@@ -12,31 +12,29 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import TokenRule, chain, top_p
-from specsamp.mesh import hlo
-from specsamp.mesh.compile_report import _largest, bytes_of_state, compile_report
-from specsamp.mesh.described import described_mesh, is_out_of_memory, parse
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu import hlo
+from specsamp.tpu.described import described_mesh, is_out_of_memory, parse
+from specsamp.tpu.programs import Programs
+from specsamp.tpu.report import _largest, compile_report
 
 TOPOLOGY = "v4:2x2x4"
 
 
-def models(mesh, target_layers, draft_layers=2):
+def programs(mesh, target_layers, draft_layers=2, batch=1, slots=2048):
     target = on_mesh(TransformerLM(chinchilla_70b(num_layers=target_layers)), Layout.tensor_parallel(mesh))
-    return target, on_mesh(TransformerLM(draft_4b(num_layers=draft_layers)), draft_layout(mesh))
+    draft = on_mesh(TransformerLM(draft_4b(num_layers=draft_layers)), draft_layout(mesh))
+    return Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=batch, slots=slots)
 
 
 @functools.cache
-def report(target_layers, batch=1, data=1, programs=("target step", "score", "round")):
-    mesh = described_mesh(TOPOLOGY, data)
-    target, draft = models(mesh, target_layers)
-    return compile_report(
-        target, draft, mesh=mesh, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), sampling=chain(top_p(0.8)),
-        batch=batch, programs=programs,
-    )  # fmt: skip
+def report(target_layers, batch=1, data=1, names=("target step", "score", "round")):
+    made = programs(described_mesh(TOPOLOGY, data), target_layers, batch=batch)
+    return compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), names=names)
 
 
 def test_nothing_is_copied_and_nothing_leaves_the_device():
@@ -104,21 +102,19 @@ def test_stacked_layers_under_scan_are_caught():
 def test_out_of_memory_is_a_result():
     """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
     mesh = described_mesh("v5e:2x2")
-    target, draft = models(mesh, 1)
     made = compile_report(
-        target, draft, mesh=mesh, topology="v5e:2x2", draft_length=4, rule=TokenRule(), sampling=chain(top_p(0.8)),
-        programs=("target step",), batch=64, slots=65536,
+        programs(mesh, 1, batch=64, slots=65536), topology="v5e:2x2", draft_length=4, rule=TokenRule(),
+        names=("target step",),
     )["target step"]  # fmt: skip
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
 
 def test_what_fits():
     mesh = described_mesh(TOPOLOGY)
-    target, draft = models(mesh, 80, 8)
-    weights, caches = bytes_of_state(target, draft, 1, 2048)
+    weights, caches = programs(mesh, 80, 8).bytes_of_state()
     assert weights == pytest.approx((129.4e9 + 2.7e9 + 8.24e9 * 12 / 13) / 16, rel=0.02)
     assert caches == (2_621_440 + 196_608) * 2048 / 16
-    assert bytes_of_state(target, draft, 8, 4096)[1] == 16 * caches
+    assert programs(mesh, 80, 8, batch=8, slots=4096).bytes_of_state()[1] == 16 * caches
 
 
 def test_chips():
@@ -140,9 +136,9 @@ def test_devices_that_do_not_divide():
     mesh = described_mesh(TOPOLOGY)
     config = dataclasses.replace(chinchilla_70b(num_layers=1), num_heads=24, num_kv_heads=24)
     with pytest.raises(ValueError, match="'heads' has 24 entries, which do not divide over the 16 devices"):
-        target, draft = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh)), models(mesh, 1)[1]
-        compile_report(target, draft, mesh=mesh, topology=TOPOLOGY, draft_length=4, rule=TokenRule(),
-                       sampling=chain(top_p(0.8)))  # fmt: skip
+        target = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh))
+        made = dataclasses.replace(programs(mesh, 1), target=target)
+        compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule())
 
 
 def test_without_libtpu(monkeypatch):

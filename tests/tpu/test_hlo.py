@@ -2,7 +2,7 @@
 
 import pytest
 
-from specsamp.mesh import hlo
+from specsamp.tpu import hlo
 
 PROGRAM = """\
 HloModule jit_f, is_scheduled=true

@@ -1,0 +1,116 @@
+"""Many programs compiled for described TPU slices, to answer one question; see specsamp/tpu/study.py.
+
+    python launch/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
+    python launch/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json
+    python launch/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json
+    python launch/compile_study.py --study=weights --output=notebooks/results/compile_weights.json
+    python launch/compile_study.py --study=variants --output=notebooks/results/compile_variants.json
+
+Every cell is written when it is done, and one that the output already holds is not compiled again. Ten minutes
+to an hour on two cores; nothing runs on a TPU.
+"""
+
+import json
+import sys
+import time
+
+import jax
+from absl import flags
+
+jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
+
+import entry
+from rich.progress import Progress
+from specsamp import storage
+from specsamp.analysis import report as tables
+from specsamp.tpu.calibration import calibrate
+from specsamp.tpu import study
+from specsamp.tpu.variants import variants
+
+STUDIES = study.STUDIES | {"variants": variants}
+
+_STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Which question.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Where the answers go, and are looked for, as JSON.", required=True)
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    try:
+        entry.check_output(_OUTPUT.value)
+        document = read(_OUTPUT.value, _STUDY.value)
+        cells = STUDIES[_STUDY.value]()
+    except (ValueError, RuntimeError) as error:
+        sys.exit(str(error))
+    known = [cell["name"] for cell in document["cells"]]
+    missing = [cell for cell in cells if cell.name not in known]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(_STUDY.value, total=len(missing))
+        for cell in missing:
+            progress.update(task, description=", ".join(f"{key} {value}" for key, value in cell.name.items()))
+            start = time.perf_counter()
+            answer = cell.answer()
+            document["cells"].append({"name": cell.name, "seconds": time.perf_counter() - start} | answer)
+            document["cells"].sort(key=lambda done: [c.name for c in cells].index(done["name"]))
+            tables.write_json(_OUTPUT.value, document)
+            progress.advance(task)
+    tables.show([table(document)], console, _PLAIN.value)
+
+
+def read(path: str, study: str) -> dict:
+    """What an earlier call has left there, or a document without cells.
+
+    Raises:
+      ValueError: something else is there, or answers of another compiler.
+    """
+    head = {
+        "command": entry.command(), "environment": tables.environment(), "kind": "compiler estimate", "study": study,
+        "libtpu": tables.version("libtpu"), "calibration": calibrate(), "cells": [],
+    }  # fmt: skip
+    place = storage.place(path)
+    if not place.exists():
+        return head
+    try:
+        found = json.loads(place.read_text())
+        same = found["study"] == study and found["libtpu"] == head["libtpu"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no answers of a study ({error!r}): move it, or choose another --output") from error
+    if not same:
+        raise ValueError(
+            f"{path} holds answers to {found['study']!r} by libtpu {found['libtpu']}, not to {study!r} by "
+            f"{head['libtpu']}: choose another --output"
+        )
+    return head | {"cells": found["cells"]}
+
+
+def table(document: dict) -> tables.Table:
+    """One line per program."""
+    rows = []
+    for cell in document["cells"]:
+        name = ", ".join(f"{key} {value}" for key, value in cell["name"].items())
+        programs = cell.get("programs") or {key: cell[key] for key in ("step", "score") if key in cell} or {"": cell}
+        for program, facts in programs.items():
+            rows.append((name, program, *line(facts)))
+            name = ""
+    return tables.Table(
+        title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']})",
+        header=("", "program", "HBM traffic, MB", "over floor", "streaming, ms", "cycles, ms", "collectives",
+                "calibrated, ms"),
+        rows=rows, note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
+    )  # fmt: skip
+
+
+def line(facts: dict) -> tuple[str, ...]:
+    if "hbm_bytes" not in facts:
+        return ("does not fit", "", "", "", "", "")
+    floor = facts.get("over_floor")
+    calibrated = facts.get("calibrated_ms")
+    return (
+        f"{facts['hbm_bytes'] / 1e6:,.1f}", f"{floor:.3f}" if floor else "", f"{facts['streaming_ms']:.3f}",
+        f"{facts['cycles_ms']:.3f}", str(round(sum(facts["collectives"].values()))),
+        f"{calibrated:.2f}" if calibrated else "",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,124 @@
+"""The programs of decoding as a described slice would compile them: arguments are shapes with shardings.
+
+    programs = Programs(target, draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1, slots=2048)
+    compiled = programs.call(target, tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+
+No memory is allocated: a 70B pair takes a few seconds to lower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Request, Weights
+from specsamp.mesh.layout import DATA
+from specsamp.mesh.on_mesh import DataShares, OnMesh
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.warp import Warp, for_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Of one pair, batch and mesh."""
+
+    target: OnMesh
+    draft: OnMesh
+    mesh: Mesh
+    sampling: Warp | None
+    batch: int
+    slots: int
+    weight_dtype: str | None = None  # of the matrices of the layers, "int8" for instance; None: the compute dtype
+
+    def weights(self, model: OnMesh) -> Any:
+        prepare = lambda key: model.model.prepare(model.model.init(key), self.slots)
+        shapes = jax.eval_shape(prepare, jax.random.key(0))
+        if self.weight_dtype:
+            # Scales are left out: one number per output channel.
+            of_layer = lambda path: any(str(part).startswith("['layer_") for part in path)
+            store = lambda path, x: x.update(dtype=self.weight_dtype) if x.ndim > 1 and of_layer(path) else x
+            shapes = shapes | {"params": jax.tree_util.tree_map_with_path(store, shapes["params"])}
+        return _placed(shapes, model.weight_shardings(shapes))
+
+    def floor(self, model: OnMesh, live: float = 1.0) -> float:
+        """Bytes per device that a call reads at least; ``live`` is the share of slots that hold something."""
+        weights = self.weights(model)
+        streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
+        read = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(weights) if id(leaf) in streamed)
+        return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
+
+    def bytes_of_state(self) -> tuple[int, int]:
+        """Bytes per device of both models' weights, and of both caches."""
+        size = lambda tree: sum(map(_bytes_per_device, jax.tree.leaves(tree)))
+        models = (self.target, self.draft)
+        return sum(size(self.weights(model)) for model in models), sum(size(self.cache(model)) for model in models)
+
+    def call(self, model: OnMesh, tokens: int) -> jax.stages.Lowered:
+        """A call of a model by itself; its logits are whole on every device."""
+
+        def call(weights, tokens_BT, start_B, cache):
+            output = model(weights, tokens_BT, start_B, cache)
+            return output.logits_BTV, output.cache
+
+        split = DataShares(self.mesh)(call, (False, True, True, True))
+        arguments = (self.weights(model), self._rows((tokens,), jnp.int32), self._rows((), jnp.int32), self.cache(model))
+        return jax.jit(split, donate_argnums=3).lower(*arguments)
+
+    def round(self, loop: Loop) -> jax.stages.Lowered:
+        """The whole loop of generation."""
+        weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
+        request = jax.eval_shape(self._request)
+        at = lambda split: NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec())
+        place = lambda split, tree: jax.tree.map(lambda x: _shape(x, at(split)), tree)
+        request = jax.tree.map(place, Request.by_rows(), request)
+        state = self._state(loop, weights, request)
+        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+        run = lambda weights, request, state, rounds: loop.run(weights, request, state, rounds)
+        return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
+
+    def _request(self) -> Request:
+        ids_B = jnp.arange(self.batch)
+        return Request(
+            sampling=for_rows(self.sampling, self.batch), draft_sampling=for_rows(self.sampling, self.batch),
+            row_keys_B=row_keys(0, ids_B, jnp.zeros_like(ids_B)), limits_B=jnp.full((self.batch,), self.slots),
+            stop_ids=jnp.full((4,), -1),
+        )  # fmt: skip
+
+    def _state(self, loop: Loop, weights: Weights, request: Request) -> Any:
+        plain = dataclasses.replace(loop, target=loop.target.model, shares=type(loop).shares)
+        if not isinstance(loop.drafter, NoDrafter):
+            drafter = dataclasses.replace(loop.drafter, model=loop.drafter.model.model)
+            plain = dataclasses.replace(plain, drafter=drafter)
+        prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
+        state = jax.eval_shape(lambda w, r: plain.prefill(w, r, *prompt, slots=self.slots), weights, request)
+        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
+        placed = jax.tree.map(lambda x: _shape(x, rows), dataclasses.replace(state, cache=None, drafter_state=None))
+        drafter_state = self.cache(self.draft) if isinstance(loop.drafter, ModelDrafter) else state.drafter_state
+        return dataclasses.replace(placed, cache=self.cache(self.target), drafter_state=drafter_state)
+
+    def cache(self, model: OnMesh) -> Any:
+        shapes = jax.eval_shape(lambda: model.model.init_cache(self.batch, self.slots))
+        return _placed(shapes, model.layout.shardings(model.model.cache_axes(), shapes))
+
+    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
+        return jax.ShapeDtypeStruct((self.batch, *shape), dtype, sharding=rows)
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(_shape, shapes, shardings)
+
+
+def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _bytes_per_device(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,0 +1,199 @@
+"""Ahead-of-time compilation of a pair for a described slice: what fits, what a round moves, what it waits for.
+
+    report = compile_report(target, draft, mesh=described_mesh("v4:2x2x4"), topology="v4:2x2x4", ...)
+
+Five programs are compiled: one step of the draft, one of the target (the autoregressive baseline, at the
+window that a TPU likes), the scoring of K+1 tokens, the prefill, and the whole loop of generation. For each:
+bytes through HBM (see `specsamp.tpu.hlo`) against the floor, collectives, large copies, transfers to the host,
+cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
+once; what a call does beyond is overhead.
+
+Everything here is a **compiler estimate**: nothing ran. Collectives have no estimate at all and are
+listed at several latencies, and at one that is fitted on published step times, with its band.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Rule
+from specsamp.mesh.on_mesh import DataShares
+from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.tpu import hlo
+from specsamp.tpu.calibration import calibrate, hops
+from specsamp.tpu.described import Chip, is_out_of_memory, parse
+from specsamp.tpu.programs import Programs
+
+WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all
+LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
+PREFILL = 128  # tokens
+NAMES = ("draft step", "target step", "score", "prefill", "round")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of HBM on each device."""
+
+    arguments: int  # weights, tables, state
+    temporaries: int
+    outputs: int  # that share no memory with arguments
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries + self.outputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One compiled program, or why it does not fit; traffic per device, per call (of the loop: per round)."""
+
+    name: str
+    tokens: int  # fed per row and call
+    floor_bytes: float
+    live_floor_bytes: float  # the same with only the slots of half a full cache
+    memory: Memory | None
+    out_of_memory: str | None  # the compiler's words: how much is missing, and the largest contributors
+    hbm_bytes: float | None = None
+    cycles: float | None = None
+    collectives: dict[str, int] | None = None
+    collective_bytes: dict[str, float] | None = None
+    copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: where, and bytes
+    host_transfers: int = 0
+
+    @property
+    def over_floor(self) -> float | None:
+        return None if self.hbm_bytes is None else self.hbm_bytes / self.floor_bytes
+
+    def busy_ms(self, chip: Chip) -> float:
+        """The longer of streaming and computing."""
+        return max(self.streaming_ms(chip), self.cycles / chip.clock_hz * 1e3)
+
+    def streaming_ms(self, chip: Chip) -> float:
+        return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
+
+    def milliseconds(self, chip: Chip, latency_us: float) -> float:
+        """Streaming or computing, and the collectives one after another."""
+        return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Of one pair, batch and slice."""
+
+    topology: str
+    mesh: dict[str, int]
+    batch: int
+    slots: int
+    draft_length: int
+    rule: str
+    programs: tuple[Program, ...]
+
+    def __getitem__(self, name: str) -> Program:
+        return next(program for program in self.programs if program.name == name)
+
+    @property
+    def chip(self) -> Chip:
+        return parse(self.topology)[0]
+
+    @property
+    def fits(self) -> bool:
+        return all(program.memory is not None for program in self.programs)
+
+    def ms_per_token(self, emitted_per_round: float, latency_us: float) -> tuple[float, float]:
+        """Autoregressive and speculative, at a latency of collectives."""
+        alone = self["target step"].milliseconds(self.chip, latency_us)
+        return alone, self["round"].milliseconds(self.chip, latency_us) / emitted_per_round
+
+    def calibrated_ms(self, name: str) -> tuple[float, float, float]:
+        """Least, likely and most, see `specsamp.tpu.calibration`: fitted on TPU v4."""
+        calls = self.draft_length + 1 if name == "round" else 1
+        program = self[name]
+        known = (program.busy_ms(self.chip), sum(program.collectives.values()), hops(parse(self.topology)[1]), calls)
+        least, most = calibrate().band(*known)
+        return least, calibrate().milliseconds(*known), most
+
+
+def compile_report(
+    programs: Programs,
+    *,
+    topology: str,
+    draft_length: int,
+    rule: Rule,
+    names: Sequence[str] = NAMES,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Compiles and measures.
+
+    Args:
+      programs: of a pair on a mesh from `described_mesh(topology)`.
+      draft_length: K.
+      names: which of `NAMES`.
+      progress: is told what is being compiled.
+
+    Raises:
+      ValueError: a model does not divide over the mesh, or the batch over its shares.
+    """
+    shares = DataShares(programs.mesh)
+    if programs.batch % shares.ways:
+        raise ValueError(f"batch {programs.batch} does not divide over {shares.ways} shares of the data axis")
+    target, draft = programs.target, programs.draft
+    loop = Loop(
+        target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shares=shares
+    )
+    of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
+    of_round = lambda live=1.0: of_target(live) + draft_length * of_draft(live)
+    made = {
+        "draft step": (WINDOW, of_draft, lambda: programs.call(draft, WINDOW)),
+        "target step": (WINDOW, of_target, lambda: programs.call(target, WINDOW)),
+        "score": (draft_length + 1, of_target, lambda: programs.call(target, draft_length + 1)),
+        "prefill": (PREFILL, of_target, lambda: programs.call(target, PREFILL)),
+        "round": (draft_length + 1, of_round, lambda: programs.round(loop)),
+    }
+    chip, _ = parse(topology)
+    results = []
+    for name in names:
+        progress(name)
+        tokens, floor, lowered = made[name]
+        results.append(measure(name, tokens, floor(), floor(0.5), lowered, chip.hbm_bytes // chip.devices))
+    return Report(
+        topology=topology, mesh=dict(programs.mesh.shape), batch=programs.batch, slots=programs.slots,
+        draft_length=draft_length, rule=type(rule).__name__, programs=tuple(results),
+    )  # fmt: skip
+
+
+def measure(
+    name: str, tokens: int, floor: float, live_floor: float, lowered: Callable[[], jax.stages.Lowered], capacity: int
+) -> Program:
+    """Compiles one program; that it does not fit is a result."""
+    known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
+    try:
+        compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return Program(**known, memory=None, out_of_memory=_largest(str(error)))
+    sizes = compiled.memory_analysis()
+    memory = Memory(
+        arguments=sizes.argument_size_in_bytes, temporaries=sizes.temp_size_in_bytes,
+        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes, capacity=capacity,
+    )  # fmt: skip
+    traffic = hlo.measure(compiled.as_text())
+    return Program(
+        **known, memory=memory, out_of_memory=None, hbm_bytes=traffic.bytes, cycles=traffic.cycles,
+        collectives=dict(traffic.collectives), collective_bytes=dict(traffic.collective_bytes),
+        copies=tuple(traffic.copies), host_transfers=traffic.host_transfers,
+    )  # fmt: skip
+
+
+def _largest(message: str, most: int = 8) -> str:
+    """The lines of the compiler's message that say how much is missing and to whom it went."""
+    wanted = re.compile(r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I)
+    return "\n".join([line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most])

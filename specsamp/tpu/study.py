@@ -1,0 +1,253 @@
+"""Questions to the compiler that take many programs: each a list of cells, each cell one answer.
+
+    slices    the pair of the paper on four slices, by batch, sampling and rule
+    scoring   tokens per call, from one to the ridge of each chip: where does verification stop being free?
+    shapes    drafts of 4B parameters from 4 to 40 layers, and a 7B of ordinary shape, on 1, 4, 8 and 16 chips
+    weights   bfloat16 and int8 weights; multi-head, grouped and multi-query: what complements what
+
+A layer costs what the next one costs. So programs of two and of four layers are compiled at full width and
+continued in a straight line to all layers; fixed costs stay fixed. `notebooks/results/compile_chinchilla_v4.json`
+is compiled whole, and the cell of "slices" that describes the same is within the deviation that the test of
+the committed results allows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Rule
+from specsamp.mesh.layout import Layout, mesh_axes
+from specsamp.mesh.on_mesh import DataShares, draft_layout, on_mesh
+from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
+from specsamp.tpu.calibration import calibrate, hops
+from specsamp.tpu.described import described_mesh, parse
+from specsamp.tpu.programs import Programs
+from specsamp.tpu.report import WINDOW, Program, measure
+
+FEW, MANY = 2, 4  # layers that are compiled
+K = 4  # the paper's draft length
+SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")  # sixteen chips each
+LAWS: dict[str, Warp] = {"greedy": greedy(), "top-p": chain(temperature(1.0), top_p(0.8))}
+RULES: dict[str, Rule] = {"token": TokenRule(), "block": BlockRule()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One question; ``name`` is what tells it from the others."""
+
+    name: dict[str, Any]
+    answer: Callable[[], dict[str, Any]]
+
+
+def linear(*terms: tuple[float, Program]) -> Program:
+    """A sum of programs with weights: traffic, floors, cycles and collectives; the rest is the first one's."""
+    first = terms[0][1]
+    unfit = next((program for _, program in terms if program.memory is None), None)
+    if unfit is not None:
+        return unfit
+
+    def counts(name: str) -> dict[str, float]:
+        total = collections.Counter()
+        for weight, program in terms:
+            total.update({kind: weight * count for kind, count in getattr(program, name).items()})
+        return {kind: round(count) for kind, count in total.items() if round(count)}
+
+    of = lambda name: sum(weight * getattr(program, name) for weight, program in terms)
+    numbers = {name: of(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
+    return dataclasses.replace(
+        first, **numbers, collectives=counts("collectives"), collective_bytes=counts("collective_bytes")
+    )
+
+
+def continued(few: Program, many: Program, layers: int) -> Program:
+    """To so many layers, from `FEW` and `MANY`."""
+    slope = (layers - FEW) / (MANY - FEW)
+    return linear((1 - slope, few), (slope, many))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """One model at two depths on one mesh, and what it is to be continued to."""
+
+    config: TransformerConfig
+    mesh: Mesh
+    topology: str
+    batch: int = 1
+    slots: int = 2048
+    weight_dtype: str | None = None
+    is_draft: bool = False
+
+    def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
+        """This one as the target, and another (or itself) as the draft."""
+        model = lambda config: TransformerLM(dataclasses.replace(config, num_layers=layers))
+        return Programs(
+            target=on_mesh(model(self.config), Layout.tensor_parallel(self.mesh)),
+            draft=on_mesh(model(other or self.config), draft_layout(self.mesh)), mesh=self.mesh, sampling=sampling,
+            batch=self.batch, slots=self.slots, weight_dtype=self.weight_dtype,
+        )  # fmt: skip
+
+    def call(self, tokens: int) -> Program:
+        """A call of the whole model."""
+        return continued(self.at(FEW, tokens), self.at(MANY, tokens), self.config.num_layers)
+
+    def at(self, layers: int, tokens: int) -> Program:
+        programs = self.programs(layers)
+        model = programs.target
+        floor = lambda live: programs.floor(model, live)
+        name = f"{tokens} tokens, {layers} layers"
+        return measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
+
+    @property
+    def capacity(self) -> int:
+        chip, _ = parse(self.topology)
+        return chip.hbm_bytes // chip.devices
+
+    def bytes_of_state(self) -> int:
+        """Of weights and caches per device, all layers."""
+        programs = self.programs(self.config.num_layers)
+        return sum(programs.bytes_of_state()) // 2  # target and draft are the same here
+
+
+def first_devices(topology: str, count: int) -> Mesh:
+    """A mesh of one row over some devices of a slice."""
+    devices = described_mesh(topology).devices.reshape(-1)[:count]
+    shape, names = mesh_axes(1, count, None)
+    return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def facts(program: Program, topology: str, calls: int = 1, chips: Iterable[int] | None = None) -> dict[str, Any]:
+    """What is reported of a program; times in milliseconds."""
+    if program.memory is None:
+        return {"fits": False, "why": program.out_of_memory}
+    chip, sizes = parse(topology)
+    serial = sum(program.collectives.values())
+    known = (program.busy_ms(chip), serial, hops(tuple(chips or sizes)), calls)
+    least, most = calibrate().band(*known)
+    return {
+        "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
+        "collectives": program.collectives, "copies": len(program.copies), "host_transfers": program.host_transfers,
+        "temporary_bytes": program.memory.temporaries, "streaming_ms": program.streaming_ms(chip),
+        "cycles_ms": program.cycles / chip.clock_hz * 1e3,
+        "calibrated_ms": calibrate().milliseconds(*known), "calibrated_band_ms": (least, most),
+    }  # fmt: skip
+
+
+def slices() -> list[Cell]:
+    """The paper's pair on sixteen chips of each kind."""
+
+    def answer(topology: str, batch: int) -> dict[str, Any]:
+        mesh = described_mesh(topology)
+        target = Stack(chinchilla_70b(), mesh, topology, batch)
+        draft = Stack(draft_4b(), mesh, topology, batch)
+        calls = {
+            "draft step": {layers: draft.at(layers, WINDOW) for layers in (FEW, MANY)},
+            "target step": {layers: target.at(layers, WINDOW) for layers in (FEW, MANY)},
+            "score": {layers: target.at(layers, K + 1) for layers in (FEW, MANY)},
+        }
+        layers = {"draft step": draft.config.num_layers, "target step": 80, "score": 80}
+        whole = {name: continued(two[FEW], two[MANY], layers[name]) for name, two in calls.items()}
+        made = {name: facts(program, topology) for name, program in whole.items()}
+        state = target.bytes_of_state() + draft.bytes_of_state()
+        for law, sampling in LAWS.items():
+            for rule in RULES:
+                small = small_round(target, draft, sampling, RULES[rule])
+                per_target = (target.config.num_layers - FEW) / (MANY - FEW)
+                per_draft = K * (draft.config.num_layers - FEW) / (MANY - FEW)
+                program = linear(
+                    (1.0, small),
+                    (per_target, calls["score"][MANY]), (-per_target, calls["score"][FEW]),
+                    (per_draft, calls["draft step"][MANY]), (-per_draft, calls["draft step"][FEW]),
+                )  # fmt: skip
+                made[f"round, {law}, {rule}"] = facts(program, topology, K + 1)
+        return {"weights_and_caches_bytes": state, "capacity_bytes": target.capacity, "programs": made}
+
+    return [
+        Cell({"topology": topology, "batch": batch}, lambda t=topology, b=batch: answer(t, b))
+        for batch in (1, 8, 32) for topology in SLICES
+    ]  # fmt: skip
+
+
+def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
+    """Of both models at `FEW` layers."""
+    programs = target.programs(FEW, sampling, draft.config)
+    shares = DataShares(programs.mesh)
+    drafter = ModelDrafter(programs.draft, K, WINDOW)
+    loop = Loop(target=programs.target, drafter=drafter, rule=rule, window=WINDOW, shares=shares)
+    floor = lambda live: programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
+    return measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(loop), target.capacity)
+
+
+def scoring() -> list[Cell]:
+    """Tokens of one row in one call of the target."""
+
+    def answer(topology: str, tokens: int) -> dict[str, Any]:
+        stack = Stack(chinchilla_70b(), described_mesh(topology), topology)
+        return facts(stack.call(tokens), topology) | {"ridge_tokens": parse(topology)[0].ridge}
+
+    cells = []
+    for topology in SLICES:
+        most = 2 * parse(topology)[0].ridge
+        for tokens in (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025):
+            if tokens <= most:
+                name = {"topology": topology, "tokens": tokens}
+                cells.append(Cell(name, lambda t=topology, n=tokens: answer(t, n)))
+    return cells
+
+
+# Heads of 128, feed-forward of four times the width, relative positions: about 4B parameters each.
+SHAPES = {
+    "4 layers": dict(width=8704, num_layers=4, num_heads=64),
+    "8 layers (the paper's)": dict(width=6144, num_layers=8, num_heads=48),
+    "18 layers": dict(width=4096, num_layers=18, num_heads=32),
+    "32 layers": dict(width=3328, num_layers=32, num_heads=16),
+    "40 layers": dict(width=2816, num_layers=40, num_heads=16),
+    "a 7B, 32 layers": dict(width=4096, num_layers=32, num_heads=32),
+}
+
+
+def shapes() -> list[Cell]:
+    """A draft step at batch 1 on so many chips of a TPU v4 slice."""
+
+    def answer(shape: str, chips: int) -> dict[str, Any]:
+        config = TransformerConfig(vocab_size=32_000, head_size=128, dtype="bfloat16", **SHAPES[shape])
+        topology, sizes = "v4:2x2x4", {1: (1,), 4: (2, 2), 8: (2, 2, 2), 16: (2, 2, 4)}[chips]
+        stack = Stack(config, first_devices(topology, chips), topology)
+        made = facts(stack.call(WINDOW), topology, chips=sizes)
+        return made | {"parameters": config.num_parameters, "layers": config.num_layers}
+
+    return [
+        Cell({"shape": shape, "chips": chips}, lambda s=shape, c=chips: answer(s, c))
+        for shape in SHAPES for chips in (1, 4, 8, 16)
+    ]  # fmt: skip
+
+
+def weights() -> list[Cell]:
+    """The target's step and its scoring call on TPU v4, where all of them fit, by what is streamed."""
+
+    def answer(dtype: str, key_heads: int, batch: int) -> dict[str, Any]:
+        topology = "v4:2x2x4"
+        config = chinchilla_70b(num_kv_heads=key_heads)
+        stack = Stack(config, described_mesh(topology, key_heads=key_heads), topology, batch,
+                      weight_dtype=None if dtype == "bfloat16" else dtype)  # fmt: skip
+        return {"step": facts(stack.call(WINDOW), topology), "score": facts(stack.call(K + 1), topology)}
+
+    return [
+        Cell(
+            {"weights": dtype, "key_heads": heads, "batch": batch}, lambda d=dtype, h=heads, b=batch: answer(d, h, b)
+        )
+        for batch in (1, 16) for heads in (64, 8, 1) for dtype in ("bfloat16", "int8")
+    ]  # fmt: skip
+
+
+STUDIES = {study.__name__: study for study in (slices, scoring, shapes, weights)}

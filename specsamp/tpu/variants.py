@@ -1,0 +1,267 @@
+"""Why the loop is written as it is: the same work in several forms, compiled for 16 TPU v4 chips.
+
+Each cell is one form; `launch/compile_study.py --study=variants` writes them all. What they said (libtpu
+0.0.42.1; `notebooks/results/compile_variants.json` has the figures):
+
+- **Rows of a call.** With one row per device a product becomes a vector multiply-reduce, several times slower
+  than streaming its weight; with two rows it uses the matrix unit. So one-token calls carry two rows on a TPU
+  (`decode_window`), and the autoregressive baseline is measured the same way.
+- **Layout of the heads.** Weights of attention are ``[heads, width, size]``. Other orders are laid out anew for
+  every number of rows that one program uses them with, and the copies are hoisted out of the loop, where
+  nobody looks: as much memory again, and a call's worth of traffic.
+- **Writing rows into a cache.** One `dynamic_update_slice` per row into ``[rows, heads, slots, size]`` moves
+  what the step reads and little more. A scatter, a one-hot select and a `vmap` of the update cost more as the
+  batch grows.
+- **Relative keys.** A table per layer, reversed once, of which every row takes one slice, costs little;
+  gathering a key for every pair of positions costs more than attention itself.
+- **Logits.** Constrained to lie split over the vocabulary, then whole: one gather. Left split, the bisection of
+  top-p waits for the other chips in every step; straight to whole, the compiler gathers the embedding at
+  larger batches.
+- **Collectives.** By default chains of permutes overlap the products, which pays for many rows; with few the
+  chain is longer than the product. `FEWEST_COLLECTIVES` asks for all-reduces as they stand.
+- **Fused projections.** Query, key and value in one product save launches, not traffic: no gain here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models.config import chinchilla_70b, draft_4b
+from specsamp.sampling.warp import for_rows, top_p
+from specsamp.tpu import hlo
+from specsamp.tpu.described import described_mesh, parse
+from specsamp.tpu.study import Cell, Stack
+
+TOPOLOGY = "v4:2x2x4"
+WIDTH, HEADS, SIZE, SLOTS, LAYERS, VOCABULARY = 8192, 64, 128, 2048, 4, 32_000
+bf16 = jnp.bfloat16
+
+
+def variants() -> list[Cell]:
+    """All forms."""
+    cells = []
+    for rows in (1, 2, 4, 8):
+        for name, config in (("target", chinchilla_70b()), ("draft", draft_4b())):
+            stack = lambda config=config: Stack(config, described_mesh(TOPOLOGY), TOPOLOGY)
+            cells.append(_cell("rows of a call", f"{name}, {rows}", lambda s=stack, n=rows: _of_call(s(), n)))
+    for form in LAYOUTS:
+        cells.append(_cell("layout of heads", form, lambda f=form: _compiled(*_heads(f))))
+    for batch in (1, 8):
+        for form in WRITES:
+            cells.append(_cell("row writes", f"{form}, batch {batch}", lambda f=form, b=batch: _compiled(*_writes(f, b))))
+    for form in KEYS:
+        cells.append(_cell("relative keys", form, lambda f=form: _compiled(*_keys(f))))
+    for batch in (1, 8):
+        for form in LOGITS:
+            cells.append(_cell("logits", f"{form}, batch {batch}", lambda f=form, b=batch: _compiled(*_logits(f, b))))
+    for form, options in (("as they stand", dict(FEWEST_COLLECTIVES)), ("by default", {})):
+        cells.append(_cell("collectives", form, lambda o=options: _compiled(*_layers(), options=o)))
+    for form in ("apart", "fused"):
+        cells.append(_cell("projections", form, lambda f=form: _compiled(*_projections(f == "fused"))))
+    return cells
+
+
+def _cell(question: str, form: str, answer: Callable[[], dict[str, Any]]) -> Cell:
+    return Cell({"question": question, "form": form}, answer)
+
+
+def _of_call(stack: Stack, rows: int) -> dict[str, Any]:
+    program = stack.call(rows)
+    chip, _ = parse(TOPOLOGY)
+    return {
+        "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
+        "streaming_ms": program.streaming_ms(chip), "cycles_ms": program.cycles / chip.clock_hz * 1e3,
+        "collectives": program.collectives, "copies": len(program.copies),
+    }  # fmt: skip
+
+
+def _compiled(function: Callable, arguments: tuple, donated: tuple[int, ...] = (), options: dict | None = None):
+    options = dict(FEWEST_COLLECTIVES) if options is None else options
+    compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options=options)
+    traffic, (chip, _) = hlo.measure(compiled.as_text()), parse(TOPOLOGY)
+    return {
+        "hbm_bytes": traffic.bytes, "cycles": traffic.cycles, "collectives": dict(traffic.collectives),
+        "copies": len(traffic.copies), "copied_bytes": sum(size for _, size in traffic.copies),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "streaming_ms": traffic.bytes / chip.hbm_bytes_per_second * 1e3, "cycles_ms": traffic.cycles / chip.clock_hz * 1e3,
+    }  # fmt: skip
+
+
+def _mesh() -> Mesh:
+    return described_mesh(TOPOLOGY)
+
+
+def _shape(mesh: Mesh, sizes: tuple[int, ...], *axes: str | None, dtype: Any = bf16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def _loop(step: Callable, carry: Any, *arguments: Any) -> Any:
+    """A loop whose bound is data, as decoding is."""
+    return jax.lax.while_loop(
+        lambda state: state[0] > 0, lambda state: (state[0] - 1, step(state[1], *arguments)), carry
+    )
+
+
+# Layout of the heads: two numbers of rows in one program.
+LAYOUTS = {
+    "heads, width, size": ((HEADS, WIDTH, SIZE), ("model",), "td,ndh->tnh"),
+    "width, heads, size": ((WIDTH, HEADS, SIZE), (None, "model"), "td,dnh->tnh"),
+    "width, heads times size": ((WIDTH, HEADS * SIZE), (None, "model"), "td,df->tf"),
+}
+
+
+def _heads(form: str) -> tuple:
+    mesh, (sizes, axes, product) = _mesh(), LAYOUTS[form]
+    into = [_shape(mesh, sizes, *axes) for _ in range(LAYERS)]
+    out = [_shape(mesh, (HEADS * SIZE, WIDTH), "model") for _ in range(LAYERS)]
+
+    def call(x_TD, into, out):
+        for w, o in zip(into, out):
+            heads = jnp.einsum(product, x_TD, w).reshape(x_TD.shape[0], -1)
+            x_TD = x_TD + jnp.dot(jnp.tanh(heads), o)
+        return x_TD
+
+    def run(rounds, x_TD, into, out):
+        step = lambda x, into, out: call(x, into, out) + call(x[:2], into, out).sum(0)
+        return _loop(step, (rounds, x_TD), into, out)
+
+    return run, (_shape(mesh, (), dtype=jnp.int32), _shape(mesh, (5, WIDTH)), into, out)
+
+
+def _attend(q_BTNH: Any, k_BNSH: Any, v_BNSH: Any, bias: Any = 0.0) -> Any:
+    scores = jnp.einsum("btnh,bnsh->bnts", q_BTNH, k_BNSH, preferred_element_type=jnp.float32) + bias
+    return jnp.einsum("bnts,bnsh->btnh", jax.nn.softmax(scores).astype(bf16), v_BNSH)
+
+
+def _unrolled(cache_BNSH, new_BNTH, start_B):
+    for row in range(cache_BNSH.shape[0]):
+        place = (row, 0, start_B[row], 0)
+        cache_BNSH = jax.lax.dynamic_update_slice(cache_BNSH, new_BNTH[row : row + 1], place)
+    return cache_BNSH
+
+
+def _vmapped(cache_BNSH, new_BNTH, start_B):
+    write = lambda cache, new, start: jax.lax.dynamic_update_slice(cache, new, (0, start, 0))
+    return jax.vmap(write)(cache_BNSH, new_BNTH, start_B)
+
+
+def _scattered(cache_BNSH, new_BNTH, start_B):
+    B, _, T, _ = new_BNTH.shape
+    slots_BT = start_B[:, None] + jnp.arange(T)
+    return cache_BNSH.at[jnp.arange(B)[:, None], :, slots_BT].set(new_BNTH.swapaxes(1, 2))
+
+
+def _selected(cache_BNSH, new_BNTH, start_B):
+    places_BTS = jax.nn.one_hot(start_B[:, None] + jnp.arange(new_BNTH.shape[2]), cache_BNSH.shape[2], dtype=bf16)
+    written_BS = places_BTS.sum(1)[:, None, :, None]
+    return cache_BNSH * (1 - written_BS) + jnp.einsum("bts,bnth->bnsh", places_BTS, new_BNTH)
+
+
+WRITES = {"unrolled updates": _unrolled, "vmap of the update": _vmapped, "scatter": _scattered, "one-hot": _selected}
+
+
+def _writes(form: str, batch: int) -> tuple:
+    mesh, write = _mesh(), WRITES[form]
+    cache = _shape(mesh, (batch, HEADS, SLOTS, SIZE), None, "model")
+    new = _shape(mesh, (batch, 5, HEADS, SIZE), None, None, "model")
+
+    def run(rounds, caches, new_BTNH, start_B):
+        def step(state, start_B):
+            (keys, values), x = state
+            keys, values = (write(cache, x.swapaxes(1, 2), start_B) for cache in (keys, values))
+            return (keys, values), _attend(x, keys, values)
+
+        return _loop(step, (rounds, (caches, new_BTNH)), start_B)
+
+    start = _shape(mesh, (batch,), dtype=jnp.int32)
+    return run, (_shape(mesh, (), dtype=jnp.int32), (cache, cache), new, start), (1,)
+
+
+KEYS = ("none", "a slice of a reversed table", "gathered")
+
+
+def _keys(form: str) -> tuple:
+    mesh = _mesh()
+    cache = _shape(mesh, (1, HEADS, SLOTS, SIZE), None, "model")
+    table = _shape(mesh, (HEADS, SLOTS, SIZE), "model")
+    query = _shape(mesh, (1, 5, HEADS, SIZE), None, None, "model")
+
+    def bias(x_BTNH, table_NSH, start_B):
+        if form == KEYS[0]:
+            return 0.0
+        padded = jnp.pad(table_NSH, ((0, 0), (SLOTS, SLOTS), (0, 0)))
+        rows = []
+        for t in range(5):
+            if form == KEYS[1]:
+                keys = jax.lax.dynamic_slice_in_dim(padded, SLOTS - start_B[0] - t, SLOTS, 1)
+            else:
+                keys = table_NSH[:, jnp.clip(start_B[0] + t - jnp.arange(SLOTS), 0, SLOTS - 1)]
+            rows.append(jnp.einsum("nh,nsh->ns", x_BTNH[0, t], keys, preferred_element_type=jnp.float32))
+        return jnp.stack(rows, 1)[None]
+
+    def run(rounds, x, cache, table, start_B):
+        step = lambda x, cache, table, start_B: _attend(x, cache, cache, bias(x, table, start_B))
+        return _loop(step, (rounds, x), cache, table, start_B)
+
+    return run, (_shape(mesh, (), dtype=jnp.int32), query, cache, table, _shape(mesh, (1,), dtype=jnp.int32))
+
+
+LOGITS = {
+    "split, then whole": (P(None, None, "model"), P()), "straight to whole": (P(),), "left split": (P(None, None, "model"),),
+}  # fmt: skip
+
+
+def _logits(form: str, batch: int) -> tuple:
+    mesh = _mesh()
+
+    def run(rounds, x_BTD, embedding_VD):
+        def step(x_BTD, embedding_VD):
+            logits = jnp.einsum("btd,vd->btv", x_BTD, embedding_VD, preferred_element_type=jnp.float32)
+            for spec in LOGITS[form]:
+                logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, spec))
+            kept = for_rows(top_p(0.8), batch)(logits)
+            return x_BTD + embedding_VD[jnp.argmax(kept, -1)]
+
+        return _loop(step, (rounds, x_BTD), embedding_VD)
+
+    embedding = _shape(mesh, (VOCABULARY, WIDTH), "model")
+    return run, (_shape(mesh, (), dtype=jnp.int32), _shape(mesh, (batch, 5, WIDTH)), embedding)
+
+
+def _layers() -> tuple:
+    mesh = _mesh()
+    up = [_shape(mesh, (WIDTH, 4 * WIDTH), None, "model") for _ in range(LAYERS)]
+    down = [_shape(mesh, (4 * WIDTH, WIDTH), "model") for _ in range(LAYERS)]
+
+    def run(x_TD, up, down):
+        for u, d in zip(up, down):
+            x_TD = x_TD + jnp.dot(jax.nn.gelu(jnp.dot(x_TD, u)), d)
+        return x_TD
+
+    return run, (_shape(mesh, (5, WIDTH)), up, down)
+
+
+def _projections(fused: bool) -> tuple:
+    mesh = _mesh()
+    count = 3
+    if fused:
+        into = [_shape(mesh, (HEADS, WIDTH, count * SIZE), "model") for _ in range(LAYERS)]
+    else:
+        into = [[_shape(mesh, (HEADS, WIDTH, SIZE), "model") for _ in range(count)] for _ in range(LAYERS)]
+    out = [_shape(mesh, (HEADS, SIZE, WIDTH), "model") for _ in range(LAYERS)]
+    project = lambda x, w: jnp.einsum("td,ndh->tnh", x, w)
+
+    def run(x_TD, into, out):
+        for w, o in zip(into, out):
+            parts = jnp.split(project(x_TD, w), count, -1) if fused else [project(x_TD, part) for part in w]
+            heads = parts[0] * jax.nn.sigmoid(parts[1]) + parts[2]
+            x_TD = x_TD + jnp.einsum("tnh,nhd->td", heads, o)
+        return x_TD
+
+    return run, (_shape(mesh, (5, WIDTH)), into, out)

@@ -1,0 +1,78 @@
+"""Continuing two depths in a straight line, and what the committed answers must hold."""
+
+import json
+import pathlib
+
+import pytest
+
+from specsamp.tpu import study
+from specsamp.tpu.report import Memory, Program
+
+RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
+
+
+def program(layers, fits=True):
+    memory = Memory(arguments=100 * layers, temporaries=7, outputs=0, capacity=10**6)
+    return Program(
+        name="x", tokens=5, floor_bytes=10.0 * layers + 3, live_floor_bytes=9.0 * layers,
+        memory=memory if fits else None, out_of_memory=None if fits else "too much", hbm_bytes=11.0 * layers + 4,
+        cycles=2.0 * layers + 1, collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
+        collective_bytes={"all-reduce": 50.0 * layers},
+    )  # fmt: skip
+
+
+def test_a_straight_line():
+    whole = study.continued(program(2), program(4), 80)
+    assert whole.hbm_bytes == 11 * 80 + 4 and whole.floor_bytes == 803 and whole.cycles == 161
+    assert whole.collectives == {"all-reduce": 161, "all-gather": 1}
+    assert whole.collective_bytes == {"all-reduce": 4000}
+
+
+def test_what_does_not_fit_stays_so():
+    assert study.continued(program(2), program(4, fits=False), 80).memory is None
+    assert study.facts(program(2, fits=False), "v4:2x2x4") == {"fits": False, "why": "too much"}
+
+
+def test_cells_have_names_of_their_own():
+    for name, cells in study.STUDIES.items():
+        names = [json.dumps(cell.name) for cell in cells()]
+        assert len(names) == len(set(names)) > 10, name
+
+
+def test_shapes_of_drafts_have_as_many_parameters():
+    counts = [
+        study.TransformerConfig(vocab_size=32_000, head_size=128, **shape).num_parameters
+        for name, shape in study.SHAPES.items() if "7B" not in name
+    ]  # fmt: skip
+    assert max(counts) < 4.4e9 and min(counts) > 3.6e9
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return json.loads((RESULTS / "compile_chinchilla_v4.json").read_text(encoding="utf-8"))
+
+
+def test_the_papers_setting_compiles_as_it_should(whole):
+    programs = {program["name"]: program for program in whole["report"]["programs"]}
+    round_ = programs["round"]
+    assert round_["memory"]["temporaries"] < 0.5e9
+    for name in ("draft step", "target step", "score"):
+        assert programs[name]["hbm_bytes"] / programs[name]["floor_bytes"] < 1.05
+    assert all(program["copies"] == [] and program["host_transfers"] == 0 for program in programs.values())
+    calls = {"draft step": 8, "target step": 80, "score": 80}
+    for name, layers in calls.items():
+        assert programs[name]["collectives"] == {"all-reduce": 2 * layers + 1, "all-gather": 1}
+    assert round_["collectives"] == {"all-reduce": 4 * 17 + 161, "all-gather": 5}
+
+
+def test_straight_lines_agree_with_the_whole(whole):
+    """Eighty layers compiled as they are, against eighty continued from two and four."""
+    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
+    same = next(cell for cell in cells if cell["name"] == {"topology": "v4:2x2x4", "batch": 1})
+    programs = {program["name"]: program for program in whole["report"]["programs"]}
+    pairs = {"draft step": "draft step", "target step": "target step", "score": "score", "round": "round, top-p, token"}
+    for name, line in pairs.items():
+        made = same["programs"][line]
+        assert made["hbm_bytes"] == pytest.approx(programs[name]["hbm_bytes"], rel=0.03), name
+        assert made["collectives"] == programs[name]["collectives"], name
+        assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=0.1), name
