@@ -3,15 +3,17 @@
     python launch/benchmark.py --config=configs/random_pair.py:38m
     python launch/benchmark.py --config=configs/random_pair.py:38m --config.sampling.temperature=0.0
     python launch/benchmark.py --config=configs/random_pair.py:tiny --config.draft_length=2
-    python launch/benchmark.py --config=configs/random_pair.py:7b --config.synthetic_acceptance=0.8 --grid=draft_length=0,1,4,8
+    python launch/benchmark.py --config=configs/random_pair.py:7b \\
+        --config.synthetic_acceptance=0.8 --grid=draft_length=0,1,4,8
     python launch/benchmark.py --config=configs/random_pair.py:38m --memory
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
 Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with
 four of its twelve layers, for the demo; "tiny", which also runs without compiling anything; "7b", a target of
-7B and a draft of 0.5B parameters in bfloat16, for one GPU. The time of a round is that of a trained pair of the same shape, because no shape depends on what is accepted.
-Acceptance is not: both laws are flat (logits of standard deviation one), so one sampled draft in three
-is accepted and hardly any greedy one, which says nothing about a pair that was trained.
+7B and a draft of 0.5B parameters in bfloat16, for one GPU. The time of a round is that of a trained pair
+of the same shape, because no shape depends on what is accepted. Acceptance is not: both laws are flat
+(logits of standard deviation one), so one sampled draft in three is accepted and hardly any greedy one,
+which says nothing about a pair that was trained.
 """
 
 from ml_collections import ConfigDict, config_dict

@@ -70,7 +70,8 @@ def _turned(config: ConfigDict, point: Point) -> ConfigDict:
     turned.lock()
     for field, value in point.items():
         if field not in TURNED:
-            raise ValueError(f"a sweep turns {', '.join(sorted(TURNED))}; {field!r} makes another pair or text: run it apart")
+            known = ", ".join(sorted(TURNED))
+            raise ValueError(f"a sweep turns {known}; {field!r} makes another pair or text: run it apart")
         try:
             turned.update_from_flattened_dict({field: value})
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -17,7 +17,8 @@ import entry
 from specsamp import storage
 from specsamp.analysis import figures
 
-_CELLS = flags.DEFINE_multi_string("cells", ["notebooks/results/python_pair_grid.json"], "Of launch/benchmark.py or sweep.py.")
+GRID = "notebooks/results/python_pair_grid.json"
+_CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
 _OUTPUT = flags.DEFINE_string("output", "notebooks/results", "Folder of figure_1.png and speedup_by_batch.png.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Of the paper's figure.", lower_bound=1)
 _RULE = flags.DEFINE_string("rule", "token", "Of the paper's figure.")
@@ -32,7 +33,8 @@ def main() -> None:
         drawn = {"figure_1": figures.draw_paper(
             figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
         )}  # fmt: skip
-        shown = [cell for cell in cells if cell["key"]["rule"] == _RULE.value and cell["key"]["drafter"] == _DRAFTER.value]
+        wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
+        shown = [cell for cell in cells if wanted.items() <= cell["key"].items()]
         shown = [cell for cell in shown if not _LENGTHS.value or cell["key"]["draft_length"] in _LENGTHS.value]
         try:
             drawn["speedup_by_batch"] = figures.draw_batches(figures.batch_curves(shown))

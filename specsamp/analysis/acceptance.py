@@ -113,7 +113,8 @@ class Profile:
           ValueError: counts that are no counts, or of no round.
         """
         counts = np.asarray(rounds_by_accepted)
-        if counts.ndim != 1 or len(counts) < 2 or counts.dtype.kind not in "iu" or (counts < 0).any() or not counts.sum():
+        are_counts = counts.ndim == 1 and len(counts) > 1 and counts.dtype.kind in "iu" and (counts >= 0).all()
+        if not are_counts or not counts.sum():
             raise ValueError(f"a histogram is rounds by accepted tokens, 0 .. K, K >= 1; got {rounds_by_accepted!r}")
         at_least = np.cumsum(counts[::-1])[::-1]  # rounds that accepted n or more
         judged = at_least[:-1].copy() if reached is None else np.asarray(reached).copy()

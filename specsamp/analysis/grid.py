@@ -154,7 +154,8 @@ def law_of(key: Key) -> str:
     made_up = [LABEL.format(rate=key["synthetic_acceptance"])] if key.get("synthetic_acceptance") is not None else []
     if key["temperature"] == 0:
         return ", ".join([*made_up, "greedy"])
-    filters = [f"{name} {key[name]:g}" for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if key[name] != off]
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    filters = [f"{name} {key[name]:g}" for name in off if key[name] != off[name]]
     return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
 
 

@@ -1,7 +1,8 @@
 """Points of a sweep: what ``get_hyper(h)`` of a configuration is handed as ``h``.
 
     def get_hyper(h):
-        return h.product([h.sweep("draft_length", [1, 4]), h.zipit([h.sweep("batch", [1, 8]), h.sweep("repeats", [20, 5])])])
+        batches = h.zipit([h.sweep("batch", [1, 8]), h.sweep("repeats", [20, 5])])
+        return h.product([h.sweep("draft_length", [1, 4]), batches])
 
 A sweep is a list of points, a point maps fields of the configuration to values. (The names are big_vision's.)
 """

@@ -1,4 +1,4 @@
-"""Figure 1 of Chen et al. (arXiv 2302.01318), read off the plot to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1."""
+"""Figure 1 of Chen et al. (arXiv 2302.01318), read off to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1."""
 
 from __future__ import annotations
 
