@@ -66,12 +66,21 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config.max_new_tokens = 8 if tiny else 128
     config.repeats = 3 if tiny else 20
     config.seed = 0
+    config.draft_temperature = config_dict.placeholder(float)  # of the draft alone; default: the target's
+    config.synthetic_acceptance = config_dict.placeholder(float)  # made-up acceptance, for the benchmark alone
     config.mesh = ConfigDict()
     config.mesh.data = devices // ways
     config.mesh.model = ways
     draft_ways = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
     config.mesh.draft_ways = 0 if draft_ways == ways else draft_ways
     return config
+
+
+def get_hyper(h):
+    """The paper's curve (figure 1): K = 0 .. 7, at its greedy and its nucleus setting."""
+    nucleus = h.sweep("draft_length", range(8))
+    greedy = h.product([h.sweep("sampling.temperature", [0.0]), h.sweep("draft_length", range(8))])
+    return nucleus + greedy
 
 
 def model(preset: str, **changes) -> ConfigDict:

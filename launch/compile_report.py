@@ -23,7 +23,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 import entry
 from experiment import RULES, make_model, make_sampling
 from specsamp.analysis import report as tables
-from specsamp.analysis.speedup import expected_tokens
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
 from specsamp.tpu.calibration import calibrate

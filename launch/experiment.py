@@ -64,8 +64,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
       FileNotFoundError: there is no such pair.
     """
-    rule = _choose("rule", config.rule, RULES)()
-    _choose("drafter", config.drafter, DRAFTERS)  # before models are made
+    rule = choose("rule", config.rule, RULES)()
+    choose("drafter", config.drafter, DRAFTERS)  # before models are made
     sampling = make_sampling(config.sampling)
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
@@ -87,6 +87,9 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         if mesh is not None:
             pair = shard(pair, mesh, draft_ways=draft_ways(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
+        prompts = ()
+    if prompts:
+        raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
         pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload
@@ -120,11 +123,11 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Work
 
 def make_model(fields: ConfigDict) -> TransformerLM:
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
-    return TransformerLM.here(_choose("preset", fields.preset, PRESETS)(**changes))
+    return TransformerLM.here(choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
-    make = _choose("drafter", name, DRAFTERS)
+    make = choose("drafter", name, DRAFTERS)
     return make(pair, draft_length) if draft_length else NoDrafter()
 
 
@@ -239,7 +242,12 @@ def key_heads(config: ConfigDict) -> int | None:
     return make_model(config.target).config.num_kv_heads if "target" in config else None
 
 
-def _choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
+def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
+    """``known[name]``.
+
+    Raises:
+      ValueError: there is no such name; the message lists those there are.
+    """
     if name not in known:
         raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
     return known[name]

@@ -36,7 +36,7 @@ def tokens(completions) -> list[list[int]]:
 def decode(folder: pathlib.Path) -> None:
     """Each with its share on its own devices, together on one mesh, and rows split between processes."""
     # Clocks differ; how often a phase is repeated must not.
-    assert split._of_first_process(1.0 + jax.process_index()) == 1.0
+    assert split.of_first_process(1.0 + jax.process_index()) == 1.0
     results = {}
     replica = processes.my_replica(4)
     mine = replica.share(len(PROMPTS))

@@ -146,8 +146,9 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     assert os.listdir(tmp_path) == ["result.json"]
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["command"].startswith("python launch/benchmark.py --config=")
-    assert document["config"]["repeats"] == 1 and document["config"]["seed"] == 0
-    assert document["random_weights"] and document["result"]["split"] is None
+    (cell,) = document["cells"]
+    assert cell["workload"]["repeats"] == 1 and document["identity"]["config"]["seed"] == 0
+    assert document["identity"]["random_weights"] and cell["result"]["split"] is None
     assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(document["environment"])
 
 

@@ -5,7 +5,7 @@
 Both sides are the same `Loop`, one with an empty draft. Repeat r gives both the same prompts and seed;
 the next repeat has others, so the counts of acceptance come from many texts. Prefill and compilation are
 timed apart. Speedup is the median of the ratios within a repeat. The machine may be busy with other
-things: believe ratios, not milliseconds.
+things: believe ratios, not milliseconds. This is one cell; `specsamp.analysis.grid` measures many.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from specsamp.analysis.decoder import Decoder, Workload, decoders
+from specsamp.analysis.device import MemoryUse, memory_use, streaming_gb_per_s
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import NoDrafter
@@ -28,6 +29,27 @@ from specsamp.decoding.generate import RowStats
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
+
+LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
+MOST_SPLITS = 9  # repeats of the phases of a round
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of single tokens; those of a round share its time.
+
+    Chen et al. (arXiv 2302.01318, section 5) warn that drafts of many tokens make latency vary.
+    """
+
+    p50: float
+    p90: float
+    p99: float
+    tokens: int
+
+    @classmethod
+    def of(cls, samples: np.ndarray) -> Percentiles:
+        p50, p90, p99 = np.quantile(samples, (0.5, 0.9, 0.99)).tolist()
+        return cls(p50=p50, p90=p90, p99=p99, tokens=len(samples))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +61,7 @@ class Side:
     ms_per_round: Spread
     prefill_ms: Spread
     warm_up_seconds: float  # the first call, compilation included
+    token_ms: Percentiles  # of single tokens, rounds waited for one by one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +103,10 @@ class Result:
     speedup: Spread  # autoregressive over speculative ms per token
     acceptance: Acceptance
     split: RoundSplit | None  # None under JAX_DISABLE_JIT
+    slots: int  # of the caches, which attention reads
+    memory: MemoryUse
+    device_gb_per_s: Spread | None  # streaming, measured
+    streaming_share: Spread | None  # of it that an autoregressive round reaches, counting its weights alone
 
 
 def benchmark(
@@ -89,6 +116,8 @@ def benchmark(
     sampling: Warp,
     workload: Workload,
     progress: Callable[[str], None] = lambda text: None,
+    *,
+    draft_sampling: Warp | None = None,
 ) -> Result:
     """Measures ``drafter`` under ``rule`` against plain decoding of the same target.
 
@@ -99,12 +128,13 @@ def benchmark(
       sampling: the warp of target and draft, scalar numbers.
       workload: what to decode.
       progress: is told what is being measured.
+      draft_sampling: the draft's own warp; default the target's.
 
     Raises:
       ValueError: the workload does not fit the models.
     """
     contenders = {"autoregressive": (NoDrafter(), rule), "speculative": (drafter, rule)}
-    sides = decoders(pair, contenders, sampling, workload)
+    sides = decoders(pair, contenders, sampling, workload, draft_sampling)
     warm_up = []
     for name, side in sides.items():
         progress(f"compiling: {name} loop")
@@ -119,12 +149,23 @@ def benchmark(
             timing = side.decode(repeat)
             timings[name][repeat] = timing.prefill_seconds, timing.loop_seconds, timing.rounds
             counts[name].append(timing.stats)
-    split = None
+    token_seconds = {name: [] for name in sides}
+    for repeat in range(min(workload.repeats, LATENCY_REPEATS)):
+        progress(f"latency of single tokens: repeat {repeat + 1}")
+        for name, side in sides.items():
+            token_seconds[name].append(side.token_seconds(repeat))
+    split, device, share = None, None, None
+    running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in sides.values()]
+    weights, caches = zip(*((weights, (state.cache, state.drafter_state)) for _, weights, _, state in running))
+    memory = memory_use(weights, caches[-1])
     if not jax.config.jax_disable_jit:
-        running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in sides.values()]
-        split = split_round(running[1], running[0], workload.repeats, progress)
+        split = split_round(running[1], running[0], min(workload.repeats, MOST_SPLITS), progress)
+        device = streaming_gb_per_s(split.streamed_bytes)
+        reached = split.step_gb_per_s
+        share = Spread(**{name: value / device.median for name, value in dataclasses.asdict(reached).items()})
     autoregressive, speculative = (
-        _side(side, timings[name], seconds) for (name, side), seconds in zip(sides.items(), warm_up)
+        _side(side, timings[name], seconds, np.concatenate(token_seconds[name]))
+        for (name, side), seconds in zip(sides.items(), warm_up)
     )
     loop_seconds = {name: timing[:, 1] for name, timing in timings.items()}
     return Result(
@@ -133,16 +174,20 @@ def benchmark(
         speedup=Spread.of(loop_seconds["autoregressive"] / loop_seconds["speculative"]),
         acceptance=Acceptance.of(functools.reduce(operator.add, counts["speculative"])),
         split=split,
+        slots=sides["speculative"].slots,
+        memory=memory,
+        device_gb_per_s=device,
+        streaming_share=share,
     )
 
 
-def _side(decoder: Decoder, timing: np.ndarray, warm_up_seconds: float) -> Side:
+def _side(decoder: Decoder, timing: np.ndarray, warm_up_seconds: float, token_seconds: np.ndarray) -> Side:
     tokens = decoder.workload.batch * decoder.workload.max_new_tokens
     prefill, seconds, rounds = timing.T
     return Side(
         draft_length=decoder.loop.drafter.K, ms_per_token=Spread.of(seconds / tokens * 1e3),
         ms_per_round=Spread.of(seconds / rounds * 1e3), prefill_ms=Spread.of(prefill * 1e3),
-        warm_up_seconds=warm_up_seconds,
+        warm_up_seconds=warm_up_seconds, token_ms=Percentiles.of(token_seconds * 1e3),
     )  # fmt: skip
 
 

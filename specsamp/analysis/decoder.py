@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Mapping
 
@@ -14,7 +16,7 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window, to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Stats, Weights
+from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Weights
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
 
@@ -73,9 +75,14 @@ class Timing:
     prefill_seconds: float
     loop_seconds: float
     rounds: int  # of the loop: as many as its slowest row needs
-    stats: RowStats  # all rows together
+    rows: tuple[RowStats, ...]
     texts: tuple[tuple[int, ...], ...]  # the tokens of each row, prompt excluded
     from_draft: tuple[tuple[bool, ...], ...]  # whether each of them had been drafted
+
+    @property
+    def stats(self) -> RowStats:
+        """All rows together."""
+        return functools.reduce(operator.add, self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,16 +92,16 @@ class Decoder:
     loop: Loop
     weights: Weights
     sampling: Warp
+    draft_sampling: Warp
     workload: Workload
     slots: int
 
     def request(self, repeat: int) -> Request:
         work = self.workload
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
-        sampling = for_rows(self.sampling, work.batch)
         ids_B = jnp.asarray(ids_B, jnp.int32)
         return Request(
-            sampling=sampling, draft_sampling=sampling,
+            sampling=for_rows(self.sampling, work.batch), draft_sampling=for_rows(self.draft_sampling, work.batch),
             row_keys_B=row_keys(work.seed, ids_B, jnp.zeros_like(ids_B)),
             limits_B=jnp.asarray(lengths_B + work.max_new_tokens),
             stop_ids=jnp.full(4, -1, jnp.int32),
@@ -120,9 +127,26 @@ class Decoder:
         of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
         return Timing(
             prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(state.stats.rounds_B.max()),
-            stats=_all_rows(state.stats),
+            rows=tuple(RowStats.of(state.stats, row) for row in range(self.workload.batch)),
             texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
         )  # fmt: skip
+
+    def token_seconds(self, repeat: int) -> np.ndarray:
+        """How long each token took when rounds are waited for one by one, as a stream does.
+
+        The tokens of a round share its time: a refused draft makes one slow token.
+        """
+        request, state = self.request(repeat), jax.block_until_ready(self.prefill(repeat))
+        before_B, spent = to_host(state.lengths_B), []
+        while to_host(state.running_B).any():
+            start = time.perf_counter()
+            state = self.loop.run(self.weights, request, state, 1)
+            after_B = np.array(to_host(state.lengths_B))  # a copy: the state is donated
+            seconds = time.perf_counter() - start
+            emitted_B = after_B - before_B
+            spent += [seconds / count for count in emitted_B for _ in range(count)]
+            before_B = after_B
+        return np.array(spent)
 
     def warm_state(self) -> DecodeState:
         """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
@@ -131,9 +155,15 @@ class Decoder:
 
 
 def decoders(
-    pair: Pair, contenders: Mapping[str, tuple[Drafter, Rule]], sampling: Warp, workload: Workload
+    pair: Pair,
+    contenders: Mapping[str, tuple[Drafter, Rule]],
+    sampling: Warp,
+    workload: Workload,
+    draft_sampling: Warp | None = None,
 ) -> dict[str, Decoder]:
     """A decoder for each contender, all with caches of the same size: attention reads all of them.
+
+    The draft's own warp is by default the target's.
 
     Raises:
       ValueError: the workload needs more positions than a model has.
@@ -152,21 +182,15 @@ def decoders(
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shares=pair.shares)
         for name, (drafter, rule) in contenders.items()
     }
+    laws = [sampling, sampling if draft_sampling is None else draft_sampling]
     if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:
-        sampling = chain(first_tokens(pair.tokenizer.vocab_size), sampling)  # as `generate` does
+        laws = [chain(first_tokens(pair.tokenizer.vocab_size), law) for law in laws]  # as `generate` does
     longest = workload.longest + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {
         name: Decoder(
-            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=sampling, workload=workload, slots=slots
+            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=laws[0], draft_sampling=laws[1],
+            workload=workload, slots=slots,
         )
         for name, loop in loops.items()
     }  # fmt: skip
-
-
-def _all_rows(stats: Stats) -> RowStats:
-    total = lambda x: tuple(int(n) for n in x.sum(0))
-    return RowStats(
-        rounds=int(stats.rounds_B.sum()), emitted=int(stats.emitted_B.sum()), drafted=int(stats.drafted_B.sum()),
-        reached=total(stats.reached_BK), accepted_counts=total(stats.accepted_BT),
-    )  # fmt: skip

@@ -18,7 +18,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from specsamp import storage
-from specsamp.analysis.benchmark import Acceptance, Result
+from specsamp.analysis.acceptance import Band
+from specsamp.analysis.benchmark import Acceptance, Percentiles, Result
 from specsamp.analysis.memory import LoopMemory
 from specsamp.analysis.speedup import Curve, Point
 from specsamp.analysis.split import PhaseTime, RoundSplit
@@ -60,17 +61,22 @@ def write_json(path: str | os.PathLike, document: Any) -> None:
     Raises:
       TypeError, ValueError: it has no JSON form (NaN has none); nothing was written.
     """
-    text = json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
-    storage.write(path, text)
+    storage.write(path, to_json(document) + "\n")
 
 
-def result_tables(result: Result) -> list[Table]:
+def to_json(document: Any) -> str:
+    """Dataclasses are written as their fields."""
+    return json.dumps(document, default=_as_json, indent=1, allow_nan=False)
+
+
+def result_tables(result: Result, label: str = "") -> list[Table]:
+    """All that is known of one cell; ``label`` goes before every title."""
     tables = [_speed_table(result)]
     if result.speculative.draft_length:
         tables.append(_acceptance_table(result.acceptance))
     if result.split is not None:
         tables += [_split_table(result.split), _target_table(result.split, result.speculative.draft_length + 1)]
-    return tables
+    return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
 def memory_table(grid: Iterable[LoopMemory]) -> Table:
@@ -97,7 +103,7 @@ def curve_table(law: str, curve: Curve) -> Table:
         costs, counts = point.costs, point.acceptance
         return (
             f"{point.rule}, K = {point.draft_length}{' *' if point is best[point.rule] else ''}",
-            _spread(point.ms_per_token), _spread(point.speedup, "x"), f"{counts.rate or 0:.3f}",
+            spread(point.ms_per_token), spread(point.speedup, "x"), f"{counts.rate or 0:.3f}",
             f"{counts.emitted_per_round:.2f}", f"{costs.draft_call / costs.target_step:.3f}",
             f"{costs.score / costs.target_step:.2f}", f"{point.allowed:.2f}x", f"{point.efficiency:.0%}",
             f"{point.efficiency_of_rounds:.0%}",
@@ -105,7 +111,7 @@ def curve_table(law: str, curve: Curve) -> Table:
 
     same = "" if curve.same_tokens is None else f"; the same tokens on {curve.same_tokens} of {curve.prompts} prompts"
     return Table(
-        title=f"{law}: autoregressive {_spread(curve.ms_per_token)} ms per token{same}",
+        title=f"{law}: autoregressive {spread(curve.ms_per_token)} ms per token{same}",
         header=(
             "", "ms per token", "speedup", "acceptance", "per round", "draft call", "scoring", "allowed", "reached",
             "by rounds",
@@ -141,10 +147,11 @@ def _speed_table(result: Result) -> Table:
         title="Decoding: median ± half the distance of the quartiles",
         header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
         rows=[
-            ("ms per token", _spread(one.ms_per_token), _spread(many.ms_per_token), _spread(result.speedup, "x")),
-            ("ms per round", _spread(one.ms_per_round), _spread(many.ms_per_round), ""),
+            ("ms per token", spread(one.ms_per_token), spread(many.ms_per_token), spread(result.speedup, "x")),
+            ("ms per round", spread(one.ms_per_round), spread(many.ms_per_round), ""),
             ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
-            ("prefill ms", _spread(one.prefill_ms), _spread(many.prefill_ms), ""),
+            ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
+            ("prefill ms", spread(one.prefill_ms), spread(many.prefill_ms), ""),
             ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
         ],
     )
@@ -153,7 +160,7 @@ def _speed_table(result: Result) -> Table:
 def _acceptance_table(counts: Acceptance) -> Table:
     positions = list(zip(counts.reached, counts.by_position, counts.by_position_error, strict=True))
     rows = [
-        (f"{i + 1}", str(reached), _rate(rate, error), f"{counts.accepted_counts[i + 1] / counts.rounds:.1%}")
+        (f"{i + 1}", str(reached), with_error(rate, error), f"{counts.accepted_counts[i + 1] / counts.rounds:.1%}")
         for i, (reached, rate, error) in enumerate(positions)
     ]
     return Table(
@@ -161,7 +168,7 @@ def _acceptance_table(counts: Acceptance) -> Table:
         header=("position", "judged", "accepted", "rounds with so many"),
         rows=[
             ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"), *rows,
-            ("all", str(sum(counts.reached)), _rate(counts.rate, counts.rate_error), f"of {counts.rounds}"),
+            ("all", str(sum(counts.reached)), with_error(counts.rate, counts.rate_error), f"of {counts.rounds}"),
         ],
     )  # fmt: skip
 
@@ -171,7 +178,7 @@ def _split_table(split: RoundSplit) -> Table:
 
     def row(name: str, ms: Spread) -> tuple[str, ...]:
         share = ms.median / whole
-        return name, _spread(ms), f"{share:.1%}", (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
+        return name, spread(ms), f"{share:.1%}", (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
 
     linearities = [value.linearity for value in vars(split).values() if isinstance(value, PhaseTime)]
     return Table(
@@ -185,7 +192,7 @@ def _split_table(split: RoundSplit) -> Table:
             row("commit: bookkeeping", split.commit.ms),
             row("unexplained", split.unexplained),
             row("the whole round", split.round.ms),
-            ("all but the two models", "", _spread(split.sampling_share, "%"), ""),
+            ("all but the two models", "", spread(split.sampling_share, "%"), ""),
         ],
         note=f"time per iteration at n over that at n/2: {min(linearities):.2f} to {max(linearities):.2f}",
     )
@@ -196,23 +203,33 @@ def _target_table(split: RoundSplit, tokens: int) -> Table:
         title="Calls of the target",
         header=("", "ms", "weights, GB/s"),
         rows=[
-            ("one autoregressive round", _spread(split.step.ms), _spread(split.step_gb_per_s)),
-            ("  products with its matrices alone", _spread(split.stream_step.ms), _spread(split.stream_gb_per_s)),
-            (f"scoring {tokens} tokens of each row", _spread(split.score.ms), ""),
-            ("  products with its matrices alone", _spread(split.stream_score.ms), ""),
+            ("one autoregressive round", spread(split.step.ms), spread(split.step_gb_per_s)),
+            ("  products with its matrices alone", spread(split.stream_step.ms), spread(split.stream_gb_per_s)),
+            (f"scoring {tokens} tokens of each row", spread(split.score.ms), ""),
+            ("  products with its matrices alone", spread(split.stream_score.ms), ""),
         ],
-        note=f"a round takes {_spread(split.break_even)} autoregressive rounds: so many tokens it must emit to pay",
+        note=f"a round takes {spread(split.break_even)} autoregressive rounds: so many tokens it must emit to pay",
     )
 
 
-def _spread(spread: Spread, unit: str = "") -> str:
+def band(value: Band, unit: str = "") -> str:
+    """The value, and what it may be in brackets unless it is certain."""
+    number = f"{value.value:.3g}{unit}"
+    return number if value.lower == value.upper else f"{number} ({value.lower:.3g} to {value.upper:.3g})"
+
+
+def spread(spread: Spread, unit: str = "") -> str:
     """Median ± half the distance of the quartiles."""
     scale, suffix = (100, "%") if unit == "%" else (1, unit)
     half = (spread.upper - spread.lower) / 2
     return f"{spread.median * scale:.3g}{suffix} ± {half * scale:.2g}"
 
 
-def _rate(rate: float | None, error: float | None) -> str:
+def _percentiles(of: Percentiles) -> str:
+    return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
+
+
+def with_error(rate: float | None, error: float | None) -> str:
     return "" if rate is None or error is None else f"{rate:.3f} ± {error:.3f}"
 
 

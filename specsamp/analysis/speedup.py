@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Acceptance
 from specsamp.analysis.decoder import Decoder, Timing, Workload, decoders
 from specsamp.analysis.split import split_round
@@ -128,11 +129,6 @@ def speedup_curve(
         ms_per_token=Spread.of(seconds[BASELINE] / tokens * 1e3), points=tuple(points), prompts=workload.repeats,
         same_tokens=sum(same) if deterministic else None,
     )  # fmt: skip
-
-
-def expected_tokens(alpha: float, draft_length: int) -> float:
-    """``1 + alpha + ... + alpha^K``: tokens per round if each draft is accepted with chance alpha."""
-    return sum(alpha**n for n in range(draft_length + 1))
 
 
 def _point(

@@ -150,7 +150,7 @@ class _Bench:
         return seconds
 
 
-def _of_first_process(seconds: float) -> float:
+def of_first_process(seconds: float) -> float:
     """All processes must run the same number of collectives, whatever their clocks say."""
     if jax.process_count() == 1:
         return seconds
@@ -161,6 +161,6 @@ def _iterations(run: Run) -> int:
     """Compiles, then finds how many iterations take about `SECONDS_PER_SAMPLE`; even."""
     run(1)
     n = 2
-    while n < MOST_ITERATIONS and (seconds := _of_first_process(run(n))) < SECONDS_PER_SAMPLE / 2:
+    while n < MOST_ITERATIONS and (seconds := of_first_process(run(n))) < SECONDS_PER_SAMPLE / 2:
         n = 2 * int(n * min(max(SECONDS_PER_SAMPLE / seconds, 2), 16) / 2)
     return min(n, MOST_ITERATIONS)

@@ -44,7 +44,7 @@ def choose_rule(rule: Rule) -> Rule:
 def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None, window: int) -> Drafter:
     """The drafter that a call means: its own, none, or the pair's draft model."""
     if draft_length is not None:
-        draft_length = integer("draft_length (0 decodes autoregressively)", draft_length, 0)
+        draft_length = integer('draft_length (0 decodes autoregressively; or "auto")', draft_length, 0)
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()

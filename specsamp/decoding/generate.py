@@ -28,7 +28,7 @@ from specsamp.decoding.checks import Prompt
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.text import TextStream
-from specsamp.decoding.types import DecodeState, Drafter, Finish, Request, Rule, Weights
+from specsamp.decoding.types import DecodeState, Drafter, Finish, Request, Rule, Stats, Weights
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import TokenRule
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows, greedy
@@ -66,6 +66,14 @@ class RowStats:
     @property
     def emitted_per_round(self) -> float:
         return self.emitted / self.rounds if self.rounds else float("nan")
+
+    @classmethod
+    def of(cls, stats: Stats, row: int) -> RowStats:
+        """One row of what the loop counted, on the host."""
+        return cls(
+            rounds=int(stats.rounds_B[row]), emitted=int(stats.emitted_B[row]), drafted=int(stats.drafted_B[row]),
+            reached=tuple(stats.reached_BK[row].tolist()), accepted_counts=tuple(stats.accepted_BT[row].tolist()),
+        )  # fmt: skip
 
     def __add__(self, other: RowStats) -> RowStats:
         add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
@@ -110,7 +118,7 @@ def generate(
     *,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
+    draft_length: int | str | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,
@@ -130,6 +138,8 @@ def generate(
       draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
+        "auto" measures a few rounds of these prompts, once for a pair, batch and law, and takes the K that pays,
+        from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.calibration`).
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
       drafter: your own, or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
@@ -146,7 +156,7 @@ def generate(
     Raises:
       ValueError: before compilation, naming the value and the fix.
     """
-    job = _Job.make(**_arguments(locals()))
+    job = _make_job(_arguments(locals()))
     return job.completions(job.loop.run(job.weights, job.request, job.prefill(), np.iinfo(np.int32).max))
 
 
@@ -158,7 +168,7 @@ def stream(
     rounds_per_chunk: int = 8,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
+    draft_length: int | str | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,
@@ -172,7 +182,7 @@ def stream(
     Text that is not yet complete (half of a multi-byte character) is held back.
     """
     rounds_per_chunk = checks.integer("rounds_per_chunk", rounds_per_chunk, 1)
-    job = _Job.make(**_arguments({**locals(), "return_log_probs": False}))
+    job = _make_job(_arguments({**locals(), "return_log_probs": False}))
     return _chunks(job, rounds_per_chunk)
 
 
@@ -293,7 +303,6 @@ class _Job:
     def _completion(self, state: DecodeState, row: int) -> Completion:
         emitted = slice(self.lengths_B[row // self.num_samples], state.lengths_B[row])
         tokens = state.tokens_BS[row, emitted].tolist()
-        stats = state.stats
         return Completion(
             **self.row_index(row),
             text=None if self.pair.tokenizer is None else self.pair.tokenizer.decode(self.before_stop(tokens)),
@@ -302,12 +311,16 @@ class _Job:
             log_probs=None if state.log_probs_BS is None else state.log_probs_BS[row, emitted].tolist(),
             finish=Finish(int(state.finish_B[row])).name.lower(),
             exact=self.loop.rule.exact and self.loop.drafter.exact,
-            stats=RowStats(
-                rounds=int(stats.rounds_B[row]), emitted=int(stats.emitted_B[row]),
-                drafted=int(stats.drafted_B[row]), reached=tuple(stats.reached_BK[row].tolist()),
-                accepted_counts=tuple(stats.accepted_BT[row].tolist()),
-            ),
+            stats=RowStats.of(state.stats, row),
         )  # fmt: skip
+
+
+def _make_job(arguments: dict[str, Any]) -> _Job:
+    if arguments["draft_length"] == "auto":
+        from specsamp.analysis.calibration import choose  # it measures what is above it, hence not at the top
+
+        arguments = {**arguments, **choose(_Job.make, arguments)}
+    return _Job.make(**arguments)
 
 
 def _chunks(job: _Job, rounds_per_chunk: int) -> Iterator[Chunk]:

@@ -10,8 +10,9 @@ import pytest
 
 import fakes
 from specsamp.analysis import report, speedup
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.decoder import Workload
-from specsamp.analysis.speedup import BASELINE, Costs, expected_tokens, speedup_curve
+from specsamp.analysis.speedup import BASELINE, Costs, speedup_curve
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import RowStats
@@ -23,21 +24,6 @@ PROMPTS = ((1, 2, 3), (4,), (5, 6))
 WORK = Workload(prompt_length=4, max_new_tokens=9, repeats=3, seed=4, prompts=PROMPTS)
 LENGTHS = (1, 3)
 COSTS = Costs(target_step=4.0, draft_call=0.5, score=5.0, draws_and_verdict=0.25, streaming_share=0.8)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("K", [0, 1, 5])
-def test_expected_tokens(alpha, K):
-    closed = K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
-    assert math.isclose(expected_tokens(alpha, K), closed)
-
-
-def test_expected_tokens_of_independent_acceptances():
-    """Drawn: how far a round gets if every draft is accepted with the same chance."""
-    accepted = np.random.default_rng(0).random((200_000, 3)) < 0.7
-    emitted = 1 + np.cumprod(accepted, axis=1).sum(1)
-    assert abs(emitted.mean() - expected_tokens(0.7, 3)) < 0.02  # eight standard errors
-    assert abs(emitted.mean() - expected_tokens(0.7, 4)) > 0.2  # the control: one draft more
 
 
 def test_a_workload_takes_prompts_in_turn():

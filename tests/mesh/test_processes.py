@@ -180,8 +180,9 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     here = experiment.build(config, mesh=experiment.config_mesh(config))
     side = decoders(here.pair, {"x": (here.drafter, here.rule)}, here.sampling, here.workload)["x"]
     stats = side.decode(0).stats + side.decode(1).stats
-    assert document["result"]["acceptance"]["accepted_counts"] == list(stats.accepted_counts)
-    assert document["result"]["acceptance"]["emitted"] == stats.emitted
+    (cell,) = document["cells"]
+    assert cell["result"]["acceptance"]["accepted_counts"] == list(stats.accepted_counts)
+    assert cell["result"]["acceptance"]["emitted"] == stats.emitted
 
 
 def test_quality_of_two_processes_is_that_of_one(tmp_path):

@@ -1,0 +1,75 @@
+"""Does the planner foresee what the benchmark measures? Fitted on half of the prompts, checked on the other half.
+
+    python launch/agreement.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_agreement.json
+
+Greedy and at the configuration's temperature: costs fitted at K = 1, 4, 8 and batch 1 forecast K = 0 .. 12 at batch 1;
+fitted at batch 1 and 8 they forecast batch 4.
+"""
+
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+
+import entry
+from cells import read_prompts
+from experiment import DRAFTERS, RULES, build, choose, config_mesh, headline
+from specsamp import greedy, use_compilation_cache
+from specsamp.analysis import report, tables
+from specsamp.analysis.agreement import Agreement, agreement
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
+_FIT = flags.DEFINE_multi_integer("fit", [1, 4, 8], "K whose rounds are timed; may be repeated.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to forecast.", lower_bound=1)
+_BATCHES = flags.DEFINE_multi_integer("batch", [1, 8], "The smallest and largest to fit.", lower_bound=1)
+_CHECK_BATCH = flags.DEFINE_integer("check_batch", 4, "To forecast from them; 0 leaves that out.", lower_bound=0)
+_PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+ALLOWED = 0.10  # what the forecasts are meant to keep
+
+
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    config = _CONFIG.value
+    try:
+        entry.check_output(_OUTPUT.value)
+        experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
+        make = choose("drafter", config.drafter, DRAFTERS)
+        if not experiment.workload.prompts:
+            raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"--config: {error}")
+    use_compilation_cache()
+    console.print(headline(experiment))
+    work = experiment.workload
+    laws = {"greedy": greedy(), f"temperature {config.sampling.temperature:g}": experiment.sampling}
+    batches = {"batch 1": ((1,), 1)}
+    if _CHECK_BATCH.value:
+        batches[f"batch {_CHECK_BATCH.value}"] = (tuple(sorted(_BATCHES.value)), _CHECK_BATCH.value)
+    found: dict[str, Agreement] = {}
+    with console.status("starting") as status:
+        for law, warp in laws.items():
+            for name, (fit_batches, check_batch) in batches.items():
+                where = f"{law}, {name}"
+                try:
+                    found[where] = agreement(
+                        experiment.pair, lambda K: make(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
+                        max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches,
+                        check_lengths=range(_LONGEST.value + 1), check_batch=check_batch, passes=_PASSES.value,
+                        seed=work.seed, progress=lambda text: status.update(f"{where}: {text}"),
+                    )  # fmt: skip
+                except ValueError as error:
+                    sys.exit(str(error))
+                report.show([tables.agreement_table(where, found[where], ALLOWED)], console, _PLAIN.value)
+    document = {
+        "config": config.to_dict(), "pair": experiment.pair_name, "allowed": ALLOWED, "agreements": found,
+        "within": {where: one.worst_error <= ALLOWED for where, one in found.items()},
+    }  # fmt: skip
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+if __name__ == "__main__":
+    entry.run(main)

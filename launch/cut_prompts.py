@@ -1,0 +1,46 @@
+"""Cuts more prompts from the files that a pair of the standard library held out, for comparisons that need many.
+
+    python launch/cut_prompts.py --count=100 --output=notebooks/results/python_prompts.json
+
+The files are those of the running Python, so the result depends on its version, which it names.
+"""
+
+import json
+import pathlib
+import platform
+import sys
+import sysconfig
+
+from absl import flags
+
+import entry
+from specsamp import storage
+from specsamp.pretrained.pair import load_pair, pair_folder
+from specsamp.pretrained.prompts import cut_prompts
+
+_PAIR = flags.DEFINE_string("pair", "python", "Whose held-out files, and whose tokenizer.")
+_COUNT = flags.DEFINE_integer("count", 100, "How many.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 64, "Tokens of a prompt.", lower_bound=8)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the drawing.", lower_bound=0)
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write them as JSON.", required=True)
+
+
+def main() -> None:
+    console = entry.make_console(highlight=False)
+    try:
+        entry.check_output(_OUTPUT.value)
+        held_out = json.loads((pair_folder(_PAIR.value) / "prompts.json").read_text(encoding="utf-8"))["prompts"]
+        library = pathlib.Path(sysconfig.get_path("stdlib"))
+        files = sorted({library / prompt["file"] for prompt in held_out if (library / prompt["file"]).is_file()})
+        prompts = cut_prompts(
+            files, load_pair(_PAIR.value).tokenizer, _COUNT.value, longest=_LONGEST.value, seed=_SEED.value
+        )
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+    source = f"held-out files of the Python {platform.python_version()} standard library (PSF licence version 2)"
+    storage.write(_OUTPUT.value, json.dumps({"source": source, "prompts": prompts}, indent=1) + "\n")
+    console.print(f"{len(prompts)} prompts of {len(files)} files, written to {_OUTPUT.value}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,56 @@
+"""Draws the figures from committed results: the three panels of the paper's figure 1, and speedup against batch.
+
+    pip install -e .[figures]
+    python launch/figures.py --cells=notebooks/results/python_pair_grid.json --output=notebooks/results
+
+Ours are lines, with quartiles; the points are those of Chen et al. Nothing is measured here.
+"""
+
+import io
+import json
+import os
+import sys
+
+from absl import flags
+
+import entry
+from specsamp import storage
+from specsamp.analysis import figures
+
+GRID = "notebooks/results/python_pair_grid.json"
+_CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
+_OUTPUT = flags.DEFINE_string("output", "notebooks/results", "Folder of figure_1.png and speedup_by_batch.png.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Of the paper's figure.", lower_bound=1)
+_RULE = flags.DEFINE_string("rule", "token", "Of the paper's figure.")
+_DRAFTER = flags.DEFINE_string("drafter", "model", "Of both figures.")
+_LENGTHS = flags.DEFINE_multi_integer("draft_length", [], "K in the figure by batch; default all.", lower_bound=1)
+
+
+def main() -> None:
+    console = entry.make_console(highlight=False)
+    try:
+        cells = [cell for path in _CELLS.value for cell in json.loads(storage.place(path).read_text())["cells"]]
+        drawn = {"figure_1": figures.draw_paper(
+            figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
+        )}  # fmt: skip
+        wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
+        shown = [cell for cell in cells if wanted.items() <= cell["key"].items()]
+        shown = [cell for cell in shown if not _LENGTHS.value or cell["key"]["draft_length"] in _LENGTHS.value]
+        try:
+            drawn["speedup_by_batch"] = figures.draw_batches(figures.batch_curves(shown))
+        except ValueError as error:
+            console.print(f"speedup_by_batch is left out: {error}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: pip install -e .[figures]")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        sys.exit(f"--cells: {type(error).__name__}: {error}")
+    for name, figure in drawn.items():
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=140)
+        path = os.path.join(_OUTPUT.value, f"{name}.png")
+        storage.write(path, picture.getvalue())
+        console.print(f"written to {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    entry.run(main)

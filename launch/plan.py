@@ -1,0 +1,188 @@
+"""Whether speculation pays, and with which K: from acceptance and costs, without decoding anything.
+
+    python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
+    python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=1 --batch=8
+    python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
+    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/REPORT.json
+    python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --batch=4 --new_tokens=128
+
+Acceptance is a rate, one chance for each drafted position (given that those before were accepted), or rounds by
+number of accepted tokens (0, 1, ..., K). Costs are milliseconds per call, what launch/compile_report.py wrote, or
+a roofline of the configuration's models on a chip. What launch/benchmark.py or launch/sweep.py measured gives both.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+import entry
+from experiment import make_model
+from specsamp import storage
+from specsamp.analysis import grid, report
+from specsamp.analysis.acceptance import Profile, mirrored_block_survival
+from specsamp.analysis.costs import Costs, Model, Roofline, compiled_costs, per_call
+from specsamp.analysis.planner import Plan, make_plan
+from specsamp.tpu.described import CHIPS
+
+_ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")
+_BY_POSITION = flags.DEFINE_list("by_position", None, "Chances by drafted position; the last one holds on.")
+_HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted tokens, 0 .. K.")
+_TARGET_MS = flags.DEFINE_float("target_ms", None, "Of a call of the target.")
+_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Of a call of the draft.")
+_COMPILE_REPORT = flags.DEFINE_string("compile_report", None, "JSON of launch/compile_report.py.")
+_LATENCY = flags.DEFINE_float("latency_us", None, "Of a collective, with --compile_report; default: calibrated.", lower_bound=0)
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", "Models, with --chip.", lock_config=True)
+_CHIP = flags.DEFINE_enum("chip", None, sorted(CHIPS), "For a roofline.")
+_DEVICES = flags.DEFINE_integer("devices", 1, "Chips that hold the models together, with --chip.", lower_bound=1)
+_CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant time of a call, with --chip.", lower_bound=0)
+_MEASURED = flags.DEFINE_string("measured", None, "JSON of launch/benchmark.py: costs, and acceptance if none is given.")
+_RULE = flags.DEFINE_string("rule", "token", "Cells to take, with --measured.")
+_DRAFTER = flags.DEFINE_string("drafter", "model", "Cells to take, with --measured.")
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "Cells to take, with --measured; needed if there are several.")
+_SYNTHETIC = flags.DEFINE_bool("synthetic", False, "With --measured, cells of made-up acceptance: costs alone.")
+_BATCH = flags.DEFINE_multi_integer("batch", [1], "Rows decoded together; may be repeated.", lower_bound=1)
+_CONTEXT = flags.DEFINE_multi_integer("context", [], "Slots of the caches; may be repeated.", lower_bound=1)
+_NEW_TOKENS = flags.DEFINE_integer("new_tokens", None, "Of every row; default: rows never end.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    try:
+        entry.check_output(_OUTPUT.value)
+        cells = measured_cells() if _MEASURED.value else []
+        profile, costs = acceptance(cells), round_costs(cells)
+        plans = [
+            make_plan(
+                profile, costs, draft_lengths=range(_LONGEST.value + 1), batch=batch, context=context,
+                new_tokens=_NEW_TOKENS.value,
+            )
+            for context in _CONTEXT.value or [None] for batch in _BATCH.value
+        ]  # fmt: skip
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    report.show([plan_table(plan) for plan in plans], console, _PLAIN.value)
+    for plan in plans:
+        best = plan.best
+        verdict = f"K = {best.draft_length}, {best.speedup.value:.2f}x" if best.draft_length else "decode plainly"
+        console.print(f"{where(plan)}: {verdict}")
+    document = {"kind": "forecast", "acceptance": profile, "costs": costs, "plans": plans}
+    if _ACCEPTANCE.value is not None:
+        document["block_rule_at_most"] = {K: block_at_most(K) for K in range(_LONGEST.value + 1)}
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+def measured_cells() -> list[Mapping[str, Any]]:
+    """Those of one rule, drafter and law."""
+    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
+    if _TEMPERATURE.value is not None:
+        wanted["temperature"] = _TEMPERATURE.value
+    made_up = lambda cell: "synthetic_acceptance" in cell["key"]
+    fits = lambda cell: cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
+    cells = [cell for cell in grid.chosen(read_json(_MEASURED.value).get("cells", []), **wanted) if fits(cell)]
+    laws = sorted({grid.law_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
+    if len(laws) != 1:
+        known = "; ".join(laws) or "none"
+        raise ValueError(f"--measured: choose cells of one law with --temperature; {_MEASURED.value} has {known}")
+    return [cell for cell in cells if grid.law_of(cell["key"]) == laws[0] or _SYNTHETIC.value]
+
+
+def read_json(path: str) -> dict[str, Any]:
+    try:
+        document = json.loads(storage.place(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    return document if isinstance(document, dict) else {}
+
+
+def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profile:
+    given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
+    if not given and cells and not _SYNTHETIC.value:
+        return grid.measured_profile(cells)
+    if len(given) != 1:
+        raise ValueError(f"give one of --acceptance, --by_position and --histogram; got {len(given)} of them")
+    if _ACCEPTANCE.value is not None:
+        return Profile.of_rate(_ACCEPTANCE.value)
+    if _BY_POSITION.value is not None:
+        return Profile.of_positions(numbers("by_position", _BY_POSITION.value, float))
+    return Profile.of_histogram(numbers("histogram", _HISTOGRAM.value, int))
+
+
+def numbers(flag: str, texts: list[str], kind: type) -> list:
+    try:
+        return [kind(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"--{flag}={','.join(texts)}: {error}") from error
+
+
+def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
+    calls = (_TARGET_MS.value, _DRAFT_MS.value)
+    given = [any(ms is not None for ms in calls), _COMPILE_REPORT.value is not None, _CHIP.value is not None, bool(cells)]
+    if sum(given) != 1 or None in calls and given[0]:
+        raise ValueError(
+            "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with --config, or --measured"
+        )
+    if cells:
+        return grid.measured_costs(cells)
+    if given[0]:
+        return per_call(*calls)
+    if given[1]:
+        return compiled_costs(read_json(_COMPILE_REPORT.value).get("report", {}), _LATENCY.value)
+    config = _CONFIG.value
+    if "target" not in config:
+        raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
+    chip = CHIPS[_CHIP.value]
+    target, draft = (roofline_model(make_model(config[side]).config) for side in ("target", "draft"))
+    return Roofline(
+        target=target, draft=draft, bytes_per_second=chip.hbm_bytes_per_second,
+        flops_per_second=chip.flops_per_second, devices=_DEVICES.value, call_ms=_CALL_MS.value,
+    )  # fmt: skip
+
+
+def roofline_model(config) -> Model:
+    """All parameters are streamed, in the compute dtype."""
+    return Model(
+        weight_bytes=config.num_parameters * config.compute_dtype.itemsize, parameters=config.num_parameters,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+    )  # fmt: skip
+
+
+def where(plan: Plan) -> str:
+    context = "" if plan.context is None else f", {plan.context} slots"
+    tokens = "rows that never end" if plan.new_tokens is None else f"{plan.new_tokens} tokens each, to the slowest row"
+    return f"batch {plan.batch}{context}, {tokens}"
+
+
+def plan_table(plan: Plan) -> report.Table:
+    rate = _ACCEPTANCE.value is not None
+    rows = []
+    for one in plan.forecasts:
+        star = " *" if one is plan.best else ""
+        row = [
+            f"K = {one.draft_length}{star}", report.band(one.tokens_per_round), f"{one.round_ms:.3g}",
+            report.band(one.ms_per_token), report.band(one.speedup, "x"),
+        ]  # fmt: skip
+        rows.append((*row, f"{block_at_most(one.draft_length):.2f}") if rate else tuple(row))
+    header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
+    return report.Table(
+        title=f"Forecast: {where(plan)}",
+        header=(*header, "block rule, at most") if rate else header,
+        rows=rows,
+        note="* is best; in brackets, 95% of what the counts behind the acceptance leave open"
+        + (", none for a bare rate. A rate does not settle what the block rule gains: at least nothing" if rate else ""),
+    )
+
+
+def block_at_most(draft_length: int) -> float:
+    """Tokens per round where the rule gains much; see `mirrored_block_survival`."""
+    return 1 + float(mirrored_block_survival(_ACCEPTANCE.value, draft_length).sum())
+
+
+if __name__ == "__main__":
+    entry.run(main)

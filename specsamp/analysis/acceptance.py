@@ -1,0 +1,197 @@
+"""How far a round gets: the chance that the first i drafted tokens are all accepted, for any draft length.
+
+    profile = Profile.of_rate(0.8)                       # each drafted token, whatever the ones before it did
+    profile = Profile.of_positions((0.85, 0.8, 0.7))     # given that the ones before it were accepted
+    profile = Profile.of_texts([completion.stats for completion in completions])
+
+One profile serves every K. Under the token rule token i is judged by laws that do not know how many follow.
+Under the block rule P(n >= i) = E[c_i], with c_i = min(1, c_{i-1} q_i/p_i), which knows no K either (Sun et al.,
+arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text.
+
+Texts differ: some are easy to draft, and then for many rounds. A batch ends with its slowest row, so the
+differences count. `Profile.of_texts` keeps one profile for each text, drawn to the whole as far as the texts
+differ by no more than chance (the moments of a beta-binomial).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from specsamp.decoding.generate import RowStats
+
+NORMAL_95 = 1.96  # standard errors on either side
+
+
+def expected_tokens(alpha: float, draft_length: int) -> float:
+    """``1 + alpha + ... + alpha^K``: tokens per round if each draft is accepted with chance alpha.
+
+    Leviathan et al. (arXiv 2211.17192), equation 1.
+    """
+    return sum(alpha**n for n in range(draft_length + 1))
+
+
+def mirrored_block_survival(alpha: float, draft_length: int) -> np.ndarray:
+    """``P(n >= i)`` of the block rule, i = 1 .. K, where the ratio q/p takes two values that mirror each other.
+
+    A rate alone does not settle how much the block rule gains. Nothing, where a ratio is either 0 or at least 1;
+    much, for two tokens whose chances target and draft exchange, the example of Sun et al. (arXiv 2403.10444,
+    section 2; alpha = 2/3 is its figure). This is the latter: the ratio is alpha / (2 - alpha) with chance
+    (2 - alpha) / 2, and its inverse otherwise.
+    """
+    alpha = _chance("the acceptance rate", alpha)
+    if alpha in (0.0, 1.0):
+        return np.full(draft_length, alpha)
+    down, factor = (2 - alpha) / 2, alpha / (2 - alpha)
+    steps = np.zeros(draft_length + 1)  # P(c = factor^steps)
+    steps[0] = 1
+    survival = np.zeros(draft_length)
+    for i in range(draft_length):
+        fewer = np.append(steps[1:], 0)
+        fewer[0] += steps[0]  # c is never above one
+        steps = down * np.append(0, steps[:-1]) + (1 - down) * fewer
+        survival[i] = steps @ factor ** np.arange(draft_length + 1)
+    return survival
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Band:
+    """A value and where it lies with 95% confidence."""
+
+    value: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def around(cls, value: float, relative_error: float) -> Band:
+        """``relative_error`` is one standard error over the value."""
+        width = NORMAL_95 * relative_error
+        return cls(value=value, lower=value * math.exp(-width), upper=value * math.exp(width))
+
+    @property
+    def relative_error(self) -> float:
+        """One standard error over the value."""
+        return math.log(self.upper / self.value) / NORMAL_95
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Acceptance by drafted position."""
+
+    by_position: tuple[float, ...]  # P(n >= i | n >= i-1), i = 1, 2, ...
+    beyond: float  # the same at all later positions
+    texts: tuple[float, ...] = (1.0,)  # text t accepts with by_position ** texts[t]; 1 is like the whole
+    without: tuple[Profile, ...] = ()  # the profile without each text in turn: what is uncertain about it
+    judged: tuple[int, ...] = ()  # tokens behind each of by_position, where they are the only uncertainty
+
+    @classmethod
+    def of_rate(cls, rate: float, judged: int = 0) -> Profile:
+        """The same chance everywhere; ``judged`` tokens were counted for it (0: it is known)."""
+        rate = _chance("the acceptance rate", rate)
+        return cls(by_position=(rate,), beyond=rate, judged=(judged,) if judged else ())
+
+    @classmethod
+    def of_positions(cls, by_position: Sequence[float]) -> Profile:
+        """Chances given that all before were accepted; the last one holds on."""
+        if not by_position:
+            raise ValueError("the acceptance by position is empty: give at least one chance")
+        chances = tuple(_chance(f"the acceptance at position {i + 1}", x) for i, x in enumerate(by_position))
+        return cls(by_position=chances, beyond=chances[-1])
+
+    @classmethod
+    def of_histogram(cls, rounds_by_accepted: Sequence[int], reached: Sequence[int] | None = None) -> Profile:
+        """From rounds by number of accepted tokens, 0 .. K.
+
+        Args:
+          reached: rounds in which position i was judged, where budgets and stops cut rounds short; default all
+            rounds that accepted the i - 1 tokens before it.
+
+        Raises:
+          ValueError: counts that are no counts, or of no round.
+        """
+        counts = np.asarray(rounds_by_accepted)
+        are_counts = counts.ndim == 1 and len(counts) > 1 and counts.dtype.kind in "iu" and (counts >= 0).all()
+        if not are_counts or not counts.sum():
+            raise ValueError(f"a histogram is rounds by accepted tokens, 0 .. K, K >= 1; got {rounds_by_accepted!r}")
+        at_least = np.cumsum(counts[::-1])[::-1]  # rounds that accepted n or more
+        judged = at_least[:-1].copy() if reached is None else np.asarray(reached).copy()
+        if judged.shape != at_least[1:].shape or (judged < at_least[1:]).any():
+            raise ValueError(f"positions judged {judged.tolist()} times cannot have accepted {at_least[1:].tolist()}")
+        judged[0] = at_least[0]  # a round that drafted nothing accepted nothing
+        known = judged > 0
+        chances = np.where(known, at_least[1:] / np.maximum(judged, 1), 0.0)
+        # Few rounds come far, so all positions but the first speak for the ones that none has seen.
+        later = slice(1, None) if judged[1:].sum() else slice(None)
+        beyond = at_least[1:][later].sum() / judged[later].sum()
+        seen = int(known.sum())
+        return cls(
+            by_position=tuple(chances[:seen].tolist()), beyond=float(beyond), judged=tuple(judged[:seen].tolist())
+        )
+
+    @classmethod
+    def of_texts(cls, stats: Sequence[RowStats]) -> Profile:
+        """From what was counted on each text, all with the same K >= 1."""
+        if not stats:
+            raise ValueError("no texts to take the acceptance from")
+        whole = cls._of_counts(stats)
+        if len(stats) == 1:
+            return whole
+        without = tuple(cls._of_counts([*stats[:i], *stats[i + 1 :]]) for i in range(len(stats)))
+        return dataclasses.replace(whole, texts=_exponents(stats), without=without)
+
+    @classmethod
+    def _of_counts(cls, stats: Sequence[RowStats]) -> Profile:
+        total = lambda name: np.sum([getattr(one, name) for one in stats], axis=0)
+        return cls.of_histogram(total("accepted_counts"), total("reached"))
+
+    def survival(self, draft_length: int, text: float = 1.0) -> np.ndarray:
+        """``P(n >= i)``, i = 1 .. K, float64."""
+        later = max(draft_length - len(self.by_position), 0)
+        chances = np.array([*self.by_position[:draft_length], *[self.beyond] * later], np.float64)
+        return np.cumprod(chances**text)
+
+    def tokens_per_round(self, draft_length: int) -> Band:
+        """``1 + sum_i P(n >= i)``, before budgets and stops cut anything."""
+        value = 1 + float(self.survival(draft_length).sum())
+        return Band.around(value, self._error(draft_length) / value)
+
+    def _error(self, draft_length: int) -> float:
+        """One standard error of tokens per round."""
+        if self.without:  # jackknife over texts
+            values = np.array([part.survival(draft_length).sum() for part in self.without])
+            return math.sqrt((len(values) - 1) / len(values) * ((values - values.mean()) ** 2).sum())
+        variance = 0.0
+        for i, judged in enumerate(self.judged[:draft_length]):
+            chance, up = self.by_position[i], list(self.by_position)
+            up[i] = 1.0
+            # A rate was counted over all positions, so it moves them together.
+            moved = dataclasses.replace(self, by_position=tuple(up)).survival(draft_length)
+            slope = moved[i:].sum() if len(self.judged) > 1 else _rate_slope(chance, draft_length)
+            variance += slope**2 * chance * (1 - chance) / judged
+        return math.sqrt(variance)
+
+
+def _rate_slope(alpha: float, draft_length: int) -> float:
+    return sum(n * alpha ** (n - 1) for n in range(1, draft_length + 1))
+
+
+def _exponents(stats: Sequence[RowStats]) -> tuple[float, ...]:
+    """How each text differs from the whole, less what chance explains."""
+    judged = np.array([max(sum(one.reached), 1) for one in stats], np.float64)
+    rates = np.array([one.accepted for one in stats]) / judged
+    whole = (rates * judged).sum() / judged.sum()
+    if not 0 < whole < 1:
+        return (1.0,) * len(stats)
+    between = rates.var(ddof=1) - (whole * (1 - whole) / judged).mean()
+    weight = judged / (judged + max(whole * (1 - whole) / between - 1, 0)) if between > 0 else 0 * judged
+    drawn = np.clip(weight * rates + (1 - weight) * whole, 1e-6, 1 - 1e-6)
+    return tuple((np.log(drawn) / math.log(whole)).tolist())
+
+
+def _chance(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a chance, in [0, 1]; got {value!r}")
+    return float(value)

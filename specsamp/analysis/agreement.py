@@ -1,0 +1,202 @@
+"""Does the planner foresee what the benchmark measures? Fitted on one half of the prompts, checked on the other.
+
+    result = agreement(pair, make_drafter, rule, sampling, prompts, max_new_tokens=128)
+    result = agreement(..., fit_batches=(1, 8), check_batch=4)
+
+Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
+from the same rounds. From these the planner forecasts ms per token on the other prompts, for every draft length.
+All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
+noise floor, below which no forecast can be expected to come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from specsamp.analysis.acceptance import Band, Profile
+from specsamp.analysis.costs import CostTable, Round
+from specsamp.analysis.decoder import Decoder, Workload, decoders
+from specsamp.analysis.planner import DRAFT_LENGTHS, make_plan
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.generate import RowStats
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import Drafter, Rule
+from specsamp.sampling.warp import Warp
+
+FEWEST_BATCHES = 6  # of texts: how slow the slowest row is varies a lot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What one draft length took for the texts of one half."""
+
+    seconds_PR: np.ndarray  # pass, batch of texts
+    rounds_R: np.ndarray
+    rows: tuple[RowStats, ...]  # of all texts
+    tokens: int  # of one row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One draft length on prompts that nothing was fitted to."""
+
+    draft_length: int
+    cost_was_fitted: bool  # its round was timed, on the other prompts
+    forecast: Band  # ms per token
+    measured: float
+    error: float  # forecast / measured - 1
+    noise: float  # two passes over the same texts, as a share of their mean
+    rounds_error: float  # of rounds per token alone: what acceptance contributes
+    round_ms_error: float  # of the time of a round alone: what costs contribute
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What `agreement` returns."""
+
+    fit_lengths: tuple[int, ...]
+    fit_batches: tuple[int, ...]
+    check_batch: int
+    prompts: tuple[int, int]  # fitted to, checked on
+    checks: tuple[Check, ...]
+    worst_error: float  # over the checks whose cost was not fitted
+    worst_noise: float
+    best_forecast: int  # K with the fewest ms per token
+    best_measured: int
+    lost: float  # how much slower the forecast's choice is than the best that was measured, as a share
+
+
+def agreement(
+    pair: Pair,
+    make_drafter: Callable[[int], Drafter],
+    rule: Rule,
+    sampling: Warp,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    fit_lengths: Sequence[int] = (1, 4, 8),
+    fit_batches: Sequence[int] = (1,),
+    check_lengths: Sequence[int] = DRAFT_LENGTHS,
+    check_batch: int = 1,
+    passes: int = 2,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Agreement:
+    """Fits, forecasts, measures.
+
+    Args:
+      prompts: token ids; even ones are fitted to, odd ones checked on.
+      fit_lengths: K whose rounds are timed; plain decoding is timed with them.
+      fit_batches: and in which batches. ``check_batch`` lies within them.
+      check_lengths: K that are forecast and measured.
+      passes: at least two, over all texts and draft lengths.
+
+    Raises:
+      ValueError: too few prompts or passes.
+    """
+    if len(prompts) < 4 or passes < 2:
+        raise ValueError(f"agreement takes two passes or more and four prompts or more; got {passes} and {len(prompts)}")
+    halves = [tuple(tuple(prompt) for prompt in prompts[start::2]) for start in (0, 1)]
+    sides = {}
+
+    def add(name: str, half: int, batch: int, lengths: Sequence[int]) -> None:
+        repeats = len(halves[half]) if batch == 1 else max(-(-len(halves[half]) // batch), FEWEST_BATCHES)
+        work = Workload(
+            batch=batch, prompt_length=max(map(len, prompts)), max_new_tokens=max_new_tokens, repeats=repeats,
+            seed=seed, prompts=halves[half],
+        )  # fmt: skip
+        contenders = {K: (make_drafter(K) if K else NoDrafter(), rule) for K in lengths}
+        sides.update({(name, batch, K): side for K, side in decoders(pair, contenders, sampling, work).items()})
+
+    for batch in fit_batches:
+        add("fit", 0, batch, sorted({0, *fit_lengths}))
+    add("check", 1, check_batch, sorted({0, *check_lengths}))
+    measured = _decode(sides, passes, progress)
+    costs = CostTable(rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"))
+    longest = max(fit_lengths)
+    drafted = [texts.rows for (name, _, K), texts in measured.items() if name == "fit" and K]
+    plan = make_plan(
+        Profile.of_texts(_by_text(drafted, longest)), costs, draft_lengths=check_lengths, batch=check_batch,
+        new_tokens=max_new_tokens,
+    )  # fmt: skip
+    checks = [
+        _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
+        for (name, _, K), texts in measured.items() if name == "check"
+    ]  # fmt: skip
+    return _summary(checks, fit_lengths, fit_batches, check_batch, (len(halves[0]), len(halves[1])))
+
+
+def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str], None]) -> dict[tuple, Texts]:
+    for number, (name, side) in enumerate(sides.items()):
+        progress(f"compiling {number + 1} of {len(sides)}: {name[0]}, batch {name[1]}, K = {name[2]}")
+        side.decode(0)
+    seconds = {name: np.zeros((passes, side.workload.repeats)) for name, side in sides.items()}
+    rounds = {name: np.zeros(side.workload.repeats) for name, side in sides.items()}
+    rows: dict[tuple, list[RowStats]] = {name: [] for name in sides}
+    for number in range(passes):
+        for repeat in range(max(side.workload.repeats for side in sides.values())):
+            progress(f"pass {number + 1} of {passes}: texts {repeat + 1}")
+            for name, side in sides.items():
+                if repeat >= side.workload.repeats:
+                    continue
+                timing = side.decode(repeat)
+                seconds[name][number, repeat], rounds[name][repeat] = timing.loop_seconds, timing.rounds
+                if number == 0:
+                    rows[name] += timing.rows
+    return {
+        name: Texts(
+            seconds_PR=seconds[name], rounds_R=rounds[name], rows=tuple(rows[name]), tokens=side.workload.max_new_tokens
+        )
+        for name, side in sides.items()
+    }
+
+
+def _round(draft_length: int, batch: int, texts: Texts) -> Round:
+    ms = np.median(texts.seconds_PR, axis=0).sum() / texts.rounds_R.sum() * 1e3
+    return Round(draft_length=draft_length, batch=batch, ms=float(ms))
+
+
+def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats]:
+    """Counts of each text over all draft lengths; what a short draft could not reach counts as not judged."""
+
+    def padded(row: RowStats) -> RowStats:
+        more = (0,) * (longest - len(row.reached))
+        return dataclasses.replace(row, reached=row.reached + more, accepted_counts=row.accepted_counts + more)
+
+    by_number: dict[int, list[RowStats]] = {}
+    for rows in sides:
+        for number, row in enumerate(rows):
+            by_number.setdefault(number, []).append(padded(row))
+    return [functools.reduce(operator.add, rows) for rows in by_number.values()]
+
+
+def _check(forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:
+    tokens = texts.tokens * len(texts.rounds_R)  # of one row, over all batches of texts
+    measured = np.median(texts.seconds_PR, axis=0).sum() / tokens / batch * 1e3
+    totals = texts.seconds_PR.sum(1)
+    rounds = texts.rounds_R.sum() / tokens
+    round_ms = measured * batch / rounds
+    return Check(
+        draft_length=forecast.draft_length, cost_was_fitted=cost_was_fitted, forecast=forecast.ms_per_token,
+        measured=float(measured), error=float(forecast.ms_per_token.value / measured - 1),
+        noise=float((totals.max() - totals.min()) / totals.mean()),
+        rounds_error=float(forecast.rounds_per_token / rounds - 1),
+        round_ms_error=float(forecast.round_ms / round_ms - 1),
+    )  # fmt: skip
+
+
+def _summary(checks, fit_lengths, fit_batches, check_batch, prompts) -> Agreement:
+    unseen = [check for check in checks if not check.cost_was_fitted] or checks
+    by_forecast = min(checks, key=lambda check: check.forecast.value)
+    by_clock = min(checks, key=lambda check: check.measured)
+    return Agreement(
+        fit_lengths=tuple(fit_lengths), fit_batches=tuple(fit_batches), check_batch=check_batch, prompts=prompts,
+        checks=tuple(checks), worst_error=max(abs(check.error) for check in unseen),
+        worst_noise=max(check.noise for check in checks), best_forecast=by_forecast.draft_length,
+        best_measured=by_clock.draft_length, lost=by_forecast.measured / by_clock.measured - 1,
+    )  # fmt: skip

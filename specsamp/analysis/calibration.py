@@ -1,0 +1,158 @@
+"""``draft_length="auto"``: the K that pays on this device, for these prompts, this rule and this batch.
+
+A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
+counted at K = 8, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on
+they grow nearly in a line. Programs are those that decoding needs, so the one that is
+picked is often compiled already. The answer is kept as long as the pair is.
+
+The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
+that decide what is emitted, and the completions would no longer follow the target's law.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.costs import CostTable, Round
+from specsamp.analysis.planner import Plan, make_plan
+from specsamp.analysis.split import of_first_process
+from specsamp.decoding.generate import RowStats, to_host
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import DecodeState, Drafter, Request, Weights
+
+LONGEST = 8
+ROUNDS, REPEATS = 16, 4  # rounds of a timing, timings of a draft length
+OWN_NOISE = 2**32 - 1  # an address that no round has: rounds are addressed by lengths, below 2**31
+LONGEST_TEXT = 256  # beyond, a longer budget does not change the best K
+
+_plans: weakref.WeakKeyDictionary[Pair, dict[Any, Plan]] = weakref.WeakKeyDictionary()
+
+
+class Job(Protocol):
+    """A call of `generate` that is ready to run."""
+
+    loop: Loop
+    weights: Weights
+    request: Request
+    rows: int
+    lengths_B: np.ndarray
+
+    def prefill(self) -> DecodeState:
+        """The state before the first round."""
+
+
+def choose(make_job: Callable[..., Job], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What replaces ``draft_length`` and ``drafter`` in the arguments of `generate`.
+
+    Args:
+      make_job: makes a job of the arguments.
+      arguments: of `generate`; a drafter of theirs is taken with every K up to its own.
+
+    Raises:
+      ValueError: as `generate` does, or the drafter has no K that could be turned, or nothing is compiled.
+    """
+    if jax.config.jax_disable_jit:
+        raise ValueError('draft_length="auto" times compiled programs: give a number under JAX_DISABLE_JIT')
+    drafter = arguments["drafter"]
+    longest = LONGEST if drafter is None else min(drafter.K, LONGEST)
+
+    def with_length(K: int) -> dict[str, Any]:
+        if K == 0 or drafter is None:
+            return {"draft_length": K, "drafter": None}
+        return {"draft_length": None, "drafter": _turned(drafter, K)}
+
+    job_of = functools.lru_cache(lambda K: make_job(**{**arguments, **with_length(K)}))
+    plans = _plans.setdefault(arguments["pair"], {})
+    key = _key(job_of(longest))
+    if key not in plans:
+        plans[key] = calibrate(job_of, longest)
+        print(f"specsamp: {_verdict(plans[key])}", file=sys.stderr)
+    return with_length(plans[key].best.draft_length)
+
+
+def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
+    """Times rounds of plain decoding, of the shortest and of the longest draft; forecasts all up to it."""
+    jobs = {K: job_of(K) for K in sorted({0, 1, longest})}
+    seconds: dict[int, list[float]] = {K: [] for K in jobs}
+    counts: list[list[RowStats]] = []
+    for repeat in range(-1, REPEATS):  # the first one compiles
+        for K, job in jobs.items():
+            spent, stats = _some_rounds(job, max(repeat, 0))
+            if repeat < 0:
+                continue
+            seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
+            if K == longest:
+                counts.append(stats)
+    texts = [functools.reduce(operator.add, repeats) for repeats in zip(*counts, strict=True)]
+    texts = [text for text in texts if text.rounds]
+    if not texts:  # the target's logits are no law: it ends at once, with any K
+        return make_plan(Profile.of_rate(0), _costs(seconds, len(counts[0])), draft_lengths=[0], batch=len(counts[0]))
+    job = jobs[longest]
+    return make_plan(
+        Profile.of_texts(texts), _costs(seconds, job.rows), draft_lengths=range(longest + 1), batch=job.rows,
+        new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
+    )  # fmt: skip
+
+
+def _costs(seconds: Mapping[int, list[float]], batch: int) -> CostTable:
+    ms = {K: np.median(spent) * 1e3 for K, spent in seconds.items()}
+    return CostTable(rounds=tuple(Round(draft_length=K, ms=max(ms[K], 1e-6), batch=batch) for K in ms))
+
+
+def _some_rounds(job: Job, repeat: int) -> tuple[float, list[RowStats]]:
+    """Seconds of a few rounds from the prompts on, and what each row did in them."""
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    request = dataclasses.replace(job.request, row_keys_B=fold(job.request.row_keys_B, np.uint32(OWN_NOISE - repeat)))
+    state = jax.block_until_ready(dataclasses.replace(job, request=request).prefill())
+    start = time.perf_counter()
+    state = jax.block_until_ready(job.loop.run(job.weights, request, state, ROUNDS))
+    spent = of_first_process(time.perf_counter() - start)  # all must choose the same
+    stats = to_host(state.stats)
+    return spent, [RowStats.of(stats, row) for row in range(job.rows)]
+
+
+def _budget(job: Job) -> float:
+    """New tokens of a row, the median."""
+    limits_B = np.asarray(to_host(job.request.limits_B))
+    lengths_B = np.repeat(job.lengths_B, len(limits_B) // len(job.lengths_B))
+    return float(np.median((limits_B - lengths_B)[: job.rows]))
+
+
+def _turned(drafter: Drafter, K: int) -> Drafter:
+    if K == drafter.K:
+        return drafter
+    fields = dataclasses.fields(drafter) if dataclasses.is_dataclass(drafter) else ()
+    if "K" not in {field.name for field in fields}:
+        raise ValueError(f'draft_length="auto" needs a drafter whose K is a field of a dataclass; got {drafter!r}')
+    return dataclasses.replace(drafter, K=K)
+
+
+def _key(job: Job) -> Any:
+    """Device, models, rule, drafter, the law and its numbers, and the batch; not the texts."""
+    laws = (job.request.sampling, job.request.draft_sampling)
+    numbers = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(laws))
+    device = jax.devices()[0]
+    size = math.ceil(math.log2(max(_budget(job), 1)))
+    return device.platform, device.device_kind, job.loop, jax.tree.structure(laws), numbers, job.rows, size
+
+
+def _verdict(plan: Plan) -> str:
+    best, drafted = plan.best, plan.best_speculative
+    told = lambda one: f"{one.speedup.value:.2f}x forecast ({one.speedup.lower:.2f} to {one.speedup.upper:.2f})"
+    if best.draft_length:
+        return f'draft_length="auto" is {best.draft_length} for {plan.batch} rows: {told(best)}'
+    why = "" if drafted is None else f", the best draft, K = {drafted.draft_length}, is {told(drafted)}"
+    return f'draft_length="auto" decodes plainly, K = 0, for {plan.batch} rows: speculation does not pay here{why}'

@@ -1,0 +1,195 @@
+"""What a round costs, by draft length, batch and context: measured, reported by a compiler, or a roofline.
+
+All of them answer one question, ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
+decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from specsamp.analysis.acceptance import NORMAL_95
+from specsamp.tpu.report import Program, Report
+
+
+class Costs(Protocol):
+    """What `specsamp.analysis.planner.plan` asks of costs.
+
+    Attributes:
+      error: one relative standard error of a round's time, 0 if it is taken for certain.
+    """
+
+    error: float
+
+    def round_ms(self, draft_length: int, batch: int, context: int | None) -> float:
+        """Milliseconds of one round of all rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round:
+    """One known round."""
+
+    draft_length: int
+    ms: float
+    batch: int = 1
+    context: int | None = None  # slots of the caches, which attention reads
+
+    def __post_init__(self):
+        if self.draft_length < 0 or self.batch < 1 or not self.ms > 0:
+            raise ValueError(f"a round has draft_length >= 0, batch >= 1 and ms > 0; got {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Known rounds, and straight lines between them; along the draft length also beyond the last.
+
+    Draft calls are added one by one and scored rows nearly so, hence lines. Along batch and context nothing is
+    extrapolated: a new regime (arithmetic instead of streaming) would not be seen coming.
+    """
+
+    rounds: tuple[Round, ...]
+    error: float = 0.0
+
+    def __post_init__(self):
+        if not self.rounds:
+            raise ValueError("costs need at least one round")
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        """Milliseconds of one round.
+
+        Raises:
+          ValueError: batch or context lie beyond what is known, or a K below it: with what is known.
+        """
+        contexts = sorted({known.context for known in self.rounds if known.context is not None})
+        if context is None or not contexts:
+            return self._at_context(None if len(contexts) != 1 else contexts[0], draft_length, batch)
+        at = lambda one: self._at_context(one, draft_length, batch)
+        return _between("context", context, {one: lambda one=one: at(one) for one in contexts})
+
+    def _at_context(self, context: int | None, draft_length: int, batch: int) -> float:
+        here = [known for known in self.rounds if context is None or known.context == context]
+        by_batch: dict[int, dict[int, float]] = {}
+        for known in here:
+            by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
+        at = {size: lambda ms=ms: _line(ms, draft_length) for size, ms in sorted(by_batch.items())}
+        return _between("batch", batch, at)
+
+
+def per_call(target_ms: float, draft_ms: float, batch: int = 1) -> CostTable:
+    """Rounds of ``target_ms + K draft_ms``: scoring takes as long as a step (the assumption of Chen et al.)."""
+    if not (target_ms > 0 and draft_ms >= 0):
+        raise ValueError(f"calls take time: target {target_ms!r} ms, draft {draft_ms!r} ms")
+    rounds = tuple(Round(draft_length=K, ms=target_ms + K * draft_ms, batch=batch) for K in (0, 1))
+    return CostTable(rounds=rounds)
+
+
+def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
+    """From the ``report`` in what ``launch/compile_report.py`` wrote: a plain step, and a round of its K.
+
+    Args:
+      report: a `specsamp.tpu.report.Report` as JSON.
+      latency_us: of one collective, which the compiler does not know; None takes the one that is fitted on
+        published steps of TPU v4 (`specsamp.tpu.calibration`), with its error.
+
+    Raises:
+      ValueError: it is no such report, or its programs do not fit the slice.
+    """
+    try:
+        programs = tuple(Program(**entry) for entry in report["programs"])
+        compiled = Report(**{**report, "programs": programs})
+        named = {name: compiled[name] for name in ("target step", "round")}
+    except (KeyError, TypeError, StopIteration) as error:
+        raise ValueError(f"no compile report with a target step and a round ({type(error).__name__}: {error})") from error
+    if any(program.hbm_bytes is None for program in named.values()):
+        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
+    lengths, error = (0, compiled.draft_length), 0.0
+    if latency_us is None:
+        bands = [compiled.calibrated_ms(name) for name in named]
+        times = [likely for _, likely, _ in bands]
+        error = math.log(bands[1][2] / bands[1][0]) / (2 * NORMAL_95)
+    else:
+        times = [program.milliseconds(compiled.chip, latency_us) for program in named.values()]
+    known = {"batch": compiled.batch, "context": compiled.slots}
+    return CostTable(
+        rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a call of a model reads and computes."""
+
+    weight_bytes: float  # that a call streams
+    parameters: float  # two operations for each, per token
+    kv_bytes_per_token: float = 0.0  # of the cache, per row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A call takes the longer of streaming and arithmetic, and a constant.
+
+    ``max((W + B S kv) / (n bandwidth), 2 N B T / (n flops)) + call_ms``: weights are read once for all rows and
+    all T tokens of a row, every row's cache of S slots once (the model of Pope et al., arXiv 2211.05102).
+    """
+
+    target: Model
+    draft: Model
+    bytes_per_second: float  # of one device
+    flops_per_second: float
+    devices: int = 1
+    call_ms: float = 0.0  # collectives and dispatch, per call
+    default_context: int = 1024
+    error: float = 0.0
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        scored = self.call(self.target, draft_length + 1, batch, context)
+        return scored + draft_length * self.call(self.draft, 1, batch, context)
+
+    def call(self, model: Model, tokens: int, batch: int, context: int) -> float:
+        """Milliseconds of one call with ``tokens`` tokens in each row."""
+        streamed = (model.weight_bytes + batch * context * model.kv_bytes_per_token) / self.bytes_per_second
+        computed = 2 * model.parameters * batch * tokens / self.flops_per_second
+        return max(streamed, computed) / self.devices * 1e3 + self.call_ms
+
+
+def _between(name: str, value: int, known: dict[int, Any]) -> float:
+    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
+    below = [one for one in known if one <= value]
+    above = [one for one in known if one >= value]
+    if not below or not above:
+        raise ValueError(
+            f"{name} {value} lies beyond the measured {', '.join(map(str, known))}: measure it, or take a roofline"
+        )
+    low, high = max(below), min(above)
+    if low == high:
+        return known[low]()
+    share = (value - low) / (high - low)
+    return (1 - share) * known[low]() + share * known[high]()
+
+
+def _line(ms: dict[int, float], draft_length: int) -> float:
+    """Linear between known draft lengths, and beyond the longest two."""
+    lengths = sorted(ms)
+    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1):
+        raise ValueError(f"no cost at draft_length {draft_length}: known are {', '.join(map(str, lengths))}")
+    if draft_length <= lengths[-1]:
+        return float(np.interp(draft_length, lengths, [ms[n] for n in lengths]))
+    near, far = lengths[-2:]
+    return ms[far] + (draft_length - far) * (ms[far] - ms[near]) / (far - near)
+
+
+def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:
+    """One round for each draft length, batch and context: the median of those given."""
+    cells: dict[tuple, list[float]] = {}
+    for one in rounds:
+        cells.setdefault((one.draft_length, one.batch, one.context), []).append(one.ms)
+    return tuple(
+        Round(draft_length=K, batch=batch, context=context, ms=float(np.median(ms)))
+        for (K, batch, context), ms in cells.items()
+    )

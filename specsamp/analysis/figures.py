@@ -1,0 +1,190 @@
+"""Curves of measured cells, and the pictures of them: figure 1 of the paper, and speedup against batch size.
+
+Only the drawing needs matplotlib (``pip install specsamp[figures]``), which is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specsamp.analysis import published
+from specsamp.analysis.grid import law_of
+
+Cells = Sequence[Mapping[str, Any]]
+COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One law over draft lengths."""
+
+    name: str
+    draft_lengths: tuple[int, ...]
+    total_ms: tuple[float, ...]  # for `published.TOKENS` tokens of a row
+    quartiles: tuple[tuple[float, float], ...]  # of total_ms
+    emitted_share: tuple[float, ...]  # tokens per round over K + 1
+    round_ms: tuple[float, ...]
+    parts_ms: Mapping[str, tuple[float, ...]]  # of a round, timed beside it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchCurve:
+    """One drafter, rule, law and draft length over batch sizes."""
+
+    name: str
+    batches: tuple[int, ...]
+    speedup: tuple[float, ...]
+    quartiles: tuple[tuple[float, float], ...]
+
+
+def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = "model") -> list[Curve]:
+    """One curve for each law, from the cells of this batch, rule and drafter.
+
+    Raises:
+      ValueError: there are none.
+    """
+    wanted = [
+        cell for cell in cells
+        if "result" in cell and cell["key"]["batch"] == batch and cell["key"].get("draft_temperature") is None
+        and (cell["key"]["drafter"] == "none" or (cell["key"]["drafter"], cell["key"]["rule"]) == (drafter, rule))
+    ]  # fmt: skip
+    groups = _grouped(wanted, law_of).items()
+    found = [_curve(name, group) for name, group in groups if any(cell["key"]["draft_length"] for cell in group)]
+    if not found:
+        raise ValueError(f"no curve: no law has a draft at batch {batch}, {drafter} drafter, {rule} rule")
+    return found
+
+
+def batch_curves(cells: Cells) -> list[BatchCurve]:
+    """One curve for each drafter, rule, law and K that was measured at two batch sizes or more.
+
+    Raises:
+      ValueError: there are none.
+    """
+    drafted = [cell for cell in cells if "result" in cell and cell["key"]["draft_length"]]
+    found = []
+    for name, group in _grouped(drafted, _without_batch).items():
+        group = sorted(group, key=lambda cell: cell["key"]["batch"])
+        if len(group) < 2:
+            continue
+        speedups = [cell["result"]["speedup"] for cell in group]
+        found.append(
+            BatchCurve(
+                name=name, batches=tuple(cell["key"]["batch"] for cell in group),
+                speedup=tuple(one["median"] for one in speedups),
+                quartiles=tuple((one["lower"], one["upper"]) for one in speedups),
+            )
+        )  # fmt: skip
+    if not found:
+        raise ValueError("no curve over batch sizes: nothing was measured at two of them")
+    return found
+
+
+def draw_paper(curves: Sequence[Curve]) -> Any:
+    """The three panels of figure 1, as shares of plain decoding: ours as lines, the published points beside them."""
+    figure, (total, share, rounds) = _axes(3, "K, drafted tokens per round")
+    for colour, curve in zip(COLOURS, curves):
+        plain = curve.total_ms[0]
+        label = f"{curve.name} ({plain:.0f} ms at K = 0)"
+        total.plot(curve.draft_lengths, [ms / plain for ms in curve.total_ms], color=colour, label=label)
+        low, high = ([bound / plain for bound in bounds] for bounds in zip(*curve.quartiles))
+        total.fill_between(curve.draft_lengths, low, high, color=colour, alpha=0.15, linewidth=0)
+        share.plot(curve.draft_lengths, curve.emitted_share, color=colour, label=curve.name)
+        step = curve.round_ms[0]
+        rounds.plot(curve.draft_lengths, [ms / step for ms in curve.round_ms], color=colour, label=curve.name)
+    first = curves[0]
+    for style, (part, ms) in zip(("--", ":", "-."), first.parts_ms.items()):
+        scaled = [value / first.round_ms[0] for value in ms]
+        rounds.plot(first.draft_lengths, scaled, style, color=COLOURS[0], linewidth=1, label=f"of it: {part}")
+    for marker, task in zip("os", published.TASKS):
+        points = range(len(task.total_ms))
+        options = {"color": "black", "marker": marker, "linestyle": "none", "markersize": 4, "zorder": 0}
+        label = f"Chen et al., {task.name}"
+        total.plot(points, [ms / task.total_ms[0] for ms in task.total_ms], **options, label=f"{label} (1805 ms)")
+        share.plot(points, task.emitted_share, **options, label=label)
+    plain = published.ROUND_MS[0]
+    rounds.plot(
+        range(len(published.ROUND_MS)), [ms / plain for ms in published.ROUND_MS], "o", color="black", markersize=4,
+        label="Chen et al. (14.1 ms)", zorder=0,
+    )  # fmt: skip
+    total.set_title(f"time for {published.TOKENS} tokens, of K = 0", fontsize=10)
+    share.set_title("emitted per round, of K + 1", fontsize=10)
+    rounds.set_title("time of a round, of K = 0", fontsize=10)
+    for axis in (total, share, rounds):
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def draw_batches(curves: Sequence[BatchCurve]) -> Any:
+    """Speedup over plain decoding of the same batch."""
+    figure, (axis,) = _axes(1, "batch size")
+    for number, curve in enumerate(curves):
+        colour, style = COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+        axis.plot(curve.batches, curve.speedup, style, marker="o", markersize=3, color=colour, label=curve.name)
+        low, high = zip(*curve.quartiles)
+        axis.fill_between(curve.batches, low, high, color=colour, alpha=0.1, linewidth=0)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    batches = sorted({batch for curve in curves for batch in curve.batches})
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.set_title("speedup over plain decoding", fontsize=10)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _axes(count: int, label: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # no window, no global state
+
+    figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    for axis in axes:
+        axis.set_xlabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _curve(name: str, group: Cells) -> Curve:
+    group = sorted(group, key=lambda cell: cell["key"]["draft_length"])
+    results = [cell["result"] for cell in group]
+    lengths = tuple(cell["key"]["draft_length"] for cell in group)
+    if lengths[0] != 0:  # its baseline is in every cell
+        lengths = (0, *lengths)
+        results = [{**results[0], "speculative": results[0]["autoregressive"], "split": None}, *results]
+    tokens = published.TOKENS * group[0]["key"]["batch"]
+    per_token = [result["speculative"]["ms_per_token"] for result in results]
+    emitted = [1.0 if K == 0 else result["acceptance"]["emitted_per_round"] for K, result in zip(lengths, results)]
+    return Curve(
+        name=name, draft_lengths=lengths, total_ms=tuple(tokens * one["median"] for one in per_token),
+        quartiles=tuple((tokens * one["lower"], tokens * one["upper"]) for one in per_token),
+        emitted_share=tuple(e / (K + 1) for K, e in zip(lengths, emitted)),
+        round_ms=tuple(result["speculative"]["ms_per_round"]["median"] for result in results),
+        parts_ms=_parts(lengths, results),
+    )  # fmt: skip
+
+
+def _parts(lengths: Sequence[int], results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Empty where a round was not taken apart."""
+    if any(result["split"] is None for K, result in zip(lengths, results) if K):
+        return {}
+    step = next(result["split"]["step"]["ms"]["median"] for result in results if result["split"])
+    of = lambda K, result, name, plain: result["split"][name]["ms"]["median"] if K else plain
+    return {
+        part: tuple(of(K, result, name, plain) for K, result in zip(lengths, results))
+        for part, name, plain in (("draft", "draft", 0.0), ("score", "score", step), ("verify", "verify", 0.0))
+    }
+
+
+def _grouped(cells: Iterable[Mapping[str, Any]], name: Any) -> dict[str, list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        groups.setdefault(name(cell["key"]), []).append(cell)
+    return groups
+
+
+def _without_batch(key: Mapping[str, Any]) -> str:
+    heat = "" if key.get("draft_temperature") is None else f", draft at {key['draft_temperature']:g}"
+    return f"{law_of(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"

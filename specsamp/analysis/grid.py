@@ -1,0 +1,221 @@
+"""Many cells, one file: what is measured is written at once, and a run that was interrupted goes on.
+
+    results = Results.open("results.json", {"pair": ..., "config": ...})
+    measure_cells(pair, cells, results)
+
+A file belongs to one identity: pair, configuration, device. Cells are told apart by their key; a cell that is
+already there is not measured again, whatever run it comes from, so a grid may be measured in several runs. A file
+that cannot be read is set aside under another name. A cell that runs out of memory is recorded as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from specsamp import storage
+from specsamp.analysis import report
+from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.costs import CostTable, Round, median_rounds
+from specsamp.analysis.decoder import Workload
+from specsamp.analysis.synthetic import LABEL
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import Drafter, Rule
+from specsamp.tpu.described import is_out_of_memory
+from specsamp.sampling.warp import Warp
+
+Key = Mapping[str, Any]  # names and numbers
+CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One drafter, rule, law and batch."""
+
+    key: Key
+    drafter: Drafter
+    rule: Rule
+    sampling: Warp
+    draft_sampling: Warp | None
+    workload: Workload
+
+
+@dataclasses.dataclass(kw_only=True)
+class Results:
+    """Cells in a file, or only in memory if there is no path."""
+
+    path: str | None
+    document: dict[str, Any]  # identity and environment, and "cells"
+
+    @classmethod
+    def open(
+        cls, path: str | None, identity: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
+    ) -> Results:
+        """Reads what is there, or begins.
+
+        Args:
+          path: local or in a bucket.
+          identity: what all cells of the file share; as JSON.
+          say: is told that a file was set aside.
+
+        Raises:
+          ValueError: the file holds cells of another identity; the message says what differs.
+        """
+        identity = json.loads(report.to_json(identity))
+        fresh = cls(path=path, document={"identity": identity, "cells": []})
+        if path is None or jax.process_index() or not storage.place(path).exists():
+            return fresh  # the first process writes, and says to all which cells are missing
+        try:
+            document = json.loads(storage.place(path).read_text())
+            known = document["identity"]
+            keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
+            if not isinstance(known, dict) or not all(isinstance(key, dict) and ended for key, ended in keys):
+                raise ValueError("cells without key or result")
+        except (ValueError, KeyError, TypeError) as error:
+            say(f"{path} holds no cells ({type(error).__name__}: {error}): set aside as {set_aside(path)}")
+            return fresh
+        there, here = _flat(known), _flat(identity)
+        changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+        if changed:
+            told = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
+            raise ValueError(f"{path} holds cells of another run: {told}. Give another --output")
+        return cls(path=path, document=document)
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        return self.document["cells"]
+
+    def find(self, key: Key) -> dict[str, Any] | None:
+        return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
+
+    def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+        """Keeps the cell, and writes all of them; ``header`` goes before."""
+        self.cells.append(json.loads(report.to_json(cell)))
+        kept = {name: self.document[name] for name in ("identity", "cells")}
+        self.document = json.loads(report.to_json(header)) | kept
+        if self.path is not None and jax.process_index() == 0:
+            report.write_json(self.path, self.document)
+
+
+def measure_cells(
+    pair: Pair,
+    cells: Sequence[Cell],
+    results: Results,
+    *,
+    header: Callable[[], Mapping[str, Any]] = dict,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[tuple[Cell, Result]]:
+    """Measures what is not yet in ``results``; returns what was measured now.
+
+    Args:
+      header: what goes before the cells in the file, and into each cell, at the time of writing.
+      progress: is told which cell is being measured, and what of it.
+    """
+    now = []
+    missing = [number for number, cell in enumerate(cells) if results.find(cell.key) is None]
+    for number in _of_first_process(missing, len(cells)):
+        cell = cells[number]
+        where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
+        started = datetime.datetime.now(datetime.UTC)
+        measured: dict[str, Any]
+        try:
+            result = benchmark(
+                pair, cell.drafter, cell.rule, cell.sampling, cell.workload,
+                lambda text: progress(f"{where}: {text}"), draft_sampling=cell.draft_sampling,
+            )  # fmt: skip
+            measured = {"result": result}
+            now.append((cell, result))
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+                raise
+            measured = {"out_of_memory": str(error).splitlines()[0] if str(error) else "MemoryError"}
+        if len(now) % CELLS_BETWEEN_CLEARING == 0:
+            jax.clear_caches()
+        gc.collect()  # what a failed cell held is free for the next
+        seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
+        work = {name: getattr(cell.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
+        facts = {"key": dict(cell.key), "seconds": round(seconds, 1), "exact": cell.rule.exact and cell.drafter.exact}
+        results.add({**facts, "workload": work, **header(), **measured}, header())
+    return now
+
+
+def law_of(key: Key) -> str:
+    """What the target is sampled with, in words: "greedy", "T = 0.8, top_p 0.95"; made-up acceptance is named first."""
+    made_up = [LABEL.format(rate=key["synthetic_acceptance"])] if key.get("synthetic_acceptance") is not None else []
+    if key["temperature"] == 0:
+        return ", ".join([*made_up, "greedy"])
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    filters = [f"{name} {key[name]:g}" for name in off if key[name] != off[name]]
+    return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
+
+
+def describe(key: Key) -> str:
+    """A cell in words."""
+    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
+    drafter = [] if key["drafter"] == "none" else [f"{key['drafter']} drafter, {key['rule']} rule"]
+    return ", ".join([law_of(key), *draft, *drafter, f"K = {key['draft_length']}", f"batch {key['batch']}"])
+
+
+def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, Any]]:
+    """Measured cells whose key has these values; plain decoding has any drafter and rule."""
+    fits = lambda cell: all(
+        cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
+        for name, value in key.items()
+    )
+    return [cell for cell in cells if "result" in cell and fits(cell)]
+
+
+def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
+    """Of a round, from measured cells; both of their sides count."""
+    rounds = []
+    for cell in cells:
+        result, batch = cell["result"], cell["key"]["batch"]
+        for side in ("autoregressive", "speculative"):
+            one = result[side]
+            rounds.append(Round(draft_length=one["draft_length"], batch=batch, ms=one["ms_per_round"]["median"]))
+    return CostTable(rounds=median_rounds(rounds))
+
+
+def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:
+    """Acceptance of the measured cell with the longest draft."""
+    drafted = [cell for cell in cells if cell["key"]["draft_length"]]
+    if not drafted:
+        raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
+    counts = max(drafted, key=lambda cell: cell["key"]["draft_length"])["result"]["acceptance"]
+    return Profile.of_histogram(counts["accepted_counts"], counts["reached"])
+
+
+def set_aside(path: str | os.PathLike) -> str:
+    """Renames a file to a name that nothing has, and returns it."""
+    number = 1
+    while storage.place(f"{path}.aside-{number}").exists():
+        number += 1
+    aside = f"{path}.aside-{number}"
+    storage.place(path).rename(aside)
+    return aside
+
+
+def _of_first_process(missing: Sequence[int], count: int) -> list[int]:
+    """All processes must measure the same cells, whatever files they see."""
+    if jax.process_count() == 1:
+        return list(missing)
+    wanted = np.zeros(count, bool)
+    wanted[list(missing)] = True
+    return np.flatnonzero(multihost_utils.broadcast_one_to_all(wanted)).tolist()
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {name: tree}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{name}.{key}" if name else key).items()}
+

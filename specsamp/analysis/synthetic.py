@@ -1,0 +1,47 @@
+"""Acceptance that is made up: for the time of a round at real sizes, where no trained weights are at hand.
+
+With random weights hardly a draft is accepted, so the time of a *token* means nothing. `SyntheticAcceptance` does
+all the work of a rule and then accepts every drafted token with a given chance, whatever the models think. What
+is emitted follows no model's law: ``exact`` is false, and every result made with it says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import Draft, Draw, Rule, Verdict
+
+Array = jax.Array
+LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticAcceptance:
+    """Costs what ``rule`` costs, accepts with chance ``rate``."""
+
+    rule: Rule
+    rate: float
+    exact = False
+
+    def __post_init__(self):
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"synthetic_acceptance must be a chance, in [0, 1]; got {self.rate!r}")
+
+    def draw_draft(self, keys: RoundKeys) -> Draw:
+        return self.rule.draw_draft(keys)
+
+    def verify(self, draft: Draft, target_log_probs: Array, keys: RoundKeys) -> Verdict:
+        """The rule's verdict is computed, and only its last token kept, as the last one here."""
+        verdict = self.rule.verify(draft, target_log_probs, keys)
+        last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
+        batch, num_tokens = draft.tokens_BK.shape
+        offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))
+        passed_BK = (keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate) & draft.is_drafted_BK
+        num_accepted_B = jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        positions, n_B1 = jnp.arange(num_tokens + 1)[None, :], num_accepted_B[:, None]
+        tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
+        return Verdict(tokens_BT=jnp.where(positions == n_B1, last_B1, tokens_BT), num_accepted_B=num_accepted_B)

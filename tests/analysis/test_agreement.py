@@ -1,0 +1,128 @@
+"""Agreement with clocks that are known: a planner that is right is told from one that is wrong."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from launch.experiment import RULES
+from specsamp.analysis import agreement as module
+from specsamp.analysis import tables
+from specsamp.analysis.agreement import agreement
+from specsamp.analysis.decoder import Timing
+from specsamp.decoding.generate import RowStats
+
+PROMPTS = [(1, 2)] * 80
+TOKENS = 96
+
+
+def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0):
+    """Replaces decoding by rounds whose acceptance is drawn, on a clock of ``round_ms(K, batch)``."""
+    clock, decoded, sides = np.random.default_rng(0), [], []
+
+    class Side:
+        def __init__(self, K, workload):
+            self.K, self.workload, self.number = K, workload, len(sides)
+            sides.append(self)
+
+        def decode(self, repeat):
+            decoded.append((self.K, self.workload.batch, self.workload.prompts[0]))
+            random = np.random.default_rng([self.number, repeat])  # another pass decodes the same
+            rows = [self.row(random) for _ in range(self.workload.batch)]
+            rounds = max(row.rounds for row in rows)
+            seconds = rounds * round_ms(self.K, self.workload.batch) / 1e3 * (1 + noise * clock.normal())
+            return Timing(
+                prefill_seconds=0.0, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(), from_draft=()
+            )
+
+        def row(self, random):
+            later = chances[-1:] * max(self.K - len(chances), 0)
+            here = np.array([*chances[: self.K], *later])
+            counts, reached, emitted, rounds = np.zeros(self.K + 1, int), np.zeros(self.K, int), 0, 0
+            while emitted < TOKENS:
+                n = int(np.cumprod(random.random(self.K) < here).sum())
+                given = min(n + 1, TOKENS - emitted)
+                counts[min(n, given)] += 1
+                reached[: min(n + 1, self.K, given)] += 1
+                emitted, rounds = emitted + given, rounds + 1
+            return RowStats(
+                rounds=rounds, emitted=emitted, drafted=0, reached=tuple(reached.tolist()),
+                accepted_counts=tuple(counts.tolist()),
+            )  # fmt: skip
+
+    monkeypatch.setattr(
+        module, "decoders", lambda pair, contenders, sampling, work: {K: Side(K, work) for K in contenders}
+    )
+    return decoded
+
+
+def linear(K, batch):
+    return 10.0 + 0.5 * batch + K * (0.9 + 0.1 * batch)
+
+
+def found_with(**options):
+    return agreement(None, lambda K: K, RULES["token"](), None, PROMPTS, max_new_tokens=TOKENS, **options)
+
+
+def test_costs_that_are_lines_are_foreseen(monkeypatch):
+    emulate(monkeypatch, linear)
+    found = found_with(passes=2)
+    assert [check.draft_length for check in found.checks] == list(range(13))
+    assert [check.draft_length for check in found.checks if check.cost_was_fitted] == [0, 1, 4, 8]
+    assert found.worst_error < 0.05 and found.worst_noise == 0  # acceptance is drawn anew on the other prompts
+    assert all(abs(check.round_ms_error) < 1e-9 for check in found.checks)
+    assert abs(found.checks[0].error) < 1e-9
+    for check in found.checks:
+        assert math.isclose(1 + check.error, (1 + check.rounds_error) * (1 + check.round_ms_error))
+    assert found.lost < 0.05
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+
+
+def test_costs_that_bend_where_nothing_was_fitted_are_not(monkeypatch):
+    """The control: the same acceptance, but rounds of more than nine tokens cost half as much again."""
+    emulate(monkeypatch, lambda K, batch: linear(K, batch) * (1.5 if K > 9 else 1))
+    found = found_with(passes=2)
+    assert found.worst_error > 0.25
+    assert all(abs(check.round_ms_error) > 0.3 for check in found.checks if check.draft_length > 9)
+
+
+def test_a_batch_between_two_that_were_fitted(monkeypatch):
+    decoded = emulate(monkeypatch, linear)
+    found = found_with(fit_batches=(1, 8), check_batch=4, check_lengths=(0, 2, 6))
+    assert {(K, batch) for K, batch, _ in decoded} == {(K, b) for K in (0, 1, 4, 8) for b in (1, 8)} | {
+        (K, 4) for K in (0, 2, 6)
+    }
+    assert not any(check.cost_was_fitted for check in found.checks)
+    assert found.worst_error < 0.05 and abs(found.checks[0].error) < 1e-9
+    # The control: without the slowest row the forecast would be well below.
+    emitted = 96 / (found.checks[1].measured * 4 / linear(2, 4) * 96)
+    assert emitted < 0.97 * (1 + 0.85 + 0.85 * 0.75)
+
+
+def test_noise_is_two_passes_over_the_same_texts(monkeypatch):
+    emulate(monkeypatch, linear, chances=(1.0,), noise=0.2)
+    assert 0.005 < found_with(check_lengths=(0, 2), fit_lengths=(1, 2)).worst_noise < 0.2
+
+
+def test_prompts_are_not_shared_by_the_halves(monkeypatch):
+    decoded = emulate(monkeypatch, linear)
+    agreement(
+        None, lambda K: K, RULES["token"](), None, [(n % 2,) for n in range(8)], max_new_tokens=TOKENS,
+        check_lengths=(0, 3), fit_lengths=(1, 2),
+    )  # fmt: skip
+    assert {K for K, _, prompt in decoded if prompt == (0,)} == {0, 1, 2}
+    assert {K for K, _, prompt in decoded if prompt == (1,)} == {0, 3}
+
+
+def test_too_little_is_refused():
+    with pytest.raises(ValueError, match="two passes or more and four prompts or more; got 1 and 80"):
+        found_with(passes=1)
+
+
+def test_the_table(monkeypatch):
+    emulate(monkeypatch, linear)
+    table = tables.agreement_table("greedy, batch 1", found_with(check_lengths=(0, 3)), 0.1)
+    assert len(table.rows) == 2 and all(len(row) == len(table.header) for row in table.rows)
+    assert table.rows[0][0] == "K = 0 (fitted)" and "allowed 10%" in table.note

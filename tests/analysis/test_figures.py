@@ -1,0 +1,68 @@
+"""What the figures show, from cells that are made up."""
+
+import io
+
+import pytest
+
+from specsamp.analysis import figures, published
+
+SPREAD = lambda x: {"median": x, "lower": 0.9 * x, "upper": 1.2 * x}
+
+
+def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, **changes):
+    part = lambda x: {"ms": SPREAD(x)}
+    key = {
+        "draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch, "temperature": temperature,
+        "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes,
+    }  # fmt: skip
+    side = lambda ms: {"ms_per_token": SPREAD(ms), "ms_per_round": SPREAD(ms * (K + 1))}
+    split = {name: part(value) for name, value in (("draft", 0.5 * K), ("score", 2.0), ("verify", 0.1), ("step", 1.5))}
+    result = {
+        "autoregressive": {"ms_per_token": SPREAD(3.0), "ms_per_round": SPREAD(3.0)}, "speculative": side(ms),
+        "speedup": SPREAD(3.0 / ms), "acceptance": {"emitted_per_round": 0.75 * (K + 1)}, "split": split,
+    }  # fmt: skip
+    return {"key": key, "result": result}
+
+
+CELLS = [
+    cell(4, ms=2.0), cell(1, ms=2.5), cell(0, ms=3.0), cell(4, rule="block"), cell(4, batch=8, ms=4.0),
+    cell(4, temperature=0.8), cell(4, draft_temperature=0.2), {"key": cell(2)["key"], "out_of_memory": "all of it"},
+]  # fmt: skip
+
+
+def test_a_curve_for_each_law():
+    greedy, sampled = figures.curves(CELLS)
+    assert (greedy.name, greedy.draft_lengths) == ("greedy", (0, 1, 4))
+    assert greedy.total_ms == (128 * 3.0, 128 * 2.5, 128 * 2.0)
+    assert greedy.emitted_share == (1.0, 0.75, 0.75) and greedy.round_ms == (3.0, 5.0, 10.0)
+    assert greedy.parts_ms["draft"] == (0.0, 0.5, 2.0) and greedy.parts_ms["score"] == (1.5, 2.0, 2.0)
+    # Where K = 0 was not measured by itself, the cell's own baseline stands for it.
+    assert (sampled.name, sampled.draft_lengths, sampled.total_ms[0]) == ("T = 0.8", (0, 4), 128 * 3.0)
+
+
+def test_a_curve_over_batches():
+    (curve,) = figures.batch_curves(CELLS)
+    assert curve.name == "greedy, model, token rule, K = 4"
+    assert curve.batches == (1, 8) and curve.speedup == (1.5, 0.75)
+    made_up = [cell(4, batch=batch, synthetic_acceptance=0.8) for batch in (1, 2)]
+    assert "SYNTHETIC ACCEPTANCE 0.8" in figures.batch_curves(made_up)[0].name
+
+
+def test_too_few_cells():
+    with pytest.raises(ValueError, match="no law has a draft at batch 2, model drafter, token rule"):
+        figures.curves(CELLS, batch=2)
+    with pytest.raises(ValueError, match="nothing was measured at two of them"):
+        figures.batch_curves(CELLS[:2])
+
+
+def test_the_pictures():
+    """Our lines and the published points are in them."""
+    paper = figures.draw_paper(figures.curves(CELLS))
+    labels = [line.get_label() for axis in paper.axes for line in axis.lines]
+    assert len(paper.axes) == 3 and "greedy (384 ms at K = 0)" in labels and "of it: score" in labels
+    points = next(line for line in paper.axes[1].lines if line.get_label() == "Chen et al., HumanEval")
+    assert tuple(points.get_ydata()) == published.HUMANEVAL.emitted_share
+    batches = figures.draw_batches(figures.batch_curves(CELLS))
+    for figure in (paper, batches):
+        figure.savefig(picture := io.BytesIO(), format="png", dpi=40)
+        assert picture.getvalue().startswith(b"\x89PNG")

@@ -1,0 +1,271 @@
+"""The planner against published tables, closed forms against simulation, and what it refuses."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from specsamp.analysis import published
+from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
+from specsamp.analysis.costs import CostTable, Model, Roofline, Round, compiled_costs, per_call
+from specsamp.analysis.planner import make_plan, rounds_per_token
+from specsamp.decoding.generate import RowStats
+
+BEST_LENGTH = {"HumanEval": 7, "XSum": 3}  # in the figure of Chen et al.
+EXPECTED = {  # alpha: tokens per round at K = 1, 2, 3, 4, 5, 6, 8
+    0.6: (1.600, 1.960, 2.176, 2.306, 2.383, 2.430, 2.475),
+    0.7: (1.700, 2.190, 2.533, 2.773, 2.941, 3.059, 3.199),
+    0.755: (1.755, 2.325, 2.755, 3.080, 3.326, 3.511, 3.756),
+    0.8: (1.800, 2.440, 2.952, 3.362, 3.689, 3.951, 4.329),
+    0.885: (1.885, 2.668, 3.361, 3.975, 4.518, 4.998, 5.800),
+    0.9: (1.900, 2.710, 3.439, 4.095, 4.686, 5.217, 6.126),
+}
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
+BEST = {  # draft over target: (best K, speedup) at ALPHAS, scoring as quick as a step
+    0.01: ((5, 1.88), (7, 2.30), (9, 2.97), (14, 4.23), (24, 7.49)),
+    0.02: ((4, 1.79), (6, 2.17), (8, 2.76), (11, 3.82), (19, 6.37)),
+    0.05: ((3, 1.63), (4, 1.92), (6, 2.35), (8, 3.09), (13, 4.67)),
+    0.10: ((2, 1.46), (3, 1.67), (4, 1.98), (6, 2.47), (10, 3.43)),
+    0.128: ((2, 1.39), (3, 1.57), (4, 1.84), (5, 2.25), (9, 3.03)),
+    0.20: ((2, 1.25), (2, 1.40), (3, 1.58), (4, 1.87), (7, 2.37)),
+    0.30: ((1, 1.15), (1, 1.23), (2, 1.37), (3, 1.55), (5, 1.87)),
+}
+BLOCK_ACCEPTED = {2: (10 / 9, 11 / 9), 3: (1.4074, 1.6667), 4: (1.6049, 2.0494)}  # Sun et al., K: token, block
+
+
+def stats(accepted_counts, reached=None):
+    counts = np.asarray(accepted_counts)
+    at_least = np.cumsum(counts[::-1])[::-1]
+    return RowStats(
+        rounds=int(counts.sum()), emitted=int((counts * np.arange(1, len(counts) + 1)).sum()), drafted=0,
+        reached=tuple(int(n) for n in (at_least[:-1] if reached is None else reached)),
+        accepted_counts=tuple(int(n) for n in counts),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("K", [0, 1, 5])
+def test_expected_tokens(alpha, K):
+    closed = K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
+    assert math.isclose(expected_tokens(alpha, K), closed)
+    assert math.isclose(Profile.of_rate(alpha).tokens_per_round(K).value, closed)
+
+
+@pytest.mark.parametrize("alpha", EXPECTED)
+def test_the_table_of_tokens_per_round(alpha):
+    ours = [Profile.of_rate(alpha).tokens_per_round(K).value for K in (1, 2, 3, 4, 5, 6, 8)]
+    np.testing.assert_allclose(ours, EXPECTED[alpha], atol=6e-4)
+
+
+@pytest.mark.parametrize("draft_ms", BEST)
+def test_the_table_of_best_draft_lengths(draft_ms):
+    for alpha, (K, speedup) in zip(ALPHAS, BEST[draft_ms], strict=True):
+        plan = make_plan(Profile.of_rate(alpha), per_call(1.0, draft_ms), draft_lengths=range(31))
+        assert abs(plan.best.speedup.value - speedup) < 6e-3
+        # Neighbours may be equal to the last published digit.
+        assert plan.best.draft_length == K or abs(plan[K].speedup.value - plan.best.speedup.value) < 2e-3
+
+
+@pytest.mark.parametrize("task", published.TASKS, ids=lambda task: task.name)
+def test_figure_1_and_table_1_of_the_paper(task):
+    costs = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate(published.ROUND_MS)))
+    plan = make_plan(Profile.of_rate(task.alpha), costs, draft_lengths=range(8))
+    np.testing.assert_allclose([128 * one.ms_per_token.value for one in plan.forecasts], task.total_ms, rtol=0.012)
+    tokens = [one.tokens_per_round.value / (one.draft_length + 1) for one in plan.forecasts]
+    np.testing.assert_allclose(tokens, task.emitted_share, rtol=0.02)
+    assert plan.best.draft_length == BEST_LENGTH[task.name]
+    assert math.isclose(plan[4].ms_per_token.value, task.ms_per_token, rel_tol=0.02)
+    # The control: another acceptance does not reproduce it.
+    wrong = make_plan(Profile.of_rate(task.alpha - 0.05), costs, draft_lengths=range(8))
+    assert abs(wrong[7].ms_per_token.value * 128 / task.total_ms[7] - 1) > 0.05
+
+
+@pytest.mark.parametrize("K", BLOCK_ACCEPTED)
+def test_the_block_rule_of_two_mirrored_tokens(K):
+    token, block = BLOCK_ACCEPTED[K]
+    assert math.isclose(Profile.of_rate(2 / 3).survival(K).sum(), token, rel_tol=1e-4)
+    assert math.isclose(mirrored_block_survival(2 / 3, K).sum(), block, rel_tol=1e-4)
+
+
+def test_the_block_rule_against_drawn_blocks():
+    """c_i as the rule computes it, over drafts that were drawn; the token rule's survival is the control."""
+    rate, K, N = 0.7, 5, 400_000
+    drafted = np.random.default_rng(0).random((N, K)) < (2 - rate) / 2  # the token that the draft prefers
+    ratios = np.where(drafted, rate / (2 - rate), (2 - rate) / rate)
+    c, survival = np.ones(N), []
+    for i in range(K):
+        c = np.minimum(1, c * ratios[:, i])
+        survival.append(c.mean())
+    np.testing.assert_allclose(mirrored_block_survival(rate, K), survival, atol=5e-3)  # ten standard errors
+    assert abs(Profile.of_rate(rate).survival(K)[-1] - survival[-1]) > 0.05
+
+
+def simulate(by_position, exponents, batch, new_tokens, runs, seed=0):
+    """Mean rounds of the slowest row, drawn token by token."""
+    random = np.random.default_rng(seed)
+    chances_T = np.array(by_position)[None, :] ** np.array(exponents)[:, None]
+    chances = chances_T[random.integers(len(exponents), size=(runs, batch))]
+    emitted, rounds = np.zeros((runs, batch), int), np.zeros((runs, batch), int)
+    while (running := emitted < new_tokens).any():
+        accepted = np.cumprod(random.random(chances.shape) < chances, axis=-1).sum(-1)
+        emitted += np.where(running, accepted + 1, 0)
+        rounds += running
+    return rounds.max(1).mean()
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("exponents", [(1.0,), (0.3, 1.0, 2.5)])
+def test_rounds_against_simulation(batch, exponents):
+    profile = Profile(by_position=(0.8, 0.7, 0.6), beyond=0.5, texts=exponents)
+    drawn = simulate((0.8, 0.7, 0.6, 0.5), exponents, batch, new_tokens=24, runs=40_000)
+    planned = rounds_per_token(profile, 4, batch, new_tokens=24) * 24
+    assert abs(planned - drawn) < 0.06  # at least six standard errors
+    # Controls: twice the rows, one text for all, and rows that never end.
+    assert abs(rounds_per_token(profile, 4, 2 * batch, 24) * 24 - drawn) > 0.24
+    if len(exponents) > 1:
+        alike = dataclasses.replace(profile, texts=(1.0,))
+        assert abs(rounds_per_token(alike, 4, batch, 24) * 24 - drawn) > 0.24
+    assert abs(rounds_per_token(profile, 4, batch) * 24 - drawn) > 0.24
+
+
+def test_a_batch_takes_longer_and_endless_rows_do_not():
+    profile, costs = Profile.of_rate(0.8), CostTable(rounds=per_call(1, 0.1, 1).rounds + per_call(1, 0.1, 8).rounds)
+    at = lambda batch, n: make_plan(profile, costs, batch=batch, new_tokens=n)[4].ms_per_token.value * batch
+    assert at(8, 64) > at(1, 64) > at(1, None)
+    assert math.isclose(at(8, None), at(1, None))
+    assert make_plan(profile, costs, batch=8, new_tokens=64)[0].rounds_per_token == 1
+    assert at(4, None) == pytest.approx(at(1, None))  # between two measured batches
+
+
+def test_speculation_that_does_not_pay_is_not_planned():
+    plan = make_plan(Profile.of_rate(0.2), per_call(1.0, 0.5))
+    assert plan.best.draft_length == 0 and plan.best.speedup.value == 1
+    assert plan.best_speculative.draft_length == 1 and plan.best_speculative.speedup.value < 1
+
+
+def test_a_profile_from_counts():
+    """Judged (10, 6), accepted (6, 3): what budgets cut off does not count as refused."""
+    profile = Profile.of_texts([stats((4, 3, 3), reached=(10, 6))])
+    assert profile.by_position == (0.6, 0.5) and profile.beyond == 0.5
+    np.testing.assert_allclose(profile.survival(3), [0.6, 0.3, 0.15])
+    assert Profile.of_histogram((4, 3, 3)).by_position == (0.6, 0.5)
+    nothing_drafted = stats((10, 0, 5), reached=(5, 5))  # prompt lookup: ten rounds without a match
+    assert Profile.of_texts([nothing_drafted]).by_position == (1 / 3, 1.0)
+    never = Profile.of_histogram((7, 0, 0))
+    assert never.by_position == (0.0,) and never.tokens_per_round(4).value == 1
+
+
+def drawn_texts(rates, rounds, K, random):
+    accepted = [np.cumprod(random.random((rounds, K)) < rate, axis=1).sum(1) for rate in rates]
+    return [stats(np.bincount(n, minlength=K + 1)) for n in accepted]
+
+
+def test_texts_that_differ_are_told_from_chance():
+    random = np.random.default_rng(0)
+    alike = Profile.of_texts(drawn_texts([0.7] * 40, 60, 4, random))
+    differing = Profile.of_texts(drawn_texts(random.uniform(0.4, 0.95, 40), 60, 4, random))
+    assert np.std(alike.texts) < 0.12 < 0.4 < np.std(differing.texts)
+
+
+def test_bands_cover_the_truth_as_often_as_they_say():
+    """95% of 400 data sets, for counts and for texts; an error half as large is the control."""
+    random = np.random.default_rng(0)
+    truth, covered, covered_by_half = expected_tokens(0.7, 4), [], []
+    for number in range(400):
+        texts = drawn_texts([0.7] * 8, 30, 4, random)
+        total = stats(np.sum([one.accepted_counts for one in texts], axis=0))
+        band = (Profile.of_texts(texts) if number % 2 else Profile.of_texts([total])).tokens_per_round(4)
+        covered.append(band.lower <= truth <= band.upper)
+        covered_by_half.append(math.sqrt(band.lower * band.value) <= truth <= math.sqrt(band.upper * band.value))
+    assert 0.88 < np.mean(covered) < 0.99 and np.mean(covered_by_half) < 0.8
+
+
+def test_a_rate_that_was_counted_has_a_band():
+    assert Profile.of_rate(0.7).tokens_per_round(4).upper == Profile.of_rate(0.7).tokens_per_round(4).value
+    band = Profile.of_rate(0.7, judged=1000).tokens_per_round(4)
+    low, high = expected_tokens(0.7 - 1.96 * math.sqrt(0.21 / 1000), 4), expected_tokens(0.7 + 1.96 * math.sqrt(0.21 / 1000), 4)
+    np.testing.assert_allclose([band.lower, band.upper], [low, high], rtol=2e-3)
+    sure, unsure = per_call(1, 0.1), dataclasses.replace(per_call(1, 0.1), error=0.05)
+    width = lambda costs: (lambda b: b.upper / b.lower)(make_plan(Profile.of_rate(0.7), costs)[4].speedup)
+    assert width(sure) == 1 and math.isclose(width(unsure), math.exp(2 * 1.96 * 0.05 * math.sqrt(2)))
+
+
+def test_lines_between_known_rounds():
+    at = lambda K, ms, batch, context: Round(draft_length=K, ms=ms, batch=batch, context=context)
+    table = CostTable(
+        rounds=(at(0, 1, 1, 100), at(1, 2, 1, 100), at(4, 5, 1, 100), at(8, 13, 1, 100), at(0, 3, 3, 100), at(0, 5, 1, 300))
+    )
+    assert [table.round_ms(K, 1, 100) for K in (0, 1, 2, 4, 6, 12)] == [1, 2, 3, 5, 9, 21]
+    assert table.round_ms(0, 2, 100) == 2 and table.round_ms(0, 1, 200) == 3
+    with pytest.raises(ValueError, match="batch 4 lies beyond the measured 1, 3"):
+        table.round_ms(0, 4, 100)
+    with pytest.raises(ValueError, match="context 50 lies beyond the measured 100, 300"):
+        table.round_ms(0, 1, 50)
+
+
+def test_the_roofline_of_chinchilla_on_16_chips():
+    """Floors and the ridge of facts that anyone can compute: 140 GB over 16 x 1.2 TB/s, 275 TFLOP/s each."""
+    target = Model(weight_bytes=140.1e9, parameters=70.06e9, kv_bytes_per_token=2_621_440)
+    draft = Model(weight_bytes=8.24e9, parameters=4.12e9, kv_bytes_per_token=196_608)
+    roof = Roofline(
+        target=target, draft=draft, bytes_per_second=1.2e12, flops_per_second=2.75e14, devices=16, default_context=0
+    )
+    assert math.isclose(roof.round_ms(0), 7.30, abs_tol=0.01)
+    assert math.isclose(roof.round_ms(4) - roof.round_ms(0), 4 * 0.43, abs_tol=0.01)
+    ridge = 229  # rows from which products are bound by arithmetic
+    assert math.isclose(roof.call(target, 1, 220, 0), roof.call(target, 1, 1, 0))
+    assert math.isclose(roof.call(target, 1, 2 * ridge, 0), 2 * roof.call(target, 1, 1, 0), rel_tol=0.01)
+    # Beyond the ridge speculation costs more than it brings; long caches make it pay again.
+    plan = lambda **where: make_plan(Profile.of_rate(0.8), roof, **where)
+    assert plan(batch=1).best.draft_length >= 4 and plan(batch=512).best.draft_length == 0
+    assert plan(batch=512, context=32768).best.draft_length > 0
+
+
+def test_costs_of_a_compile_report():
+    program = lambda name, mb, collectives: {
+        "name": name, "tokens": 5, "floor_bytes": 1.0, "live_floor_bytes": 1.0, "memory": None, "out_of_memory": None,
+        "hbm_bytes": mb * 1e6, "cycles": 1e3, "collectives": {"all-reduce": collectives},
+    }  # fmt: skip
+    report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "mesh": {}, "rule": "x"}
+    report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
+    costs = compiled_costs(report, latency_us=10)
+    np.testing.assert_allclose([costs.round_ms(K, 1, 2048) for K in (0, 2, 4)], [2, 3, 4], rtol=0.03)
+    calibrated = compiled_costs(report)
+    assert calibrated.round_ms(0, 1, 2048) < calibrated.round_ms(4, 1, 2048) and calibrated.error > 0
+    report["programs"][1]["hbm_bytes"] = None
+    with pytest.raises(ValueError, match="do not fit v4:2x2x4"):
+        compiled_costs(report, 10)
+    with pytest.raises(ValueError, match="no compile report .*KeyError: 'programs'"):
+        compiled_costs({}, 10)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan"), "0.5", True])
+def test_impossible_acceptance_rates(rate):
+    for make in (Profile.of_rate, lambda rate: mirrored_block_survival(rate, 2)):
+        with pytest.raises(ValueError, match=r"the acceptance rate must be a chance, in \[0, 1\]; got"):
+            make(rate)
+    with pytest.raises(ValueError, match="the acceptance at position 2 must be a chance"):
+        Profile.of_positions((0.5, rate))
+
+
+@pytest.mark.parametrize("counts", [(), (3,), (0, 0), (-1, 3), (0.5, 0.5)])
+def test_histograms_that_are_none(counts):
+    with pytest.raises(ValueError, match="a histogram is rounds by accepted tokens"):
+        Profile.of_histogram(counts)
+
+
+def test_numbers_out_of_range():
+    profile, costs = Profile.of_rate(0.5), per_call(1, 0.1)
+    with pytest.raises(ValueError, match="a draft length must be an integer >= 0; got -1"):
+        make_plan(profile, costs, draft_lengths=(1, -1))
+    with pytest.raises(ValueError, match="batch must be an integer >= 1; got 0"):
+        make_plan(profile, costs, batch=0)
+    with pytest.raises(ValueError, match="new_tokens must be an integer >= 1; got 0"):
+        make_plan(profile, costs, new_tokens=0)
+    with pytest.raises(ValueError, match="calls take time: target 0 ms"):
+        per_call(0, 1)
+    with pytest.raises(ValueError, match="judged .* times cannot have accepted"):
+        Profile.of_histogram((1, 2, 3), reached=(6, 2))
+    with pytest.raises(ValueError, match="the acceptance by position is empty"):
+        Profile.of_positions(())

@@ -1,0 +1,85 @@
+"""Sweeps from the command line: what they ask for, print, resume and refuse."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from configs import chinchilla, trained_pair
+from specsamp.analysis import hyper
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_JIT": "1"},
+    )  # fmt: skip
+
+
+def test_the_shipped_sweeps():
+    points = trained_pair.get_hyper(hyper)
+    assert len(points) == 3 * 5 * 2 * 2 + 6
+    assert {"draft_temperature": 0.4, "draft_length": 4} in points
+    assert [point["draft_length"] for point in chinchilla.get_hyper(hyper)] == 2 * list(range(8))
+
+
+def test_pod_commands_hold_what_was_set_for_all():
+    done = run("launch/sweep.py", "--config=configs/chinchilla.py:v4-32", "--config.repeats=5", "--pod=pod", "--output=gs://b/s.json")
+    lines = done.stdout.strip().splitlines()
+    assert done.returncode == 0 and len(lines) == 16, done.stderr
+    assert lines[9] == (
+        "launch/tpu/run.sh --name=pod -- python launch/benchmark.py --config=configs/chinchilla.py:v4-32 --config.repeats=5 "
+        "--config.sampling.temperature=0.0 --config.draft_length=1 --distributed --output=gs://b/s.json"
+    )
+
+
+SWEPT = '''
+import importlib.util, pathlib
+_spec = importlib.util.spec_from_file_location("base", pathlib.Path({root!r}) / "configs" / "random_pair.py")
+_base = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_base)
+
+def get_config():
+    config = _base.get_config("tiny")
+    config.repeats, config.max_new_tokens, config.prompt_length = 1, 1, 1
+    config.target.update(num_layers=1, positions="rotary")
+    config.draft.update(positions="rotary")
+    config.sampling.temperature = 0.0
+    return config
+
+def get_hyper(h):
+    return {points}
+'''
+
+
+@pytest.fixture
+def swept(tmp_path):
+    def write(points):
+        path = tmp_path / "swept.py"
+        path.write_text(SWEPT.format(root=str(ROOT), points=points), encoding="utf-8")
+        return f"--config={path}"
+
+    return write
+
+
+def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
+    output = tmp_path / "sweep.json"
+    output.write_text("half a fi", encoding="utf-8")
+    done = run("launch/sweep.py", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert "set aside as" in done.stdout.replace("\n", " ")
+    assert (tmp_path / "sweep.json.aside-1").read_text() == "half a fi"
+    assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
+    gathered = run("launch/sweep.py", f"--gather={output}", f"--gather={output}", "--plain")
+    assert gathered.stdout.count("greedy, K = 0, batch 1") == 2
+
+
+def test_a_file_without_cells_is_not_gathered(tmp_path):
+    (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
+    done = run("launch/sweep.py", f"--gather={tmp_path / 'cells.json'}")
+    assert done.returncode == 1 and "holds no cells" in done.stderr and "Traceback" not in done.stderr
