@@ -31,6 +31,7 @@ PAIRS = {
     "llama-70b": PublicPair(
         target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", ways=16, key_heads=8
     ),  # fmt: skip
+    "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
     "qwen-7b": PublicPair(target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", ways=4, draft_ways=1),
     "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", ways=8),

@@ -4,6 +4,7 @@
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v5e:4x4 --config.batch=8
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
+    python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 The mesh is that of the topology: ``config.mesh.data`` shares of the batch, all other devices hold one copy of
@@ -11,12 +12,14 @@ the target together. Everything printed is a compiler estimate: nothing runs.
 """
 
 import dataclasses
+import json
 import math
+import pathlib
 import sys
 
 import jax
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
@@ -24,8 +27,11 @@ import entry
 from experiment import RULES, make_model, make_sampling
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
+from specsamp.checkpoints.families import config_of
+from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.programs import Programs
@@ -34,6 +40,7 @@ from specsamp.tpu.report import LATENCIES_US, Report, compile_report
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
 _SLOTS = flags.DEFINE_integer("slots", 2048, "Of the caches.", lower_bound=16)
+_WEIGHTS = flags.DEFINE_enum("weights", None, ["int8"], "As shapes, of the matrices of the layers; default bfloat16.")
 _ACCEPTANCE = flags.DEFINE_multi_float("acceptance", [0.6, 0.7, 0.8, 0.9], "For ms per token; may be repeated.")
 _FITS = flags.DEFINE_bool("fits", False, "Print how many sequences fit, over batch and context, and compile nothing.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
@@ -47,10 +54,10 @@ def main() -> None:
     config = _CONFIG.value
     try:
         entry.check_output(_OUTPUT.value)
-        target, draft = make_model(config.target), make_model(config.draft)
+        target, draft = models_of(config)
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-        ways = config.mesh.draft_ways or math.gcd(draft.config.num_heads, model_ways)
+        ways = min(config.mesh.draft_ways or model_ways, math.gcd(draft.config.num_heads, model_ways))
         ways = None if ways == model_ways else ways
         key_heads = target.config.num_kv_heads
         mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads)
@@ -58,7 +65,7 @@ def main() -> None:
         draft = on_mesh(draft, draft_layout(mesh, ways))
         programs = Programs(
             target=target, draft=draft, mesh=mesh, sampling=make_sampling(config.sampling), batch=config.batch,
-            slots=_SLOTS.value,
+            slots=_SLOTS.value, weight_dtype=_WEIGHTS.value,
         )  # fmt: skip
         if _FITS.value:
             grid = fits(programs, chip.hbm_bytes // chip.devices)
@@ -85,6 +92,29 @@ def main() -> None:
         "calibrated_ms": {p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None},
     }  # fmt: skip
     entry.write_result(_OUTPUT.value, document, console)
+
+
+def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
+    """Target and draft, as shapes: presets, or public checkpoints of which nothing but the shape is needed.
+
+    Raises:
+      ValueError: a public model whose shape is not known here.
+    """
+    if "hugging_face" not in config:
+        return make_model(config.target), make_model(config.draft)
+    made = []
+    for name in (config.hugging_face.target, config.hugging_face.draft):
+        if (path := pathlib.Path(name, "config.json")).exists():
+            shape = config_of(name, json.loads(path.read_text(encoding="utf-8")), config.hugging_face.dtype)[1]
+        elif name in CONFIGS:
+            shape = published_config(name, config.hugging_face.dtype)
+        else:
+            raise ValueError(
+                f"the shape of {name!r} is not known here: give a folder with its config.json, or one of "
+                f"{', '.join(CONFIGS)}"
+            )
+        made.append(TransformerLM(shape))
+    return made[0], made[1]
 
 
 def emitted(report: Report, acceptance: float) -> float:

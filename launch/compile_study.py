@@ -1,8 +1,8 @@
 """Many programs compiled for described TPU slices, to answer one question; see specsamp/tpu/study.py.
 
     python launch/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
-    python launch/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json
-    python launch/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json
+    python launch/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json --figure=scoring.png
+    python launch/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json --figure=shapes.png
     python launch/compile_study.py --study=weights --output=notebooks/results/compile_weights.json
     python launch/compile_study.py --study=variants --output=notebooks/results/compile_variants.json
 
@@ -10,6 +10,7 @@ Every cell is written when it is done, and one that the output already holds is 
 to an hour on two cores; nothing runs on a TPU.
 """
 
+import io
 import json
 import sys
 import time
@@ -25,18 +26,22 @@ from specsamp import storage
 from specsamp.analysis import report as tables
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu import study
+from specsamp.tpu.pictures import PICTURES
 from specsamp.tpu.variants import variants
 
 STUDIES = study.STUDIES | {"variants": variants}
 
 _STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Which question.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Where the answers go, and are looked for, as JSON.", required=True)
+_FIGURE = flags.DEFINE_string("figure", None, f"Draws the answers as PNG: {', '.join(sorted(PICTURES))}.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
 
 def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value, highlight=False)
     try:
+        if _FIGURE.value and _STUDY.value not in PICTURES:
+            raise ValueError(f"--study={_STUDY.value} has no figure; {', '.join(sorted(PICTURES))} have")
         entry.check_output(_OUTPUT.value)
         document = read(_OUTPUT.value, _STUDY.value)
         cells = STUDIES[_STUDY.value]()
@@ -55,6 +60,10 @@ def main() -> None:
             tables.write_json(_OUTPUT.value, document)
             progress.advance(task)
     tables.show([table(document)], console, _PLAIN.value)
+    if _FIGURE.value:
+        picture = io.BytesIO()
+        PICTURES[_STUDY.value](document["cells"]).savefig(picture, format="png", dpi=140)
+        storage.write(_FIGURE.value, picture.getvalue())
 
 
 def read(path: str, study: str) -> dict:

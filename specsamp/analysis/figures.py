@@ -84,7 +84,7 @@ def batch_curves(cells: Cells) -> list[BatchCurve]:
 
 def draw_paper(curves: Sequence[Curve]) -> Any:
     """The three panels of figure 1, as shares of plain decoding: ours as lines, the published points beside them."""
-    figure, (total, share, rounds) = _axes(3, "K, drafted tokens per round")
+    figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
     for colour, curve in zip(COLOURS, curves):
         plain = curve.total_ms[0]
         label = f"{curve.name} ({plain:.0f} ms at K = 0)"
@@ -120,7 +120,7 @@ def draw_paper(curves: Sequence[Curve]) -> Any:
 
 def draw_batches(curves: Sequence[BatchCurve]) -> Any:
     """Speedup over plain decoding of the same batch."""
-    figure, (axis,) = _axes(1, "batch size")
+    figure, (axis,) = axes_of(1, "batch size")
     for number, curve in enumerate(curves):
         colour, style = COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
         axis.plot(curve.batches, curve.speedup, style, marker="o", markersize=3, color=colour, label=curve.name)
@@ -136,7 +136,8 @@ def draw_batches(curves: Sequence[BatchCurve]) -> Any:
     return figure
 
 
-def _axes(count: int, label: str) -> tuple[Any, Any]:
+def axes_of(count: int, label: str) -> tuple[Any, Any]:
+    """A figure of so many panels side by side, and the panels."""
     from matplotlib.figure import Figure  # no window, no global state
 
     figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")

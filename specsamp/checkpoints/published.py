@@ -71,6 +71,10 @@ CONFIGS = {
         "Qwen2ForCausalLM", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, vocab_size=152064, max_position_embeddings=131072, tie_word_embeddings=False,
     ),
+    "Qwen/Qwen2.5-3B": _qwen(
+        "Qwen2ForCausalLM", hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+    ),
     "Qwen/Qwen2.5-0.5B": _qwen(
         "Qwen2ForCausalLM", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,

@@ -87,6 +87,8 @@ def described_mesh(
     options = dict(chip.options)
     if len(sizes) == 3:
         options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}
+    if math.prod(sizes) == 1:  # a host with one chip is not the usual one
+        options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
         described = topologies.get_topology_desc(topology, platform="tpu", **options)
     except RuntimeError as error:

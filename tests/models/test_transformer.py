@@ -150,31 +150,15 @@ def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [1, 7, 20])
-def test_align_distances_on_both_sides_of_the_branch(batch, length, monkeypatch):
-    """Against the definition, for the sliced form and the skewed one, from the first start to the last possible."""
+def test_align_distances(batch, length):
+    """Against the definition, from the first start to the last possible."""
     slots = 20
     scores = np.random.default_rng(0).normal(size=(batch, 2, length, slots)).astype(np.float32)
     starts = np.linspace(slots - length, 0, batch).astype(np.int32)
     distance = starts[:, None, None] + np.arange(length)[:, None] - np.arange(slots)
     column = np.broadcast_to(np.clip(slots - 1 - distance, 0, slots - 1)[:, None], scores.shape)
     expected = np.where(distance[:, None] >= 0, np.take_along_axis(scores, column, axis=-1), 0)
-    for limit in (0, 64):
-        monkeypatch.setattr(positions, "MAX_SLICED_ROWS", limit)
-        align = jax.jit(lambda *args: positions.align_distances(*args))  # a new one: the limit is no argument
-        np.testing.assert_array_equal(align(scores, starts), expected)
-
-
-def test_a_chunk_that_is_skewed_equals_two_that_are_sliced():
-    """More than 32 tokens in one call, and the same in two, behind prefixes of different lengths."""
-    model, params = model_and_params("relative", 2)
-    half = positions.MAX_SLICED_ROWS // 2 + 1
-    slots = 2 * half + 10
-    weights, tokens, starts = model.prepare(params, slots), some_tokens(3, 2 * half), at(0, 6, 10)
-    prefix = stale_cache(model, slots=slots, size=1.0)
-    whole = call(model, weights, tokens, starts, prefix).logits_BTV
-    first = call(model, weights, tokens[:, :half], starts, prefix)
-    second = call(model, weights, tokens[:, half:], starts + half, first.cache)
-    assert_close(whole, jnp.concatenate([first.logits_BTV, second.logits_BTV], axis=1))
+    np.testing.assert_array_equal(jax.jit(positions.align_distances)(scores, starts), expected)
 
 
 def test_more_rows_than_are_unrolled_equal_few_rows():

@@ -1,0 +1,49 @@
+"""Figures of the studies that have one; ``pip install specsamp[figures]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specsamp.analysis.figures import COLOURS, axes_of
+
+Cells = Sequence[Mapping[str, Any]]
+
+
+def draw_shapes(cells: Cells) -> Any:
+    """Milliseconds of a draft step against layers, a line for each number of chips, beside the paper's two."""
+    figure, (axis,) = axes_of(1, "layers")
+    for colour, chips in zip(COLOURS, sorted({cell["name"]["chips"] for cell in cells})):
+        of_chips = [cell for cell in cells if cell["name"]["chips"] == chips and "calibrated_ms" in cell]
+        drafts = sorted((c for c in of_chips if "7B" not in c["name"]["shape"]), key=lambda cell: cell["layers"])
+        layers = [cell["layers"] for cell in drafts]
+        label = f"{chips} chip{'s' if chips > 1 else ''}"
+        axis.plot(layers, [cell["calibrated_ms"] for cell in drafts], marker="o", markersize=3, color=colour, label=label)
+        low, high = zip(*(cell["calibrated_band_ms"] for cell in drafts))
+        axis.fill_between(layers, low, high, color=colour, alpha=0.1, linewidth=0)
+    axis.plot([8], [1.8], "s", color="black", markersize=5, label="Chen et al., 4B on 16")
+    axis.set_title("step of a 4B draft, ms (calibrated compiler estimate)", fontsize=10)
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def draw_scoring(cells: Cells) -> Any:
+    """A call of the target over one of two tokens, against tokens: streaming or computing, whichever is longer."""
+    figure, (axis,) = axes_of(1, "tokens in one call")
+    busy = lambda cell: max(cell["streaming_ms"], cell["cycles_ms"])
+    for colour, topology in zip(COLOURS, dict.fromkeys(cell["name"]["topology"] for cell in cells)):
+        calls = [c for c in cells if c["name"]["topology"] == topology and c["name"]["tokens"] > 1 and "cycles_ms" in c]
+        calls = [cell for cell in calls if cell["name"]["tokens"] <= cell["ridge_tokens"]]
+        tokens = [cell["name"]["tokens"] for cell in calls]
+        axis.plot(tokens, [busy(cell) / busy(calls[0]) for cell in calls], marker="o", markersize=3, color=colour,
+                  label=f"{topology} (ridge {calls[0]['ridge_tokens']:.0f})")  # fmt: skip
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    axis.set_title("scoring call over a step (compiler estimate)", fontsize=10)
+    axis.set_ylim(0, 4)  # beyond, nobody would draft
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+PICTURES = {"shapes": draw_shapes, "scoring": draw_scoring}
