@@ -24,9 +24,9 @@ import entry
 from rich.progress import Progress
 from specsamp import storage
 from specsamp.analysis import report as tables
+from specsamp.analysis.compile_figures import PICTURES
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu import study
-from specsamp.tpu.pictures import PICTURES
 from specsamp.tpu.variants import variants
 
 STUDIES = study.STUDIES | {"variants": variants}

@@ -76,6 +76,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
         workload = with_prompts(workload, pair, prompts or config.prompts)
     elif name is None:
+        if prompts:
+            raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
         runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
         pair = bare_pair(
             make_model(config.target), make_model(config.draft), config.seed, mesh=mesh, draft_ways=draft_ways(config),
@@ -87,9 +89,6 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         if mesh is not None:
             pair = shard(pair, mesh, draft_ways=draft_ways(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
-        prompts = ()
-    if prompts:
-        raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
         pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload

@@ -17,12 +17,13 @@ jax.config.update("jax_enable_compilation_cache", False)  # nothing outside the 
 
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """For modules that compile much and run little: half of the compiler's work is left out."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture(autouse=True, scope="module")
+def compilation(request):
+    """A third of the time is the compiler's, for speed that no test needs.
+
+    Modules that run much, or look at compiled programs, say ``OPTIMISED = True``.
+    """
+    jax.config.update("jax_disable_most_optimizations", not getattr(request.module, "OPTIMISED", False))
 
 
 # Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond, XLA aborts.

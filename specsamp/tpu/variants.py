@@ -3,23 +3,26 @@
 Each cell is one form; `launch/compile_study.py --study=variants` writes them all. What they said (libtpu
 0.0.42.1; `notebooks/results/compile_variants.json` has the figures):
 
-- **Rows of a call.** With one row per device a product becomes a vector multiply-reduce, several times slower
-  than streaming its weight; with two rows it uses the matrix unit. So one-token calls carry two rows on a TPU
-  (`decode_window`), and the autoregressive baseline is measured the same way.
-- **Layout of the heads.** Weights of attention are ``[heads, width, size]``. Other orders are laid out anew for
-  every number of rows that one program uses them with, and the copies are hoisted out of the loop, where
-  nobody looks: as much memory again, and a call's worth of traffic.
+- **Rows of a call.** With one row per device a product becomes a vector multiply-reduce: a step of the target
+  takes 26 ms of cycles, with two rows 6, less than the 7.5 ms of streaming. So one-token calls carry two rows on a
+  TPU (`decode_window`), and the autoregressive baseline is measured at the best of `STEP_WINDOWS`.
+- **Layout of the heads.** Weights of attention are ``[heads, width, size]``: 2.7 times fewer cycles than
+  ``[width, heads, size]``. Side by side, ``[width, heads * size]``, costs the same, but a part of the heads is
+  then no contiguous part of an axis that can be split where key heads are few.
 - **Writing rows into a cache.** One `dynamic_update_slice` per row into ``[rows, heads, slots, size]`` moves
-  what the step reads and little more. A scatter, a one-hot select and a `vmap` of the update cost more as the
-  batch grows.
-- **Relative keys.** A table per layer, reversed once, of which every row takes one slice, costs little;
-  gathering a key for every pair of positions costs more than attention itself.
-- **Logits.** Constrained to lie split over the vocabulary, then whole: one gather. Left split, the bisection of
-  top-p waits for the other chips in every step; straight to whole, the compiler gathers the embedding at
-  larger batches.
-- **Collectives.** By default chains of permutes overlap the products, which pays for many rows; with few the
-  chain is longer than the product. `FEWEST_COLLECTIVES` asks for all-reduces as they stand.
-- **Fused projections.** Query, key and value in one product save launches, not traffic: no gain here.
+  what attention reads. A `vmap` of it moves half as much again, a scatter or a one-hot select twice as much, in
+  up to ten times the cycles.
+- **Relative keys.** Scores with a reversed table, shifted once per row, cost three times what attention without
+  positions costs; gathering the key of every pair twice that, gathers themselves not counted.
+- **Logits.** Split over the vocabulary and then gathered whole: sampling holds no collective. Left split, the
+  bisection of top-p waits 36 times for the other chips. At batch 8 that trade turns: whole logits of forty rows are
+  3 ms of cycles on every chip, split ones 0.2 and 36 collectives. Straight to whole, without the split between,
+  the compiler gathers the embedding instead: 2.7 times the traffic.
+- **Collectives.** `FEWEST_COLLECTIVES` asks for all-reduces as they stand, and not for chains of permutes that
+  overlap products. In this layout this compiler chooses none by itself, at 5 rows or at 64: the option is there for
+  others.
+- **Fused projections.** Query, key and value in one product: an eighth fewer cycles, more traffic, and streaming
+  is what a step waits for.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import chain, for_rows, temperature, top_k, top_p
 
+OPTIMISED = True
+
 SLOTS = 256
 
 

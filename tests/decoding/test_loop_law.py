@@ -9,6 +9,8 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
 
+OPTIMISED = True
+
 V = 3
 TARGET = random_table(0, V)
 NEAR = near(TARGET, 1, 0.5)

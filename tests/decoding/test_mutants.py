@@ -18,6 +18,8 @@ from specsamp.sampling import rules
 from specsamp.sampling.rng import Purpose, RoundKeys
 from specsamp.sampling.rules import BlockRule, TokenRule
 
+OPTIMISED = True
+
 K = 3
 # The statistic is astronomically far out for real mistakes; a factor of 1e6 keeps luck out of it.
 CAUGHT = FALSE_ALARM * 1e-6

@@ -20,8 +20,6 @@ from specsamp.mesh.on_mesh import on_mesh, shard
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MESHES = [(1, 8, None), (2, 4, None), (4, 2, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]
 every_mesh = pytest.mark.parametrize("data, model, draft_ways", MESHES)
 SAMPLING = chain(temperature(0.8), top_p(0.9))

@@ -7,6 +7,8 @@ import pytest
 
 from specsamp.models.products import contract
 
+OPTIMISED = True
+
 SHAPES = {
     "BTD,VD->BTV": ((2, 3, 8), (5, 8)),
     "BTNH,NHD->BTD": ((2, 3, 4, 2), (4, 2, 6)),

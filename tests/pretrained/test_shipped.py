@@ -11,6 +11,8 @@ from specsamp import generate, greedy, load_pair
 from specsamp.pretrained.pair import load_prompts, pair_folder
 from specsamp.training.objective import cross_entropy, overlap
 
+OPTIMISED = True
+
 
 @pytest.fixture(scope="module")
 def pair():

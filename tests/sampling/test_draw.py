@@ -11,6 +11,8 @@ import pytest
 import specsamp.sampling.draw as draw_module
 from specsamp.sampling.draw import BLOCK, draw
 
+OPTIMISED = True
+
 drawn = jax.jit(draw)
 LARGEST = np.float32(1 - 2**-24)  # the largest float32 below 1
 EXTREMES = np.float32([0, 2**-126, 2**-23, 0.5, 1 - 2**-23, LARGEST])

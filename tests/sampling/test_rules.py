@@ -13,6 +13,8 @@ from enumerate_laws import COMPILE_FAST, autoregressive, enumerate_round, joint_
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
 
+OPTIMISED = True
+
 warp_and_normalise = jax.jit(log_probs, compiler_options=COMPILE_FAST)
 
 EXACT = 1e-12

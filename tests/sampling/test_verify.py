@@ -15,6 +15,8 @@ from enumerate_laws import COMPILE_FAST, enumerate_round, split
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 
+OPTIMISED = True
+
 ROWS = 200_000
 NUM_TOKENS = 3
 VOCAB_SIZE = 3

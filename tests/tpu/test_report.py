@@ -22,6 +22,8 @@ from specsamp.tpu.described import described_mesh, is_out_of_memory, parse
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import _largest, compile_report
 
+OPTIMISED = True
+
 TOPOLOGY = "v4:2x2x4"
 
 

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from specsamp.analysis.compile_figures import PICTURES
 from specsamp.tpu import study
 from specsamp.tpu.report import Memory, Program
 
@@ -76,3 +77,11 @@ def test_straight_lines_agree_with_the_whole(whole):
         assert made["hbm_bytes"] == pytest.approx(programs[name]["hbm_bytes"], rel=0.03), name
         assert made["collectives"] == programs[name]["collectives"], name
         assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=0.1), name
+
+
+def test_pictures():
+    """From the committed answers: a line for each number of chips, and for each kind."""
+    for name, lines in (("shapes", 5), ("scoring", 5)):
+        cells = json.loads((RESULTS / f"compile_{name}.json").read_text(encoding="utf-8"))["cells"]
+        figure = PICTURES[name](cells)
+        assert len(figure.axes[0].lines) == lines, name

@@ -1,4 +1,4 @@
-"""Figures of the studies that have one; ``pip install specsamp[figures]``."""
+"""Figures of those studies of `specsamp.tpu` that have one; ``pip install specsamp[figures]``."""
 
 from __future__ import annotations
 
