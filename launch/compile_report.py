@@ -24,13 +24,13 @@ from ml_collections import ConfigDict, config_flags
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 import entry
-from experiment import RULES, make_model, make_sampling
+from experiment import RULES, choose, make_model, make_sampling
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.families import config_of
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.mesh.on_mesh import DataShares, draft_layout, on_mesh
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.described import described_mesh, parse
@@ -54,10 +54,14 @@ def main() -> None:
     config = _CONFIG.value
     try:
         entry.check_output(_OUTPUT.value)
+        if config.drafter != "model":
+            raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
         target, draft = models_of(config)
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-        ways = min(config.mesh.draft_ways or model_ways, math.gcd(draft.config.num_heads, model_ways))
+        ways = config.mesh.draft_ways or math.gcd(draft.config.num_heads, model_ways)
+        if not config.mesh.draft_ways and ways < model_ways:
+            console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
         ways = None if ways == model_ways else ways
         key_heads = target.config.num_kv_heads
         mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads)
@@ -75,7 +79,8 @@ def main() -> None:
             return
         with console.status("compiling") as status:
             report = compile_report(
-                programs, topology=_TOPOLOGY.value, draft_length=config.draft_length, rule=RULES[config.rule](),
+                programs, topology=_TOPOLOGY.value, draft_length=config.draft_length,
+                rule=choose("rule", config.rule, RULES)(),
                 progress=lambda text: status.update(f"compiling: {text}"),
             )  # fmt: skip
     except (ValueError, RuntimeError) as error:
@@ -154,8 +159,8 @@ def report_tables(report: Report, acceptance: list[float]) -> list[tables.Table]
             header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US),
                     "calibrated"),
             rows=times,
-            note=f"calibrated on {calibrate().points} published steps of TPU v4, off by {calibrate().error:.0%} at most "
-                 "where one was left out",
+            note=f"calibrated on {calibrate().points} published steps of TPU v4 at batch 1, off by "
+                 f"{calibrate().error:.0%} at most where one was left out; beyond them nothing checks it",
         ),
     ]  # fmt: skip
     if report.fits:
@@ -176,9 +181,10 @@ def report_tables(report: Report, acceptance: list[float]) -> list[tables.Table]
 
 def fits(programs: Programs, capacity: int) -> list[dict]:
     """Bytes per device of weights and caches; temporaries come on top."""
-    grid = []
-    for context in CONTEXTS:
-        for batch in BATCHES:
+    grid, shares = [], DataShares(programs.mesh).ways
+    most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
+    for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:
+        for batch in [b * shares for b in BATCHES]:
             weights, caches = dataclasses.replace(programs, batch=batch, slots=context).bytes_of_state()
             grid.append({"context": context, "batch": batch, "weights": weights, "caches": caches,
                          "share": (weights + caches) / capacity})  # fmt: skip
@@ -187,13 +193,12 @@ def fits(programs: Programs, capacity: int) -> list[dict]:
 
 def fits_table(grid: list[dict]) -> tables.Table:
     shares = {(g["context"], g["batch"]): g["share"] for g in grid}
+    contexts, batches = (sorted({g[name] for g in grid}) for name in ("context", "batch"))
     percent = lambda share: f"{share:.0%}" if share < 10 else ">1000%"
     return tables.Table(
         title=f"Weights and caches, share of a device's memory: {_TOPOLOGY.value}",
-        header=("slots", *(f"batch {batch}" for batch in BATCHES)),
-        rows=[
-            (f"{context:,}", *(percent(shares[context, batch]) for batch in BATCHES)) for context in CONTEXTS
-        ],
+        header=("slots", *(f"batch {batch}" for batch in batches)),
+        rows=[(f"{context:,}", *(percent(shares[context, batch]) for batch in batches)) for context in contexts],
         note="above about 95% nothing is left for temporaries",
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ Every cell is written when it is done, and one that the output already holds is 
 to an hour on two cores; nothing runs on a TPU.
 """
 
+import dataclasses
 import io
 import json
 import sys
@@ -82,8 +83,13 @@ def read(path: str, study: str) -> dict:
     try:
         found = json.loads(place.read_text())
         same = found["study"] == study and found["libtpu"] == head["libtpu"]
+        names = [cell["name"] for cell in found["cells"]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no answers of a study ({error!r}): move it, or choose another --output") from error
+        raise ValueError(f"{path} holds no answers of a study ({error!r}): choose another --output") from error
+    if found.get("calibration") != dataclasses.asdict(calibrate()):
+        raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
+    if gone := [name for name in names if name not in [cell.name for cell in STUDIES[study]()]]:
+        raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
     if not same:
         raise ValueError(
             f"{path} holds answers to {found['study']!r} by libtpu {found['libtpu']}, not to {study!r} by "

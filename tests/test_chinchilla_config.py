@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.sharding import AxisType
 
 from configs import chinchilla
 from launch import experiment
@@ -29,7 +30,8 @@ def test_other_slices_and_batches(argument, devices, draft_ways, batch):
     config = chinchilla.get_config(argument)
     assert (config.mesh.model, config.mesh.draft_ways, config.batch) == (devices, draft_ways, batch)
     ways = draft_ways or devices
-    mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), ("data", "copies", "model"))
+    names = ("data", "copies", "model")
+    mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
     over = {"target": ("model", "copies"), "draft": ("model",)}
     for side, axes in over.items():
         model = on_mesh(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))

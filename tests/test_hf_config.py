@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from jax.sharding import AxisType
 
 from configs import hf
 from launch import experiment
@@ -14,7 +15,8 @@ from specsamp.models.transformer import TransformerLM
 
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
     "meta-llama/Llama-3.1-70B": 70.554e9, "meta-llama/Llama-3.1-8B": 8.0303e9, "meta-llama/Llama-3.2-1B": 1.2358e9,
-    "Qwen/Qwen2.5-7B": 7.6156e9, "Qwen/Qwen2.5-0.5B": 494.03e6, "Qwen/Qwen3-32B": 32.762e9, "Qwen/Qwen3-0.6B": 596.05e6,
+    "Qwen/Qwen2.5-7B": 7.6156e9, "Qwen/Qwen2.5-3B": 3.0859e9,
+    "Qwen/Qwen2.5-0.5B": 494.03e6, "Qwen/Qwen3-32B": 32.762e9, "Qwen/Qwen3-0.6B": 596.05e6,
     "google/gemma-2-9b": 9.2417e9, "google/gemma-2-2b": 2.6143e9, "EleutherAI/pythia-12b": 11.846e9,
     "EleutherAI/pythia-160m": 162.32e6, "openai-community/gpt2-large": 774.03e6, "distilbert/distilgpt2": 81.913e6,
 }  # fmt: skip
@@ -31,7 +33,7 @@ def test_both_models_divide_over_their_mesh(name):
     config, pair = hf.get_config(name), hf.PAIRS[name]
     ways = config.mesh.model
     shape, names = mesh_axes(1, ways, experiment.draft_ways(config), experiment.key_heads(config))
-    mesh = jax.sharding.AbstractMesh(shape, names)
+    mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
     rows = -(-max(target.vocab_size, draft.vocab_size) // ways) * ways

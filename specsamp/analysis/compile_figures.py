@@ -16,6 +16,8 @@ def draw_shapes(cells: Cells) -> Any:
     for colour, chips in zip(COLOURS, sorted({cell["name"]["chips"] for cell in cells})):
         of_chips = [cell for cell in cells if cell["name"]["chips"] == chips and "calibrated_ms" in cell]
         drafts = sorted((c for c in of_chips if "7B" not in c["name"]["shape"]), key=lambda cell: cell["layers"])
+        if not drafts:
+            continue
         layers = [cell["layers"] for cell in drafts]
         label = f"{chips} chip{'s' if chips > 1 else ''}"
         axis.plot(layers, [cell["calibrated_ms"] for cell in drafts], marker="o", markersize=3, color=colour, label=label)
@@ -34,7 +36,8 @@ def draw_scoring(cells: Cells) -> Any:
     busy = lambda cell: max(cell["streaming_ms"], cell["cycles_ms"])
     for colour, topology in zip(COLOURS, dict.fromkeys(cell["name"]["topology"] for cell in cells)):
         calls = [c for c in cells if c["name"]["topology"] == topology and c["name"]["tokens"] > 1 and "cycles_ms" in c]
-        calls = [cell for cell in calls if cell["name"]["tokens"] <= cell["ridge_tokens"]]
+        if not calls:
+            continue
         tokens = [cell["name"]["tokens"] for cell in calls]
         axis.plot(tokens, [busy(cell) / busy(calls[0]) for cell in calls], marker="o", markersize=3, color=colour,
                   label=f"{topology} (ridge {calls[0]['ridge_tokens']:.0f})")  # fmt: skip

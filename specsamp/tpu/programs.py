@@ -38,6 +38,13 @@ class Programs:
     slots: int
     weight_dtype: str | None = None  # of the matrices of the layers, "int8" for instance; None: the compute dtype
 
+    def check(self) -> None:
+        """Raises ValueError where the slots are more than a model can read."""
+        for side, model in (("target", self.target), ("draft", self.draft)):
+            most = model.max_positions
+            if most is not None and self.slots > most:
+                raise ValueError(f"{self.slots} slots exceed the {most} positions of the {side}: give --slots={most}")
+
     @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: OnMesh) -> Any:
         prepare = lambda key: model.model.prepare(model.model.init(key), self.slots)
@@ -70,8 +77,8 @@ class Programs:
             return output.logits_BTV, output.cache
 
         split = DataShares(self.mesh)(call, (False, True, True, True))
-        arguments = (self.weights(model), self._rows((tokens,), jnp.int32), self._rows((), jnp.int32), self.cache(model))
-        return jax.jit(split, donate_argnums=3).lower(*arguments)
+        tokens_BT, start_B = self._rows((tokens,), jnp.int32), self._rows((), jnp.int32)
+        return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
     def round(self, loop: Loop) -> jax.stages.Lowered:
         """The whole loop of generation."""

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -24,7 +26,7 @@ import jax
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
-from specsamp.mesh.on_mesh import DataShares
+from specsamp.mesh.on_mesh import DataShares, OnMesh
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.tpu import hlo
 from specsamp.tpu.calibration import calibrate, hops
@@ -35,6 +37,7 @@ WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit
 STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at its best
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
+USABLE = 0.98  # of the memory of a chip; the rest is not for programs
 NAMES = ("draft step", "target step", "score", "prefill", "round")
 
 
@@ -50,6 +53,10 @@ class Memory:
     @property
     def total(self) -> int:
         return self.arguments + self.temporaries + self.outputs
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= USABLE * self.capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +74,9 @@ class Program:
     collectives: dict[str, int] | None = None
     collective_bytes: dict[str, float] | None = None
     copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: where, and bytes
+    num_copies: int = 0
     host_transfers: int = 0
+    compile_seconds: float = 0.0
 
     @property
     def over_floor(self) -> float | None:
@@ -96,6 +105,7 @@ class Report:
     draft_length: int
     rule: str
     programs: tuple[Program, ...]
+    draft_ways: int | None = None  # devices that hold one copy of the draft together; None: as many as the target's
 
     def __getitem__(self, name: str) -> Program:
         return next(program for program in self.programs if program.name == name)
@@ -115,11 +125,20 @@ class Report:
 
     def calibrated_ms(self, name: str) -> tuple[float, float, float]:
         """Least, likely and most, see `specsamp.tpu.calibration`: fitted on TPU v4."""
-        calls = self.draft_length + 1 if name == "round" else 1
-        program = self[name]
-        known = (program.busy_ms(self.chip), sum(program.collectives.values()), hops(parse(self.topology)[1]), calls)
-        least, most = calibrate().band(*known)
-        return least, calibrate().milliseconds(*known), most
+        program, (chip, sizes) = self[name], parse(self.topology)
+        serial = sum(program.collectives.values())
+        of_target = max(math.prod(self.mesh.values()) // self.mesh["data"] // chip.devices, 1)
+        of_draft = of_target if self.draft_ways is None else max(self.draft_ways // chip.devices, 1)
+        crossed = serial * hops(sizes, of_draft if name == "draft step" else of_target)
+        calls = 1
+        if name == "round":
+            steps = [p for p in self.programs if p.name == "draft step"]  # without one, as if all were the target's
+            drafts = sum(sum(step.collectives.values()) for step in steps) * self.draft_length
+            crossed = (serial - drafts) * hops(sizes, of_target) + drafts * hops(sizes, of_draft)
+            calls = self.draft_length + 1
+        return calibrate().estimate(
+            program.streaming_ms(chip), crossed, cycles_ms=program.cycles / chip.clock_hz * 1e3, calls=calls
+        )
 
 
 def compile_report(
@@ -140,8 +159,15 @@ def compile_report(
       progress: is told what is being compiled.
 
     Raises:
-      ValueError: a model does not divide over the mesh, or the batch over its shares.
+      ValueError: a model does not divide over the mesh, or the batch over its shares; no draft, or slots for fewer
+        tokens than a round has, or for more than a model can read.
     """
+    programs.check()
+    if draft_length < 1 or programs.slots < max(draft_length + 1, 16):
+        raise ValueError(
+            f"a round is compiled with draft_length >= 1 and at least {max(draft_length + 1, 16)} slots; got "
+            f"draft_length {draft_length} and {programs.slots} slots"
+        )
     shares = DataShares(programs.mesh)
     if programs.batch % shares.ways:
         raise ValueError(f"batch {programs.batch} does not divide over {shares.ways} shares of the data axis")
@@ -156,7 +182,7 @@ def compile_report(
         "draft step": (of_draft, [call(draft, window) for window in STEP_WINDOWS]),
         "target step": (of_target, [call(target, window) for window in STEP_WINDOWS]),
         "score": (of_target, [call(target, draft_length + 1)]),
-        "prefill": (of_target, [call(target, PREFILL)]),
+        "prefill": (of_target, [call(target, min(PREFILL, programs.slots))]),
         "round": (of_round, [(draft_length + 1, lambda: programs.round(loop))]),
     }
     chip, _ = parse(topology)
@@ -171,8 +197,14 @@ def compile_report(
         results.append(min(fitting, key=lambda program: program.busy_ms(chip), default=found[0]))
     return Report(
         topology=topology, mesh=dict(programs.mesh.shape), batch=programs.batch, slots=programs.slots,
-        draft_length=draft_length, rule=type(rule).__name__, programs=tuple(results),
+        draft_length=draft_length, rule=type(rule).__name__, draft_ways=ways_of(draft), programs=tuple(results),
     )  # fmt: skip
+
+
+def ways_of(model: OnMesh) -> int:
+    """Devices that hold one copy of a model together."""
+    layout = model.layout
+    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.table).get("heads", ()))
 
 
 def measure(
@@ -180,6 +212,7 @@ def measure(
 ) -> Program:
     """Compiles one program; that it does not fit is a result."""
     known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
+    start = time.perf_counter()
     try:
         compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
     except jax.errors.JaxRuntimeError as error:
@@ -195,7 +228,8 @@ def measure(
     return Program(
         **known, memory=memory, out_of_memory=None, hbm_bytes=traffic.bytes, cycles=traffic.cycles,
         collectives=dict(traffic.collectives), collective_bytes=dict(traffic.collective_bytes),
-        copies=tuple(traffic.copies), host_transfers=traffic.host_transfers,
+        copies=tuple(traffic.copies), num_copies=len(traffic.copies), host_transfers=traffic.host_transfers,
+        compile_seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 

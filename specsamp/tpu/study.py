@@ -6,9 +6,7 @@
     weights   bfloat16 and int8 weights; multi-head, grouped and multi-query: what complements what
 
 A layer costs what the next one costs. So programs of two and of four layers are compiled at full width and
-continued in a straight line to all layers; fixed costs stay fixed. `notebooks/results/compile_chinchilla_v4.json`
-is compiled whole, and the cell of "slices" that describes the same is within the deviation that the test of
-the committed results allows.
+continued in a straight line to all layers; fixed costs stay fixed.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
 from specsamp.tpu.calibration import calibrate, hops
 from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import WINDOW, Program, measure
+from specsamp.tpu.report import WINDOW, Memory, Program, measure
 
 FEW, MANY = 2, 4  # layers that are compiled
 K = 4  # the paper's draft length
@@ -51,7 +49,7 @@ class Cell:
 
 
 def linear(*terms: tuple[float, Program]) -> Program:
-    """A sum of programs with weights: traffic, floors, cycles and collectives; the rest is the first one's."""
+    """A sum of programs with weights: of all that is counted, and of memory."""
     first = terms[0][1]
     unfit = next((program for _, program in terms if program.memory is None), None)
     if unfit is not None:
@@ -65,9 +63,16 @@ def linear(*terms: tuple[float, Program]) -> Program:
 
     of = lambda name: sum(weight * getattr(program, name) for weight, program in terms)
     numbers = {name: of(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
+    whole = {name: round(of(name)) for name in ("num_copies", "host_transfers")}
+    parts = {
+        name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)
+        for name in ("arguments", "temporaries", "outputs")
+    }
+    memory = dataclasses.replace(first.memory, **parts)
     return dataclasses.replace(
-        first, **numbers, collectives=counts("collectives"), collective_bytes=counts("collective_bytes")
-    )
+        first, **numbers, **whole, memory=memory, collectives=counts("collectives"),
+        collective_bytes=counts("collective_bytes"),
+    )  # fmt: skip
 
 
 def continued(few: Program, many: Program, layers: int) -> Program:
@@ -86,7 +91,6 @@ class Stack:
     batch: int = 1
     slots: int = 2048
     weight_dtype: str | None = None
-    is_draft: bool = False
 
     def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
         """This one as the target, and another (or itself) as the draft."""
@@ -128,19 +132,29 @@ def first_devices(topology: str, count: int) -> Mesh:
 
 def facts(program: Program, topology: str, calls: int = 1, chips: Iterable[int] | None = None) -> dict[str, Any]:
     """What is reported of a program; times in milliseconds."""
-    if program.memory is None:
-        return {"fits": False, "why": program.out_of_memory}
+    if program.memory is None or not program.memory.fits:
+        return {"fits": False, "why": program.out_of_memory or needs(program.memory)}
     chip, sizes = parse(topology)
-    serial = sum(program.collectives.values())
-    known = (program.busy_ms(chip), serial, hops(tuple(chips or sizes)), calls)
-    least, most = calibrate().band(*known)
+    crossed = sum(program.collectives.values()) * hops(tuple(chips or sizes))
+    cycles_ms = program.cycles / chip.clock_hz * 1e3
+    least, likely, most = calibrate().estimate(
+        program.streaming_ms(chip), crossed, cycles_ms=cycles_ms, calls=calls
+    )
     return {
         "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
-        "collectives": program.collectives, "copies": len(program.copies), "host_transfers": program.host_transfers,
-        "temporary_bytes": program.memory.temporaries, "streaming_ms": program.streaming_ms(chip),
-        "cycles_ms": program.cycles / chip.clock_hz * 1e3,
-        "calibrated_ms": calibrate().milliseconds(*known), "calibrated_band_ms": (least, most),
+        "collectives": program.collectives, "collective_bytes": program.collective_bytes,
+        "copies": program.num_copies, "host_transfers": program.host_transfers, "fits": True,
+        "memory_bytes": program.memory.total, "temporary_bytes": program.memory.temporaries,
+        "streaming_ms": program.streaming_ms(chip),
+        "cycles_ms": cycles_ms, "calibrated_ms": likely, "calibrated_band_ms": (least, most),
     }  # fmt: skip
+
+
+def needs(memory: Memory) -> str:
+    return (
+        f"weights and caches {memory.arguments / 2**30:.1f} GiB, temporaries {memory.temporaries / 2**30:.1f} GiB, of "
+        f"{memory.capacity / 2**30:.0f} GiB"
+    )
 
 
 def slices() -> list[Cell]:
@@ -164,13 +178,14 @@ def slices() -> list[Cell]:
                 small = small_round(target, draft, sampling, RULES[rule])
                 per_target = (target.config.num_layers - FEW) / (MANY - FEW)
                 per_draft = K * (draft.config.num_layers - FEW) / (MANY - FEW)
-                program = linear(
-                    (1.0, small),
-                    (per_target, calls["score"][MANY]), (-per_target, calls["score"][FEW]),
-                    (per_draft, calls["draft step"][MANY]), (-per_draft, calls["draft step"][FEW]),
-                )  # fmt: skip
+                of_target = (per_target, calls["score"][MANY]), (-per_target, calls["score"][FEW])
+                of_draft = (per_draft, calls["draft step"][MANY]), (-per_draft, calls["draft step"][FEW])
+                program = linear((1.0, small), *of_target, *of_draft)
+                if program.memory is not None:  # a draft is called K times and held once
+                    held = dataclasses.replace(linear((1.0, small), *of_target).memory, arguments=state)
+                    program = dataclasses.replace(program, memory=held)
                 made[f"round, {law}, {rule}"] = facts(program, topology, K + 1)
-        return {"weights_and_caches_bytes": state, "capacity_bytes": target.capacity, "programs": made}
+        return {"weights_and_caches_bytes": state, "programs": made}
 
     return [
         Cell({"topology": topology, "batch": batch}, lambda t=topology, b=batch: answer(t, b))
@@ -197,9 +212,9 @@ def scoring() -> list[Cell]:
 
     cells = []
     for topology in SLICES:
-        most = 1.2 * parse(topology)[0].ridge
-        for tokens in (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513):
-            if tokens <= most:
+        ridge = round(parse(topology)[0].ridge)
+        for tokens in sorted({1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, ridge}):
+            if tokens <= ridge:
                 name = {"topology": topology, "tokens": tokens}
                 cells.append(Cell(name, lambda t=topology, n=tokens: answer(t, n)))
     return cells

@@ -4,20 +4,22 @@ Each cell is one form; `launch/compile_study.py --study=variants` writes them al
 0.0.42.1; `notebooks/results/compile_variants.json` has the figures):
 
 - **Rows of a call.** With one row per device a product becomes a vector multiply-reduce: a step of the target
-  takes 26 ms of cycles, with two rows 6, less than the 7.5 ms of streaming. So one-token calls carry two rows on a
+  takes 27 ms of cycles, with two rows 6, less than the 7.5 ms of streaming. So one-token calls carry two rows on a
   TPU (`decode_window`), and the autoregressive baseline is measured at the best of `STEP_WINDOWS`.
 - **Layout of the heads.** Weights of attention are ``[heads, width, size]``: 2.7 times fewer cycles than
-  ``[width, heads, size]``. Side by side, ``[width, heads * size]``, costs the same, but a part of the heads is
+  ``[width, heads, size]``, for a quarter more traffic (both fit the chip in this small program). Side by side, ``[width, heads * size]``, costs the same, but a part of the heads is
   then no contiguous part of an axis that can be split where key heads are few.
 - **Writing rows into a cache.** One `dynamic_update_slice` per row into ``[rows, heads, slots, size]`` moves
   what attention reads. A `vmap` of it moves half as much again, a scatter or a one-hot select twice as much, in
   up to ten times the cycles.
-- **Relative keys.** Scores with a reversed table, shifted once per row, cost three times what attention without
-  positions costs; gathering the key of every pair twice that, gathers themselves not counted.
+- **Relative keys.** Scores with a reversed table, shifted once per row, cost 3.5 times what attention without
+  positions costs; gathering the key of every pair twice that, gathers themselves not counted. (The table of one
+  layer stays on chip here; in a model it is streamed.)
 - **Logits.** Split over the vocabulary and then gathered whole: sampling holds no collective. Left split, the
-  bisection of top-p waits 36 times for the other chips. At batch 8 that trade turns: whole logits of forty rows are
-  3 ms of cycles on every chip, split ones 0.2 and 36 collectives. Straight to whole, without the split between,
-  the compiler gathers the embedding instead: 2.7 times the traffic.
+  bisection of top-p waits 36 times for the other chips. Straight to whole is the same at batch 1; at batch 8
+  the compiler gathers the embedding instead, 2.7 times the traffic. At batch 8 none of the whole forms is good:
+  the logits of forty rows are 3.1 ms of cycles on every chip (1.7 straight to whole) and two copies of 5 MB, split
+  ones 0.2 ms and 36 collectives. That is where the loop could still be better.
 - **Collectives.** `FEWEST_COLLECTIVES` asks for all-reduces as they stand, and not for chains of permutes that
   overlap products. In this layout this compiler chooses none by itself, at 5 rows or at 64: the option is there for
   others.
@@ -57,7 +59,8 @@ def variants() -> list[Cell]:
         cells.append(_cell("layout of heads", form, lambda f=form: _compiled(*_heads(f))))
     for batch in (1, 8):
         for form in WRITES:
-            cells.append(_cell("row writes", f"{form}, batch {batch}", lambda f=form, b=batch: _compiled(*_writes(f, b))))
+            answer = lambda f=form, b=batch: _compiled(*_writes(f, b))
+            cells.append(_cell("row writes", f"{form}, batch {batch}", answer))
     for form in KEYS:
         cells.append(_cell("relative keys", form, lambda f=form: _compiled(*_keys(f))))
     for batch in (1, 8):
@@ -82,7 +85,7 @@ def _of_call(stack: Stack, rows: int) -> dict[str, Any]:
     return {
         "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
         "streaming_ms": program.streaming_ms(chip), "cycles_ms": program.cycles / chip.clock_hz * 1e3,
-        "collectives": program.collectives, "copies": len(program.copies),
+        "collectives": program.collectives, "copies": program.num_copies,
     }  # fmt: skip
 
 
@@ -94,7 +97,8 @@ def _compiled(function: Callable, arguments: tuple, donated: tuple[int, ...] = (
         "hbm_bytes": traffic.bytes, "cycles": traffic.cycles, "collectives": dict(traffic.collectives),
         "copies": len(traffic.copies), "copied_bytes": sum(size for _, size in traffic.copies),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "streaming_ms": traffic.bytes / chip.hbm_bytes_per_second * 1e3, "cycles_ms": traffic.cycles / chip.clock_hz * 1e3,
+        "streaming_ms": traffic.bytes / chip.hbm_bytes_per_second * 1e3,
+        "cycles_ms": traffic.cycles / chip.clock_hz * 1e3,
     }  # fmt: skip
 
 
@@ -218,7 +222,8 @@ def _keys(form: str) -> tuple:
 
 
 LOGITS = {
-    "split, then whole": (P(None, None, "model"), P()), "straight to whole": (P(),), "left split": (P(None, None, "model"),),
+    "split, then whole": (P(None, None, "model"), P()), "straight to whole": (P(),),
+    "left split": (P(None, None, "model"),),
 }  # fmt: skip
 
 

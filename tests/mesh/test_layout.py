@@ -60,7 +60,7 @@ def test_a_draft_on_fewer_ways():
 
 def test_the_pair_of_the_paper_fits_sixteen_devices():
     """Every parameter, weight and cache of both models has a place; shapes alone, nothing is made."""
-    mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"))
+    mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     for config in (chinchilla_70b(), draft_4b()):
         model = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh))
         params = jax.eval_shape(model.model.init, jax.random.key(0))

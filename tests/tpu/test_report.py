@@ -27,9 +27,9 @@ OPTIMISED = True
 TOPOLOGY = "v4:2x2x4"
 
 
-def programs(mesh, target_layers, draft_layers=2, batch=1, slots=2048):
-    target = on_mesh(TransformerLM(chinchilla_70b(num_layers=target_layers)), Layout.tensor_parallel(mesh))
-    draft = on_mesh(TransformerLM(draft_4b(num_layers=draft_layers)), draft_layout(mesh))
+def programs(mesh, target_layers, draft_layers=2, batch=1, slots=2048, **changes):
+    target = on_mesh(TransformerLM(chinchilla_70b(num_layers=target_layers, **changes)), Layout.tensor_parallel(mesh))
+    draft = on_mesh(TransformerLM(draft_4b(num_layers=draft_layers, **changes)), draft_layout(mesh))
     return Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=batch, slots=slots)
 
 
@@ -104,10 +104,9 @@ def test_stacked_layers_under_scan_are_caught():
 def test_out_of_memory_is_a_result():
     """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
     mesh = described_mesh("v5e:2x2")
-    made = compile_report(
-        programs(mesh, 1, batch=64, slots=65536), topology="v5e:2x2", draft_length=4, rule=TokenRule(),
-        names=("target step",),
-    )["target step"]  # fmt: skip
+    large = programs(mesh, 1, batch=64, slots=65536, max_positions=65536)
+    made = compile_report(large, topology="v5e:2x2", draft_length=4, rule=TokenRule(), names=("target step",))
+    made = made["target step"]
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
 
@@ -118,6 +117,20 @@ def test_what_fits():
     assert caches == (2_621_440 + 196_608) * 2048 / 16
     few, many = (programs(mesh, 2, batch=b, slots=s).bytes_of_state()[1] for b, s in ((1, 2048), (8, 4096)))
     assert many == 16 * few
+
+
+@pytest.mark.parametrize(
+    "changes, draft_length, message",
+    [
+        (dict(slots=4096), 4, "4096 slots exceed the 2048 positions of the target"),
+        (dict(slots=8), 4, "at least 16 slots; got draft_length 4 and 8 slots"),
+        (dict(), 0, "draft_length >= 1 and at least 16 slots; got draft_length 0"),
+    ],
+)
+def test_what_cannot_be_compiled(changes, draft_length, message):
+    made = dataclasses.replace(programs(described_mesh(TOPOLOGY), 1), **changes)
+    with pytest.raises(ValueError, match=message):
+        compile_report(made, topology=TOPOLOGY, draft_length=draft_length, rule=TokenRule())
 
 
 def test_chips():

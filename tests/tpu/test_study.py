@@ -13,12 +13,12 @@ RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
 
 
 def program(layers, fits=True):
-    memory = Memory(arguments=100 * layers, temporaries=7, outputs=0, capacity=10**6)
+    memory = Memory(arguments=100 * layers, temporaries=7 + layers, outputs=0, capacity=10_000)
     return Program(
         name="x", tokens=5, floor_bytes=10.0 * layers + 3, live_floor_bytes=9.0 * layers,
         memory=memory if fits else None, out_of_memory=None if fits else "too much", hbm_bytes=11.0 * layers + 4,
         cycles=2.0 * layers + 1, collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
-        collective_bytes={"all-reduce": 50.0 * layers},
+        collective_bytes={"all-reduce": 50.0 * layers}, num_copies=layers,
     )  # fmt: skip
 
 
@@ -26,12 +26,17 @@ def test_a_straight_line():
     whole = study.continued(program(2), program(4), 80)
     assert whole.hbm_bytes == 11 * 80 + 4 and whole.floor_bytes == 803 and whole.cycles == 161
     assert whole.collectives == {"all-reduce": 161, "all-gather": 1}
-    assert whole.collective_bytes == {"all-reduce": 4000}
+    assert whole.collective_bytes == {"all-reduce": 4000} and whole.num_copies == 80
+    assert whole.memory.arguments == 8000 and whole.memory.temporaries == 87 and whole.memory.fits
 
 
 def test_what_does_not_fit_stays_so():
     assert study.continued(program(2), program(4, fits=False), 80).memory is None
     assert study.facts(program(2, fits=False), "v4:2x2x4") == {"fits": False, "why": "too much"}
+    # Two and four layers fit, a hundred do not.
+    assert study.facts(study.continued(program(2), program(4), 96), "v4:2x2x4")["fits"]
+    made = study.facts(study.continued(program(2), program(4), 98), "v4:2x2x4")
+    assert not made["fits"] and made["why"].endswith("of 0 GiB") and "hbm_bytes" not in made
 
 
 def test_cells_have_names_of_their_own():
@@ -66,22 +71,11 @@ def test_the_papers_setting_compiles_as_it_should(whole):
     assert round_["collectives"] == {"all-reduce": 4 * 17 + 161, "all-gather": 5}
 
 
-def test_straight_lines_agree_with_the_whole(whole):
-    """Eighty layers compiled as they are, against eighty continued from two and four."""
-    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
-    same = next(cell for cell in cells if cell["name"] == {"topology": "v4:2x2x4", "batch": 1})
-    programs = {program["name"]: program for program in whole["report"]["programs"]}
-    pairs = {"draft step": "draft step", "target step": "target step", "score": "score", "round": "round, top-p, token"}
-    for name, line in pairs.items():
-        made = same["programs"][line]
-        assert made["hbm_bytes"] == pytest.approx(programs[name]["hbm_bytes"], rel=0.03), name
-        assert made["collectives"] == programs[name]["collectives"], name
-        assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=0.1), name
-
-
 def test_pictures():
-    """From the committed answers: a line for each number of chips, and for each kind."""
-    for name, lines in (("shapes", 5), ("scoring", 5)):
-        cells = json.loads((RESULTS / f"compile_{name}.json").read_text(encoding="utf-8"))["cells"]
-        figure = PICTURES[name](cells)
-        assert len(figure.axes[0].lines) == lines, name
+    """A line for each number of chips and a point of the paper; a line for each kind of chip, and one."""
+    cells = json.loads((RESULTS / "compile_shapes.json").read_text(encoding="utf-8"))["cells"]
+    assert len(PICTURES["shapes"](cells).axes[0].lines) == 4 + 1
+    made = study.facts(program(2), "v4:2x2x4") | {"ridge_tokens": 229.0}
+    cells = [{"name": {"topology": t, "tokens": n}} | made for t in study.SLICES for n in (1, 2, 5)]
+    unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}
+    assert len(PICTURES["scoring"]([*cells, unfit]).axes[0].lines) == 4 + 1
