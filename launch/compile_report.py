@@ -25,6 +25,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import entry
 from experiment import RULES, choose, make_model, make_sampling
+from specsamp.analysis import compile_tables
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.families import config_of
@@ -35,7 +36,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import LATENCIES_US, Report, compile_report
+from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
@@ -73,7 +74,7 @@ def main() -> None:
         )  # fmt: skip
         if _FITS.value:
             grid = fits(programs, chip.hbm_bytes // chip.devices)
-            tables.show([fits_table(grid)], console, _PLAIN.value)
+            tables.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console, _PLAIN.value)
             document = {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}
             entry.write_result(_OUTPUT.value, document, console)
             return
@@ -85,12 +86,16 @@ def main() -> None:
             )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
-    tables.show(report_tables(report, _ACCEPTANCE.value), console, _PLAIN.value)
+    shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value)
+    tables.show(shown, console, _PLAIN.value)
     document = {
         "kind": "compiler estimate", "config": config.to_dict(), "libtpu": tables.version("libtpu"),
         "models": {"target": target.config, "draft": draft.config}, "report": report,
         "ms_per_token": {
-            str(a): {str(latency): report.ms_per_token(emitted(report, a), latency) for latency in LATENCIES_US}
+            str(a): {
+                str(latency): report.ms_per_token(expected_tokens(a, report.draft_length), latency)
+                for latency in LATENCIES_US
+            }
             for a in _ACCEPTANCE.value if report.fits
         },
         "calibration": calibrate(),
@@ -122,63 +127,6 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
     return made[0], made[1]
 
 
-def emitted(report: Report, acceptance: float) -> float:
-    return expected_tokens(acceptance, report.draft_length)
-
-
-def report_tables(report: Report, acceptance: list[float]) -> list[tables.Table]:
-    chip, _ = parse(report.topology)
-    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
-    rows, times = [], []
-    for p in report.programs:
-        if p.memory is None:
-            rows.append((p.name, str(p.tokens), "does not fit", "", "", "", "", ""))
-            continue
-        rows.append((
-            p.name, str(p.tokens), f"{p.memory.total / 2**30:.2f}", f"{p.memory.temporaries / 1e6:.0f}",
-            f"{p.hbm_bytes / 1e6:,.0f}", f"{p.over_floor:.3f}",
-            ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none",
-            f"{len(p.copies)}, {p.host_transfers}",
-        ))  # fmt: skip
-        least, likely, most = report.calibrated_ms(p.name)
-        times.append((
-            p.name, f"{p.streaming_ms(chip):.2f}", f"{p.cycles / chip.clock_hz * 1e3:.2f}",
-            str(sum(p.collectives.values())), *(f"{p.milliseconds(chip, latency):.2f}" for latency in LATENCIES_US),
-            f"{likely:.2f} ({least:.2f} to {most:.2f})",
-        ))  # fmt: skip
-    made = [
-        tables.Table(
-            title=f"One call on one device: {where}",
-            header=("", "tokens", "HBM, GiB", "temporary, MB", "HBM traffic, MB", "over floor", "collectives",
-                    "large copies, host"),
-            rows=rows,
-            note=f"of {chip.hbm_bytes // chip.devices / 2**30:.0f} GiB; the round is draft, score, verify, commit",
-        ),
-        tables.Table(
-            title="Milliseconds: the longer of streaming and cycles, and collectives one after another",
-            header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US),
-                    "calibrated"),
-            rows=times,
-            note=f"calibrated on {calibrate().points} published steps of TPU v4 at batch 1, off by "
-                 f"{calibrate().error:.0%} at most where one was left out; beyond them nothing checks it",
-        ),
-    ]  # fmt: skip
-    if report.fits:
-        pairs = lambda a: (report.ms_per_token(emitted(report, a), latency) for latency in LATENCIES_US)
-        made.append(tables.Table(
-            title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
-            header=("acceptance", *(f"at {latency} us" for latency in LATENCIES_US)),
-            rows=[(f"{a:.2f}", *(f"{fast:.2f} ({alone:.2f})" for alone, fast in pairs(a))) for a in acceptance],
-        ))  # fmt: skip
-    for p in report.programs:
-        if p.out_of_memory:
-            made.append(tables.Table(
-                title=f"{p.name}: out of memory", header=("the compiler says",),
-                rows=[(line,) for line in p.out_of_memory.splitlines()],
-            ))  # fmt: skip
-    return made
-
-
 def fits(programs: Programs, capacity: int) -> list[dict]:
     """Bytes per device of weights and caches; temporaries come on top."""
     grid, shares = [], DataShares(programs.mesh).ways
@@ -186,21 +134,12 @@ def fits(programs: Programs, capacity: int) -> list[dict]:
     for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:
         for batch in [b * shares for b in BATCHES]:
             weights, caches = dataclasses.replace(programs, batch=batch, slots=context).bytes_of_state()
-            grid.append({"context": context, "batch": batch, "weights": weights, "caches": caches,
-                         "share": (weights + caches) / capacity})  # fmt: skip
+            left, row = USABLE * capacity - weights, caches * shares / batch
+            grid.append({
+                "context": context, "batch": batch, "weights": weights, "caches": caches,
+                "share": (weights + caches) / capacity, "most_rows": max(int(left // row), 0) * shares,
+            })  # fmt: skip
     return grid
-
-
-def fits_table(grid: list[dict]) -> tables.Table:
-    shares = {(g["context"], g["batch"]): g["share"] for g in grid}
-    contexts, batches = (sorted({g[name] for g in grid}) for name in ("context", "batch"))
-    percent = lambda share: f"{share:.0%}" if share < 10 else ">1000%"
-    return tables.Table(
-        title=f"Weights and caches, share of a device's memory: {_TOPOLOGY.value}",
-        header=("slots", *(f"batch {batch}" for batch in batches)),
-        rows=[(f"{context:,}", *(percent(shares[context, batch]) for batch in batches)) for context in contexts],
-        note="above about 95% nothing is left for temporaries",
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def table(document: dict) -> tables.Table:
     rows = []
     for cell in document["cells"]:
         name = ", ".join(f"{key} {value}" for key, value in cell["name"].items())
-        programs = cell.get("programs") or {key: cell[key] for key in ("step", "score") if key in cell} or {"": cell}
+        programs = cell.get("programs") or {"": cell}
         for program, facts in programs.items():
             rows.append((name, program, *line(facts)))
             name = ""

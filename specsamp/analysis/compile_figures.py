@@ -20,7 +20,8 @@ def draw_shapes(cells: Cells) -> Any:
             continue
         layers = [cell["layers"] for cell in drafts]
         label = f"{chips} chip{'s' if chips > 1 else ''}"
-        axis.plot(layers, [cell["calibrated_ms"] for cell in drafts], marker="o", markersize=3, color=colour, label=label)
+        likely = [cell["calibrated_ms"] for cell in drafts]
+        axis.plot(layers, likely, marker="o", markersize=3, color=colour, label=label)
         low, high = zip(*(cell["calibrated_band_ms"] for cell in drafts))
         axis.fill_between(layers, low, high, color=colour, alpha=0.1, linewidth=0)
     axis.plot([8], [1.8], "s", color="black", markersize=5, label="Chen et al., 4B on 16")

@@ -1,6 +1,6 @@
 """From a compiler's estimate to milliseconds: what collectives cost, fitted on published measurements.
 
-    milliseconds = max(streaming / efficiency, cycles) + collectives * hops * hop_us + call_ms
+    milliseconds = max(streaming / efficiency, cycles) + collectives * hops * hop_us + carried + call_ms
 
 The compiler says what a call streams and how many collectives wait for one another, not how long a collective
 takes. Six published step times at batch 1 in bfloat16 on TPU v4 leave three numbers to fit: the share of the
@@ -86,18 +86,27 @@ class Calibration:
     points: int
 
     def milliseconds(
-        self, streaming_ms: float, collective_hops: float, *, cycles_ms: float = 0.0, calls: int = 1
+        self,
+        streaming_ms: float,
+        collective_hops: float,
+        *,
+        cycles_ms: float = 0.0,
+        wire_ms: float = 0.0,
+        calls: int = 1,
     ) -> float:
-        """Of a program; ``collective_hops`` are its collectives, each times the hops it crosses."""
+        """Of a program; ``collective_hops`` are its collectives, each times the hops it crosses.
+
+        ``wire_ms`` is what collectives carry, next to nothing in what was fitted.
+        """
         busy = max(streaming_ms / self.efficiency, cycles_ms)
-        return busy + collective_hops * self.hop_us / 1e3 + calls * self.call_ms
+        return busy + collective_hops * self.hop_us / 1e3 + wire_ms + calls * self.call_ms
 
     def estimate(
-        self, streaming_ms: float, collective_hops: float, *, cycles_ms: float = 0.0, calls: int = 1
+        self, streaming_ms: float, collective_hops: float, *, calls: int = 1, **others: float
     ) -> tuple[float, float, float]:
         """Least, likely, most: nothing lost per call; lost once; lost with every call of a model, of ``calls``."""
         least, likely, most = (
-            self.milliseconds(streaming_ms, collective_hops, cycles_ms=cycles_ms, calls=n) for n in (0, 1, calls)
+            self.milliseconds(streaming_ms, collective_hops, calls=n, **others) for n in (0, 1, calls)
         )
         return least * (1 - self.error), likely, most * (1 + self.error)
 

@@ -24,6 +24,7 @@ class Chip:
     hbm_bytes: int
     hbm_bytes_per_second: float
     flops_per_second: float  # bfloat16; cloud.google.com/tpu/docs
+    link_bytes_per_second: float  # of one link to a neighbour, one way; "How to Scale Your Model"
     clock_hz: float  # of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for others
     devices: int = 1  # as JAX counts them
     options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs
@@ -40,12 +41,12 @@ def _sold(prefix: str, *rest: float, **options: object) -> Chip:
 
 
 CHIPS = {
-    "v3": Chip(32 * slices.GIB, 900e9, 123e12, 0.94e9, devices=2),  # no longer sold as slices
+    "v3": Chip(32 * slices.GIB, 900e9, 123e12, 1e11, 0.94e9, devices=2),  # no longer sold as slices
     # "megacore": the two cores of a chip are one device, as on a pod.
-    "v4": _sold("v4", 275e12, 1.05e9, options=(("chip_config_name", "megacore"),)),
-    "v5e": _sold("v5litepod", 197e12, 1.5e9),
-    "v5p": _sold("v5p", 459e12, 1.75e9),
-    "v6e": _sold("v6e", 918e12, 1.75e9),
+    "v4": _sold("v4", 275e12, 4.5e10, 1.05e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": _sold("v5litepod", 197e12, 4.5e10, 1.5e9),
+    "v5p": _sold("v5p", 459e12, 9e10, 1.75e9),
+    "v6e": _sold("v6e", 918e12, 9e10, 1.75e9),
 }
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 

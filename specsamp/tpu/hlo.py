@@ -98,6 +98,7 @@ class Traffic:
     collective_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by kind
     copies: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # large, HBM to HBM: scope, bytes
     host_transfers: int = 0
+    open_loops: int = 0  # whose bound is data: counted once
 
     @property
     def bytes(self) -> float:
@@ -108,6 +109,7 @@ class Traffic:
         self.written += other.written * times
         self.cycles += other.cycles * times
         self.host_transfers += other.host_transfers * times
+        self.open_loops += other.open_loops
         self.copies += other.copies
         for mine, theirs in ((self.collectives, other.collectives), (self.collective_bytes, other.collective_bytes)):
             for kind, count in theirs.items():
@@ -159,9 +161,11 @@ class Module:
     def _count(self, op: Instruction, body: dict[str, Instruction], total: Traffic) -> None:
         total.cycles += op.cycles
         if op.opcode == "while":
-            total.add(self.traffic(op.called("body")), self.trips(op))
+            bound = self.trips(op)
+            total.open_loops += bound is None
+            total.add(self.traffic(op.called("body")), bound or 1)
             asked = self.traffic(op.called("condition"))  # its bytes are a few numbers
-            total.add(dataclasses.replace(asked, read=0.0, written=0.0, cycles=0.0), self.trips(op))
+            total.add(dataclasses.replace(asked, read=0.0, written=0.0, cycles=0.0), bound or 1)
             return
         if op.opcode == "conditional":
             branches = [self.traffic(name) for name in self._branches(op)]
@@ -231,8 +235,8 @@ class Module:
             written += (inner[result.operands[1]].bytes if in_place else array.bytes) * array.in_hbm
         return read, written
 
-    def trips(self, loop: Instruction) -> int:
-        """How often a loop runs, by the constant its counter is compared with; 1 if that is data."""
+    def trips(self, loop: Instruction) -> int | None:
+        """How often a loop runs, by the constant its counter is compared with; None if that is data."""
         condition = self.computations[loop.called("condition")]
         root = next(x for x in condition.values() if x.is_root)
         if root.opcode == "fusion":
@@ -244,8 +248,8 @@ class Module:
             compare, constants = root, [condition[name] for name in root.operands if name in condition]
         bounds = [_value(x) for x in constants if x.opcode == "constant"]
         if compare.opcode != "compare" or "direction=LT" not in compare.attributes or len(bounds) != 1:
-            return 1
-        return bounds[0] if bounds[0] is not None else 1
+            return None
+        return bounds[0]
 
     def _branches(self, op: Instruction) -> Iterator[str]:
         names = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)

@@ -34,7 +34,7 @@ from specsamp.tpu.described import Chip, is_out_of_memory, parse
 from specsamp.tpu.programs import Programs
 
 WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all
-STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at its best
+STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at its best. With several rows, 1 too
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
 USABLE = 0.98  # of the memory of a chip; the rest is not for programs
@@ -75,6 +75,7 @@ class Program:
     collective_bytes: dict[str, float] | None = None
     copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: where, and bytes
     num_copies: int = 0
+    open_loops: int = 0  # that are counted once, because their bound is data
     host_transfers: int = 0
     compile_seconds: float = 0.0
 
@@ -89,8 +90,14 @@ class Program:
     def streaming_ms(self, chip: Chip) -> float:
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
+    def wire_ms(self, chip: Chip, devices: int) -> float:
+        """What collectives between so many devices carry, in both directions of one axis of the slice."""
+        times = {"all-reduce": 2.0}  # it scatters sums and gathers them
+        carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
+        return carried * (devices - 1) / devices / (2 * chip.link_bytes_per_second) * 1e3
+
     def milliseconds(self, chip: Chip, latency_us: float) -> float:
-        """Streaming or computing, and the collectives one after another."""
+        """Streaming or computing, and the collectives one after another, as if they carried nothing."""
         return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
 
 
@@ -137,8 +144,9 @@ class Report:
             crossed = (serial - drafts) * hops(sizes, of_target) + drafts * hops(sizes, of_draft)
             calls = self.draft_length + 1
         return calibrate().estimate(
-            program.streaming_ms(chip), crossed, cycles_ms=program.cycles / chip.clock_hz * 1e3, calls=calls
-        )
+            program.streaming_ms(chip), crossed, cycles_ms=program.cycles / chip.clock_hz * 1e3,
+            wire_ms=program.wire_ms(chip, of_target), calls=calls,
+        )  # fmt: skip
 
 
 def compile_report(
@@ -177,10 +185,11 @@ def compile_report(
     )
     of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
     of_round = lambda live=1.0: of_target(live) + draft_length * of_draft(live)
+    windows = STEP_WINDOWS if programs.batch == shares.ways else (1, *STEP_WINDOWS)
     call = lambda model, tokens: (tokens, lambda: programs.call(model, tokens))
     made = {
-        "draft step": (of_draft, [call(draft, window) for window in STEP_WINDOWS]),
-        "target step": (of_target, [call(target, window) for window in STEP_WINDOWS]),
+        "draft step": (of_draft, [call(draft, window) for window in windows]),
+        "target step": (of_target, [call(target, window) for window in windows]),
         "score": (of_target, [call(target, draft_length + 1)]),
         "prefill": (of_target, [call(target, min(PREFILL, programs.slots))]),
         "round": (of_round, [(draft_length + 1, lambda: programs.round(loop))]),
@@ -229,7 +238,7 @@ def measure(
         **known, memory=memory, out_of_memory=None, hbm_bytes=traffic.bytes, cycles=traffic.cycles,
         collectives=dict(traffic.collectives), collective_bytes=dict(traffic.collective_bytes),
         copies=tuple(traffic.copies), num_copies=len(traffic.copies), host_transfers=traffic.host_transfers,
-        compile_seconds=time.perf_counter() - start,
+        open_loops=traffic.open_loops, compile_seconds=time.perf_counter() - start,
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ Each cell is one form; `launch/compile_study.py --study=variants` writes them al
   takes 27 ms of cycles, with two rows 6, less than the 7.5 ms of streaming. So one-token calls carry two rows on a
   TPU (`decode_window`), and the autoregressive baseline is measured at the best of `STEP_WINDOWS`.
 - **Layout of the heads.** Weights of attention are ``[heads, width, size]``: 2.7 times fewer cycles than
-  ``[width, heads, size]``, for a quarter more traffic (both fit the chip in this small program). Side by side, ``[width, heads * size]``, costs the same, but a part of the heads is
-  then no contiguous part of an axis that can be split where key heads are few.
+  ``[width, heads, size]``, for a quarter more traffic (both fit the chip in this small program). Side by side,
+  ``[width, heads * size]``, costs the same, but a part of the heads is then no contiguous part of an axis that can
+  be split where key heads are few.
 - **Writing rows into a cache.** One `dynamic_update_slice` per row into ``[rows, heads, slots, size]`` moves
   what attention reads. A `vmap` of it moves half as much again, a scatter or a one-hot select twice as much, in
   up to ten times the cycles.

@@ -226,8 +226,10 @@ def test_costs_of_a_compile_report():
     program = lambda name, mb, collectives: {
         "name": name, "tokens": 5, "floor_bytes": 1.0, "live_floor_bytes": 1.0, "memory": None, "out_of_memory": None,
         "hbm_bytes": mb * 1e6, "cycles": 1e3, "collectives": {"all-reduce": collectives},
+        "collective_bytes": {"all-reduce": 1e3},
     }  # fmt: skip
-    report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "mesh": {"data": 1, "model": 16}, "rule": "x"}
+    report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "rule": "x"}
+    report["mesh"] = {"data": 1, "model": 16}
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
     costs = compiled_costs(report, latency_us=10)
     np.testing.assert_allclose([costs.round_ms(K, 1, 2048) for K in (0, 2, 4)], [2, 3, 4], rtol=0.03)
