@@ -60,6 +60,7 @@ def main() -> None:
             document["cells"].sort(key=lambda done: [c.name for c in cells].index(done["name"]))
             tables.write_json(_OUTPUT.value, document)
             progress.advance(task)
+    tables.write_json(_OUTPUT.value, document)  # with this command, also where nothing was missing
     tables.show([table(document)], console, _PLAIN.value)
     if _FIGURE.value:
         picture = io.BytesIO()
