@@ -18,7 +18,7 @@ from specsamp.tpu.report import Program, Report
 
 
 class Costs(Protocol):
-    """What `specsamp.analysis.planner.plan` asks of costs.
+    """What `specsamp.analysis.planner.make_plan` asks of costs.
 
     Attributes:
       error: one relative standard error of a round's time, 0 if it is taken for certain.

@@ -139,7 +139,7 @@ def generate(
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
         "auto" measures a few rounds of these prompts, once for a pair, batch and law, and takes the K that pays,
-        from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.calibration`).
+        from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.auto_length`).
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
       drafter: your own, or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
@@ -317,7 +317,7 @@ class _Job:
 
 def _make_job(arguments: dict[str, Any]) -> _Job:
     if arguments["draft_length"] == "auto":
-        from specsamp.analysis.calibration import choose  # it measures what is above it, hence not at the top
+        from specsamp.analysis.auto_length import choose  # it measures what is above it, hence not at the top
 
         arguments = {**arguments, **choose(_Job.make, arguments)}
     return _Job.make(**arguments)

@@ -222,7 +222,8 @@ def scoring() -> list[Cell]:
     return cells
 
 
-# Heads of 128, feed-forward of four times the width, relative positions: about 4B parameters each.
+# Heads of 128, feed-forward of four times the width, relative positions: about 4B parameters each. Heads are a
+# multiple of 16, so that as many chips can share them; that leaves the two deepest fewer than their width has.
 SHAPES = {
     "4 layers": dict(width=8704, num_layers=4, num_heads=64),
     "8 layers (the paper's)": dict(width=6144, num_layers=8, num_heads=48),

@@ -6,7 +6,7 @@ import pytest
 
 import fakes
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature
-from specsamp.analysis import calibration
+from specsamp.analysis import auto_length
 from specsamp.decoding.generate import _Job
 
 V = 8
@@ -23,14 +23,14 @@ def clocks(monkeypatch):
     """Seconds of 16 rounds by draft length; what the rounds do is real."""
 
     def set_to(seconds):
-        real, ran = calibration._some_rounds, []
+        real, ran = auto_length._some_rounds, []
 
         def timed(job, repeat):
             ran.append(job.loop.drafter.K)
             _, stats = real(job, repeat)
             return seconds[job.loop.drafter.K] * max(row.rounds for row in stats), stats
 
-        monkeypatch.setattr(calibration, "_some_rounds", timed)
+        monkeypatch.setattr(auto_length, "_some_rounds", timed)
         return ran
 
     return set_to
@@ -81,7 +81,7 @@ def test_prompt_lookup_is_taken_with_every_length_up_to_its_own(clocks):
 def test_the_noise_is_not_that_of_the_completions(monkeypatch):
     """K must not depend on the numbers that decide the text: every key of the calibration is another one."""
     seen = []
-    run = calibration._some_rounds
+    run = auto_length._some_rounds
 
     def spy(job, repeat):
         real = type(job.loop).run
@@ -94,11 +94,11 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
             patch.setattr(type(job.loop), "run", note)
             return run(job, repeat)
 
-    monkeypatch.setattr(calibration, "_some_rounds", spy)
+    monkeypatch.setattr(auto_length, "_some_rounds", spy)
     pair = make_pair(0.2)
     generate(pair, PROMPTS, 8, draft_length="auto", sampling=chain(temperature(1.0)))
     calibrating = {tuple(key) for keys in seen for key in keys.tolist()}
-    assert len(calibrating) == 2 * calibration.REPEATS
+    assert len(calibrating) == 2 * auto_length.REPEATS
     job = _Job.make(
         pair=pair, prompts=PROMPTS, max_new_tokens=8, sampling=None, draft_sampling=None, draft_length=2,
         rule=TokenRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=False,
