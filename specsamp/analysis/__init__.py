@@ -1,1 +1,1 @@
-"""Measurement: what decoding costs, where a round's time goes, and what memory the loop takes."""
+"""Forecasts, measurement, and how far they agree: what decoding costs and where a round goes."""
