@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from specsamp.decoding.generate import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh, shard
+from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh, placed_params, shard
 from specsamp.mesh.processes import Replica, my_replica
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
@@ -191,16 +191,11 @@ def random_params(model: TransformerLM | OnMesh, key: jax.Array) -> Any:
 
 def read_params(model: TransformerLM | OnMesh, folder: str) -> Any:
     """Of the last checkpoint of a training run, whatever the mesh it was saved from."""
-    shapes = jax.eval_shape((model.model if isinstance(model, OnMesh) else model).init, jax.random.key(0))
-    one = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = model.param_shardings(shapes) if isinstance(model, OnMesh) else jax.tree.map(lambda _: one, shapes)
-    shape = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
-    shapes = jax.tree.map(shape, shapes, shardings)
     place = storage.place(folder) / "checkpoints"
     if not place.exists():
         raise FileNotFoundError(f"no training run at {folder!r}: it has no checkpoints")
     with contextlib.closing(Checkpoints(place)) as checkpoints:
-        return checkpoints.restore(params=shapes)["params"]
+        return checkpoints.restore(params=placed_params(model))["params"]
 
 
 def config_mesh(config: ConfigDict) -> Mesh | None:

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints import hugging_face
 from specsamp.checkpoints.hugging_face import SMALL_FILES, Checkpoint, Progress, check_same_model
 from specsamp.checkpoints.shards import INDEX
-from specsamp.mesh.on_mesh import OnMesh
+from specsamp.mesh.on_mesh import OnMesh, placed_params
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run import write_json
 
@@ -48,11 +47,7 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
     if not checkpoint.is_converted:
         return hugging_face.read_params(checkpoint, model, progress)
     check_same_model(checkpoint, model.config)
-    shapes = jax.eval_shape((model.model if isinstance(model, OnMesh) else model).init, jax.random.key(0))
-    one = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = model.param_shardings(shapes) if isinstance(model, OnMesh) else jax.tree.map(lambda _: one, shapes)
-    dtype = model.config.compute_dtype
-    wanted = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, dtype, sharding=at), shapes, shardings)
+    wanted = placed_params(model)
     with _manager(checkpoint.folder) as manager:
         try:
             # Not strict: rows of padding are added to the vocabulary.

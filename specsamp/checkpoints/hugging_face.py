@@ -21,13 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints.families import Family, config_of
 from specsamp.checkpoints.names import BUFFERS, Source, sizes, source_of
 from specsamp.checkpoints.shards import DTYPES, INDEX, SINGLE, Tensor, find_tensors
-from specsamp.mesh.on_mesh import OnMesh
+from specsamp.mesh.on_mesh import OnMesh, placed_params
 from specsamp.models.config import TransformerConfig
 from specsamp.models.params import MOST_SHOWN, named, nested
 from specsamp.models.transformer import TransformerLM
@@ -125,12 +124,10 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
     """
     check_same_model(checkpoint, model.config)
     tensors, sources, config = checkpoint.tensors, checkpoint.sources(), model.config
-    shapes = jax.eval_shape((model.model if isinstance(model, OnMesh) else model).init, jax.random.key(0))
-    one = SingleDeviceSharding(jax.local_devices()[0])
-    shardings = model.param_shardings(shapes) if isinstance(model, OnMesh) else jax.tree.map(lambda _: one, shapes)
-    shardings, done, params = named(shardings), 0, {}
-    total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * config.compute_dtype.itemsize
-    for name, leaf in named(shapes).items():
+    places, done, params = named(placed_params(model)), 0, {}
+    size = lambda leaf: leaf.size * leaf.dtype.itemsize
+    total = sum(map(size, places.values()))
+    for name, leaf in places.items():
         source = sources[name]
         pieces: dict[tuple, np.ndarray] = {}  # devices that hold copies share what was read
 
@@ -140,8 +137,8 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
                 pieces[key] = _read_piece(source, tensors[source.tensor], checkpoint.config, config, index)
             return pieces[key]
 
-        params[name] = jax.make_array_from_callback(leaf.shape, shardings[name], piece).block_until_ready()
-        done += leaf.size * config.compute_dtype.itemsize
+        params[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, piece).block_until_ready()
+        done += size(leaf)
         progress(name, done, total)
     return nested(params)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import COPIES, DATA, MODEL, Layout, put
@@ -62,6 +62,19 @@ def on_mesh(model: LanguageModel, layout: Layout) -> OnMesh:
     if isinstance(model, TransformerLM):
         model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
     return OnMesh(model, layout)
+
+
+def placed_params(model: TransformerLM | OnMesh) -> Any:
+    """The parameters as `jax.ShapeDtypeStruct`: in the compute dtype, in their places, or on the first device."""
+    if isinstance(model, OnMesh):
+        shapes = jax.eval_shape(model.model.init, jax.random.key(0))
+        shardings = model.param_shardings(shapes)
+    else:
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: one, shapes)
+    place = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+    return jax.tree.map(place, shapes, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
