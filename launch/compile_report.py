@@ -65,7 +65,8 @@ def main() -> None:
             console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
         ways = None if ways == model_ways else ways
         key_heads = target.config.num_kv_heads
-        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads)
+        rows = config.batch // max(config.mesh.data, 1)
+        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads, rows=rows)
         target = on_mesh(target, Layout.tensor_parallel(mesh))
         draft = on_mesh(draft, draft_layout(mesh, ways))
         programs = Programs(

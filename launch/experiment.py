@@ -206,9 +206,7 @@ def config_mesh(config: ConfigDict) -> Mesh | None:
     """
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         return None
-    return make_mesh(
-        config.mesh.data, config.mesh.model, draft_ways=draft_ways(config), key_heads=key_heads(config)
-    )
+    return make_mesh(config.mesh.data, config.mesh.model, **mesh_parts(config))
 
 
 def config_replica(config: ConfigDict) -> Replica:
@@ -222,7 +220,13 @@ def config_replica(config: ConfigDict) -> Replica:
         return Replica(mesh=one, index=0, count=1)
     if jax.process_count() == 1:
         return Replica(mesh=config_mesh(config), index=0, count=1)
-    return my_replica(config.mesh.model, draft_ways=draft_ways(config), key_heads=key_heads(config))
+    return my_replica(config.mesh.model, **mesh_parts(config))
+
+
+def mesh_parts(config: ConfigDict) -> dict[str, int | None]:
+    """What the model axis of the mesh may be made of, see `make_mesh`."""
+    rows = config.get("batch", 1) // config.mesh.data
+    return {"draft_ways": draft_ways(config), "key_heads": key_heads(config), "rows": rows}
 
 
 def draft_ways(config: ConfigDict) -> int | None:

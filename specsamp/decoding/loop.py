@@ -148,7 +148,10 @@ class Loop:
             rounds, state = carry
             return rounds + 1, self.round(weights, request, state)
 
-        return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))[1]
+        state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))[1]
+        # Devices may have sampled apart; the next run expects its state where this one found it.
+        small = self.shares.whole(dataclasses.replace(state, cache=None, drafter_state=None))
+        return dataclasses.replace(small, cache=state.cache, drafter_state=state.drafter_state)
 
     def round(self, weights: Weights, request: Request, state: DecodeState) -> DecodeState:
         """One round for all rows."""

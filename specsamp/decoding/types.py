@@ -167,6 +167,9 @@ class Shares(Protocol):
     def any(self, here: Array) -> Array:
         """Within such a function: whether a bool is true on any share."""
 
+    def whole(self, tree: Any) -> Any:
+        """Within such a function: the same values, on all devices of the share. They may have sampled apart."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OneShare:
@@ -179,6 +182,9 @@ class OneShare:
 
     def any(self, here: Array) -> Array:
         return here
+
+    def whole(self, tree: Any) -> Any:
+        return tree
 
 
 @jax.tree_util.register_dataclass

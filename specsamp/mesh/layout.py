@@ -17,11 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA, COPIES, MODEL = "data", "copies", "model"
 
+# Rows of a batch, of logits and of all that is sampled from them: the devices that hold a model together share them.
+ROWS = "rows"
+
 # What tensor parallelism splits (Shoeybi et al., arXiv 1909.08053) and what every device has whole.
-SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp")
+SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", ROWS)
 WHOLE_AXES = ("embed", "head", "slots")
-# Split as far as they divide: with fewer key heads than devices, some devices have the same ones.
-AS_FAR_AS_POSSIBLE = ("kv_heads",)
+# Split as far as they divide: with fewer key heads (or rows) than devices, some devices have the same ones.
+AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
 
 
 def make_mesh(
@@ -30,6 +33,7 @@ def make_mesh(
     *,
     draft_ways: int | None = None,
     key_heads: int | None = None,
+    rows: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh with axes ``data`` and ``model``.
@@ -41,6 +45,8 @@ def make_mesh(
         axis is then made of two, ``copies`` x ``model``, and the draft is split over the second only.
       key_heads: of the target. If they are fewer than ``model``, the axis is made of two as well, so that each
         device keeps its share of the heads' caches and not all of them. (``draft_ways`` comes first.)
+      rows: of a share of the batch, likewise: sampling is split over as many devices as they divide over.
+        (Key heads come first.)
       devices: default all devices of all processes, in the order of ICI neighbourhood.
 
     Raises:
@@ -57,22 +63,21 @@ def make_mesh(
             f"a mesh of data {data} x model {model} has {data * model} devices, but there are {count}: "
             f"choose factors of {count}"
         )
-    shape, names = mesh_axes(data, model, draft_ways, key_heads)
+    shape, names = mesh_axes(data, model, draft_ways, key_heads, rows)
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
 def mesh_axes(
-    data: int, model: int, draft_ways: int | None, key_heads: int | None = None
+    data: int, model: int, draft_ways: int | None = None, key_heads: int | None = None, rows: int | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Shape and axis names of a mesh, see `make_mesh`."""
-    if draft_ways in (None, 1, model) and key_heads is not None and math.gcd(key_heads, model) not in (1, model):
-        inner = math.gcd(key_heads, model)
-        return (data, model // inner, inner), (DATA, COPIES, MODEL)
     if draft_ways is not None and (draft_ways < 1 or model % draft_ways):
         raise ValueError(f"draft_ways {draft_ways} does not divide the {model} devices of the mesh axis 'model'")
-    if draft_ways in (None, 1, model):
+    parts = (math.gcd(count, model) for count in (draft_ways, key_heads, rows) if count)
+    inner = next((part for part in parts if 1 < part < model), model)
+    if inner == model:
         return (data, model), (DATA, MODEL)
-    return (data, model // draft_ways, draft_ways), (DATA, COPIES, MODEL)
+    return (data, model // inner, inner), (DATA, COPIES, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +153,18 @@ class Layout:
         return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def constrain(self, axes: Any, tree: Any) -> Any:
-        """Within a compiled function: `jax.lax.with_sharding_constraint` of a tree by its logical axes."""
-        shardings = self.shardings(axes, tree)
-        if not jax.sharding.get_abstract_mesh().empty:  # inside `shard_map`, which has a mesh of its own
-            shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
-        return jax.lax.with_sharding_constraint(tree, shardings)
+        """Within a compiled function: `constrain`, by logical axes."""
+        return constrain(tree, self.shardings(axes, tree))
 
     def _ways(self, over: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in over)
+
+
+def constrain(tree: Any, shardings: Any) -> Any:
+    """`jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def put(tree: Any, shardings: Any) -> Any:

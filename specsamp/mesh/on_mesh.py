@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import COPIES, DATA, MODEL, Layout, put
+from specsamp.mesh.layout import COPIES, DATA, MODEL, ROWS, Layout, constrain, put
 from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
@@ -79,7 +79,7 @@ def placed_params(model: TransformerLM | OnMesh) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class OnMesh:
-    """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call.
+    """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call, by rows.
 
     Models may name the axes of ``param_axes()``, ``weight_axes()`` and ``cache_axes()``, each a tree of
     `PartitionSpec` of logical names; what a model does not name, every device has whole.
@@ -131,12 +131,25 @@ class OnMesh:
     def __call__(
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
     ) -> Output:
+        # Tokens that were sampled row by row: a model wants all of them.
+        tokens_BT, start_B = self.layout.constrain((PartitionSpec(None, None), PartitionSpec(None)), (tokens_BT, start_B))
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
-        # Split over the vocabulary first: straight to whole, a compiler gathers the embedding instead. Then
-        # whole, because sampling holds no collective.
-        logits_BTV = self.layout.constrain(PartitionSpec(None, None, "vocab"), output.logits_BTV)
-        logits_BTV = self.layout.constrain(PartitionSpec(None, None, None), logits_BTV)
-        return dataclasses.replace(output, logits_BTV=logits_BTV, cache=self._constrain_cache(output.cache))
+        return dataclasses.replace(
+            output, logits_BTV=self._by_rows(output.logits_BTV), cache=self._constrain_cache(output.cache)
+        )
+
+    def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
+        """Each row whole on a device, and where rows are many, no row on all: sampling holds no collective.
+
+        In steps: straight from the product to rows, a compiler gathers the embedding; from a vocabulary split
+        over more devices than rows are, it gathers all rows.
+        """
+        rows = self.layout.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
+        over = rows[0] if rows else None
+        logits_BTV = self.layout.constrain(PartitionSpec(None, None, "vocab"), logits_BTV)
+        for spec in (PartitionSpec(None, None, over), PartitionSpec(over, None, None)):
+            logits_BTV = constrain(logits_BTV, NamedSharding(self.layout.mesh, spec))
+        return logits_BTV
 
     def _constrain_cache(self, cache: Any) -> Any:
         axes = _named(self.model, "cache_axes")
@@ -170,6 +183,9 @@ class DataShares:
 
     def any(self, here: jax.Array) -> jax.Array:
         return here if self.ways == 1 else jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
+
+    def whole(self, tree: Any) -> Any:
+        return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
 
 
 def _named(model: LanguageModel, part: str) -> Any:

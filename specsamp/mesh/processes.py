@@ -139,12 +139,12 @@ class Replica:
         return [by_index[i] for i in range(num_items)]
 
 
-def my_replica(model: int, *, draft_ways: int | None = None, key_heads: int | None = None) -> Replica:
+def my_replica(model: int, **parts: int | None) -> Replica:
     """The mesh of this process: its own devices, or with neighbours where ``model`` takes more than it has.
 
     Args:
       model: devices that hold one copy of the target together.
-      draft_ways, key_heads: see `make_mesh`.
+      parts: ``draft_ways``, ``key_heads`` and ``rows`` of `make_mesh`.
 
     Raises:
       ValueError: ``model`` neither divides the devices of a process nor is a multiple of them.
@@ -160,7 +160,7 @@ def my_replica(model: int, *, draft_ways: int | None = None, key_heads: int | No
         )
     index = jax.process_index() // together
     devices = [d for d in jax.devices() if d.process_index // together == index]
-    mesh = make_mesh(len(devices) // model, model, draft_ways=draft_ways, key_heads=key_heads, devices=devices)
+    mesh = make_mesh(len(devices) // model, model, devices=devices, **parts)
     return Replica(mesh=mesh, index=index, count=processes // together)
 
 

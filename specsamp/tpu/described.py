@@ -66,14 +66,19 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def described_mesh(
-    topology: str, data: int = 1, *, draft_ways: int | None = None, key_heads: int | None = None
+    topology: str,
+    data: int = 1,
+    *,
+    draft_ways: int | None = None,
+    key_heads: int | None = None,
+    rows: int | None = None,
 ) -> Mesh:
     """A mesh of the devices of a slice that need not exist: shapes can be sharded over it, and programs compiled.
 
     Args:
       topology: such as "v4:2x2x4".
       data: shares of the batch; the other devices hold one copy of the target together.
-      draft_ways, key_heads: see `make_mesh`.
+      draft_ways, key_heads, rows: see `make_mesh`.
 
     Raises:
       ValueError: an unknown topology, or ``data`` does not divide its devices.
@@ -105,7 +110,7 @@ def described_mesh(
         raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
     if data < 1 or count % data:
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
-    shape, names = mesh_axes(data, count // data, draft_ways, key_heads)
+    shape, names = mesh_axes(data, count // data, draft_ways, key_heads, rows)
     return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 

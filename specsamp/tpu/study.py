@@ -127,7 +127,7 @@ class Stack:
 def first_devices(topology: str, count: int) -> Mesh:
     """A mesh of one row over some devices of a slice."""
     devices = described_mesh(topology).devices.reshape(-1)[:count]
-    shape, names = mesh_axes(1, count, None)
+    shape, names = mesh_axes(1, count)
     return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -163,7 +163,7 @@ def slices() -> list[Cell]:
     """The paper's pair on sixteen chips of each kind."""
 
     def answer(topology: str, batch: int) -> dict[str, Any]:
-        mesh = described_mesh(topology)
+        mesh = described_mesh(topology, rows=batch)
         target = Stack(chinchilla_70b(), mesh, topology, batch)
         draft = Stack(draft_4b(), mesh, topology, batch)
         calls = {
@@ -259,7 +259,7 @@ def weights() -> list[Cell]:
     def answer(dtype: str, key_heads: int, batch: int) -> dict[str, Any]:
         topology = "v4:2x2x4"
         config = chinchilla_70b(num_kv_heads=key_heads)
-        mesh = described_mesh(topology, key_heads=key_heads)
+        mesh = described_mesh(topology, key_heads=key_heads, rows=batch)
         stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
         draft = dataclasses.replace(stack, config=draft_4b())
         calls = {"step": stack.call(WINDOW), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}

@@ -36,6 +36,17 @@ def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
         assert dict(make_mesh(1, 8, key_heads=heads).shape) == {"data": 1, "model": 8}
 
 
+def test_rows_of_logits_are_split_as_far_as_they_divide():
+    shape = lambda rows, **parts: dict(make_mesh(1, 8, rows=rows, **parts).shape)
+    assert shape(4) == shape(12) == {"data": 1, "copies": 2, "model": 4}
+    assert shape(1) == shape(3) == shape(8) == shape(24) == {"data": 1, "model": 8}
+    assert shape(4, key_heads=2) == {"data": 1, "copies": 4, "model": 2}  # key heads come first
+    layout = Layout.tensor_parallel(make_mesh(1, 8, rows=4))
+    over = [layout.spec(P("rows", None, None), (rows, 5, 64)) for rows in (1, 4, 8, 12, 6)]
+    assert over == [P(), P("model"), P(("model", "copies")), P("model"), P()]
+    assert Layout.replicated(layout.mesh).spec(P("rows"), (8,)) == P()
+
+
 def test_query_heads_lie_with_their_key_head():
     """Device by device: the heads it has of 16 queries are those that share the key head it has of 4."""
     mesh = make_mesh(1, 8, key_heads=4)

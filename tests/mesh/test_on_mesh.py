@@ -71,6 +71,31 @@ def test_tokens_of_transformers(transformer_pair, data, model, draft_ways):
         np.testing.assert_allclose(on_it.log_probs, alone.log_probs, atol=1e-3)
 
 
+@pytest.mark.parametrize("data, model, rows", [(1, 8, 8), (1, 8, 4), (2, 4, 4)])
+def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
+    """Each device samples its rows of the logits; tokens and what the loop keeps are the same everywhere."""
+    sampling, prompts = chain(temperature(0.8), top_p(0.9)), (PROMPTS + PROMPTS)[: data * rows]
+    mesh = make_mesh(data, model, rows=rows)
+    pair = shard(transformer_pair, mesh)
+    job = _Job.make(
+        pair=pair, prompts=prompts, max_new_tokens=16, sampling=sampling, draft_sampling=None, drafter=None,
+        seed=0, stop=None, num_samples=1, prompt_ids=None, **CALL,
+    )  # fmt: skip
+    call = lambda weights: pair.target(
+        weights, jnp.zeros((rows, 4), jnp.int32), jnp.zeros(rows, jnp.int32), pair.target.init_cache(rows, job.slots)
+    )
+    logits_BTV = jax.jit(call)(job.weights.target).logits_BTV
+    assert logits_BTV.addressable_shards[0].data.shape == (1, 4, 64)
+    state = job.loop.run(job.weights, job.request, job.prefill(), 9)
+    for leaf in jax.tree.leaves(dataclasses.replace(state, cache=None, drafter_state=None)):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
+    made = generate(pair, prompts, 16, sampling=sampling, **CALL)
+    expected = generate(transformer_pair, prompts, 16, sampling=sampling, **CALL)
+    assert [c.tokens for c in made] == [c.tokens for c in expected]
+    for on_it, alone in zip(made, expected):
+        np.testing.assert_allclose(on_it.log_probs, alone.log_probs, atol=1e-3)
+
+
 def test_streams_and_other_drafters(transformer_pair):
     pair = shard(transformer_pair, make_mesh(2, 4))
     for drafter in (None, NgramDrafter(K=3)):
