@@ -44,8 +44,9 @@ def draw_scoring(cells: Cells) -> Any:
                   label=f"{topology} (ridge {calls[0]['ridge_tokens']:.0f})")  # fmt: skip
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
     axis.set_title("scoring call over a step (compiler estimate)", fontsize=10)
-    axis.set_ylim(0, 4)  # beyond, nobody would draft
     axis.legend(fontsize=7, frameon=False)
     return figure
 

@@ -65,9 +65,13 @@ class Programs:
 
     def bytes_of_state(self) -> tuple[int, int]:
         """Bytes per device of both models' weights, and of both caches."""
+        weights, caches = zip(self.bytes_of(self.target), self.bytes_of(self.draft))
+        return sum(weights), sum(caches)
+
+    def bytes_of(self, model: OnMesh) -> tuple[int, int]:
+        """Bytes per device of one model's weights, and of its cache."""
         size = lambda tree: sum(map(_bytes_per_device, jax.tree.leaves(tree)))
-        models = (self.target, self.draft)
-        return sum(size(self.weights(model)) for model in models), sum(size(self.cache(model)) for model in models)
+        return size(self.weights(model)), size(self.cache(model))
 
     def call(self, model: OnMesh, tokens: int) -> jax.stages.Lowered:
         """A call of a model by itself; its logits are whole on every device."""

@@ -2,8 +2,8 @@
 
     report = compile_report(Programs(...), topology="v4:2x2x4", draft_length=4, rule=TokenRule())
 
-Five programs are compiled: one step of the draft, one of the target (the autoregressive baseline, each at the
-window the compiler likes best), the scoring of K+1 tokens, the prefill, and the whole loop of generation. For each:
+Six programs are compiled: one step of the draft, one of the target (the autoregressive baseline, each at the
+window the compiler likes best), the scoring of K+1 tokens, both prefills, and the whole loop of generation. For each:
 bytes through HBM (see `specsamp.tpu.hlo`) against the floor, collectives, large copies, transfers to the host,
 cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
 once; what a call does beyond is overhead.
@@ -38,7 +38,7 @@ STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at 
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
 USABLE = 0.98  # of the memory of a chip; the rest is not for programs
-NAMES = ("draft step", "target step", "score", "prefill", "round")
+NAMES = ("draft step", "target step", "score", "draft prefill", "prefill", "round")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,12 @@ class Memory:
     arguments: int  # weights, tables, state
     temporaries: int
     outputs: int  # that share no memory with arguments
+    code: int = 0
     capacity: int
 
     @property
     def total(self) -> int:
-        return self.arguments + self.temporaries + self.outputs
+        return self.arguments + self.temporaries + self.outputs + self.code
 
     @property
     def fits(self) -> bool:
@@ -191,6 +192,7 @@ def compile_report(
         "draft step": (of_draft, [call(draft, window) for window in windows]),
         "target step": (of_target, [call(target, window) for window in windows]),
         "score": (of_target, [call(target, draft_length + 1)]),
+        "draft prefill": (of_draft, [call(draft, min(PREFILL, programs.slots))]),
         "prefill": (of_target, [call(target, min(PREFILL, programs.slots))]),
         "round": (of_round, [(draft_length + 1, lambda: programs.round(loop))]),
     }
@@ -231,7 +233,8 @@ def measure(
     sizes = compiled.memory_analysis()
     memory = Memory(
         arguments=sizes.argument_size_in_bytes, temporaries=sizes.temp_size_in_bytes,
-        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes, capacity=capacity,
+        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes, code=sizes.generated_code_size_in_bytes,
+        capacity=capacity,
     )  # fmt: skip
     traffic = hlo.measure(compiled.as_text())
     return Program(

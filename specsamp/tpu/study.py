@@ -67,7 +67,7 @@ def linear(*terms: tuple[float, Program]) -> Program:
     whole = {name: round(of(name)) for name in ("num_copies", "host_transfers", "open_loops")}
     parts = {
         name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)
-        for name in ("arguments", "temporaries", "outputs")
+        for name in ("arguments", "temporaries", "outputs", "code")
     }
     memory = dataclasses.replace(first.memory, **parts)
     return dataclasses.replace(
@@ -121,7 +121,15 @@ class Stack:
     def bytes_of_state(self) -> int:
         """Of weights and caches per device, all layers."""
         programs = self.programs(self.config.num_layers)
-        return sum(programs.bytes_of_state()) // 2  # target and draft are the same here
+        return sum(programs.bytes_of(programs.target))
+
+    def step(self) -> Program:
+        """A call of one new token per row, at the window that takes the least time; with one row never 1."""
+        chip, _ = parse(self.topology)
+        windows = (WINDOW,) if self.batch == 1 else (1, WINDOW)
+        tried = [self.call(window) for window in windows]
+        fitting = [program for program in tried if program.memory is not None]
+        return min(fitting, key=lambda program: program.busy_ms(chip), default=tried[0])
 
 
 def first_devices(topology: str, count: int) -> Mesh:
@@ -154,8 +162,8 @@ def facts(program: Program, topology: str, calls: int = 1, chips: Iterable[int] 
 
 def needs(memory: Memory) -> str:
     return (
-        f"weights and caches {memory.arguments / 2**30:.1f} GiB, temporaries {memory.temporaries / 2**30:.1f} GiB, of "
-        f"{memory.capacity / 2**30:.0f} GiB"
+        f"weights and caches {memory.arguments / 2**30:.1f} GiB, temporaries {memory.temporaries / 2**30:.1f} GiB, "
+        f"program {memory.code / 2**30:.1f} GiB, of {memory.capacity / 2**30:.0f} GiB"
     )
 
 
@@ -168,12 +176,11 @@ def slices() -> list[Cell]:
         draft = Stack(draft_4b(), mesh, topology, batch)
         calls = {
             "draft step": {layers: draft.at(layers, WINDOW) for layers in (FEW, MANY)},
-            "target step": {layers: target.at(layers, WINDOW) for layers in (FEW, MANY)},
             "score": {layers: target.at(layers, K + 1) for layers in (FEW, MANY)},
         }
-        layers = {"draft step": draft.config.num_layers, "target step": 80, "score": 80}
+        layers = {"draft step": draft.config.num_layers, "score": target.config.num_layers}
         whole = {name: continued(two[FEW], two[MANY], layers[name]) for name, two in calls.items()}
-        made = {name: facts(program, topology) for name, program in whole.items()}
+        made = {name: facts(program, topology) for name, program in (whole | {"target step": target.step()}).items()}
         state = target.bytes_of_state() + draft.bytes_of_state()
         for law, sampling in LAWS.items():
             for rule in RULES:
@@ -262,7 +269,7 @@ def weights() -> list[Cell]:
         mesh = described_mesh(topology, key_heads=key_heads, rows=batch)
         stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
         draft = dataclasses.replace(stack, config=draft_4b())
-        calls = {"step": stack.call(WINDOW), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
+        calls = {"step": stack.step(), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
         made = {name: facts(program, topology) for name, program in calls.items()}
         if not all(program["fits"] for program in made.values()):
             return {"programs": made}

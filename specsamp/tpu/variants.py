@@ -43,7 +43,7 @@ from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.sampling.warp import for_rows, top_p
 from specsamp.tpu import hlo
 from specsamp.tpu.described import described_mesh, parse
-from specsamp.tpu.study import Cell, Stack
+from specsamp.tpu.study import Cell, Stack, facts
 
 TOPOLOGY = "v4:2x2x4"
 WIDTH, HEADS, SIZE, SLOTS, LAYERS, VOCABULARY = 8192, 64, 128, 2048, 4, 32_000
@@ -56,7 +56,7 @@ def variants() -> list[Cell]:
     for rows in (1, 2, 4, 8):
         for name, config in (("target", chinchilla_70b()), ("draft", draft_4b())):
             stack = lambda config=config: Stack(config, described_mesh(TOPOLOGY), TOPOLOGY)
-            cells.append(_cell("rows of a call", f"{name}, {rows}", lambda s=stack, n=rows: _of_call(s(), n)))
+            cells.append(_cell("rows of a call", f"{name}, {rows}", lambda s=stack, n=rows: facts(s().call(n), TOPOLOGY)))
     for form in LAYOUTS:
         cells.append(_cell("layout of heads", form, lambda f=form: _compiled(*_heads(f))))
     for batch in (1, 8):
@@ -79,16 +79,6 @@ def variants() -> list[Cell]:
 
 def _cell(question: str, form: str, answer: Callable[[], dict[str, Any]]) -> Cell:
     return Cell({"question": question, "form": form}, answer)
-
-
-def _of_call(stack: Stack, rows: int) -> dict[str, Any]:
-    program = stack.call(rows)
-    chip, _ = parse(TOPOLOGY)
-    return {
-        "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
-        "streaming_ms": program.streaming_ms(chip), "cycles_ms": program.cycles / chip.clock_hz * 1e3,
-        "collectives": program.collectives, "copies": program.num_copies,
-    }  # fmt: skip
 
 
 def _compiled(function: Callable, arguments: tuple, donated: tuple[int, ...] = (), options: dict | None = None):
