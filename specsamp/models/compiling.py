@@ -17,6 +17,10 @@ import jax.numpy as jnp
 
 Options = tuple[tuple[str, str], ...]
 
+# Row by row, unrolled, is the cheapest way to read and write at every row's own offset, up to about this many
+# rows; beyond it the program grows too large and the compiler gets a loop over the rows instead.
+MAX_UNROLLED_ROWS = 32
+
 
 @functools.cache
 def few_rows_on_cpu() -> Options:

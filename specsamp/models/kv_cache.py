@@ -15,15 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
 
 Array = jax.Array
 
 SLOTS_AXIS = 2
-
-# Row by row, unrolled, is the cheapest way to write up to about this many rows; beyond it the program
-# grows too large and the compiler gets a loop over the rows instead.
-MAX_UNROLLED_ROWS = 16
 
 
 @jax.tree_util.register_dataclass

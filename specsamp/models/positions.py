@@ -18,6 +18,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
+
 Array = jax.Array
 
 
@@ -131,8 +133,8 @@ def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
     # Distance start + t - s lies in column S-1-start-t + s: one slice per row serves all its queries.
     width = slots + num_queries - 1
     cut = lambda row, start: jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
-    if scores_BXTS.shape[0] == 1:
-        rows = cut(padded, start_B[0])
+    if len(start_B) <= MAX_UNROLLED_ROWS:  # together they are a gather, on a TPU a loop over rows and heads
+        rows = jnp.concatenate([cut(padded[b : b + 1], start_B[b]) for b in range(len(start_B))])
     else:
         rows = jax.vmap(cut)(padded, start_B)
     # Laid end to end with one column more, row t is shifted by t. (A slice for each query costs a TPU more.)

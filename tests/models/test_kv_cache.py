@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
-from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache, write_rows
+from specsamp.models.kv_cache import KVCache, write_rows
 
 HEADS, SLOTS, SIZE = 2, 12, 3
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specsamp.models import layers, positions
-from specsamp.models.compiling import few_rows_on_cpu
+from specsamp.models.compiling import MAX_UNROLLED_ROWS, few_rows_on_cpu
 from specsamp.models.config import tiny
-from specsamp.models.kv_cache import MAX_UNROLLED_ROWS, KVCache
+from specsamp.models.kv_cache import KVCache
 from specsamp.models.transformer import TransformerLM
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]

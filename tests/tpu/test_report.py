@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsamp import TokenRule, chain, top_p
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.on_mesh import draft_layout, on_mesh
-from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models import kv_cache, positions
+from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import hlo
@@ -83,6 +84,16 @@ def test_rows_are_sampled_apart():
     # A few small ones more, of tokens and of what was accepted: warping a law would pass 36 each time.
     assert sum(split.collectives.values()) <= sum(whole.collectives.values()) + 25
     assert split.collectives["all-to-all"] == 5
+
+
+@pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (4, 3)])
+def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
+    """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is a loop on a TPU."""
+    for module in (kv_cache, positions):
+        monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
+    made = programs(described_mesh(TOPOLOGY), 1, batch=8, slots=512)
+    text = made.call(made.target, 5).compile(compiler_options=dict(FEWEST_COLLECTIVES)).as_text()
+    assert text.count(" while(") == loops
 
 
 def test_stacked_layers_under_scan_are_caught():
