@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.generate import Completion
+from specsamp.decoding.generate import SMALLEST_BUCKET, Completion
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Subject, Verdict
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.rules import CoupledRule
@@ -90,13 +90,14 @@ def padding(subject: Subject, false_alarm: float) -> Check:
     longest = max(prompts, key=len)
     positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]
     room = min(positions, default=np.inf) - subject.max_new_tokens
-    if 2 * len(longest) > room:
-        return _not_applicable("padding", f"{2 * len(longest)} tokens and the budget are more than the models' positions")
+    length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # surely padded to more
+    if length > room:
+        return _not_applicable("padding", f"{length} tokens and the budget are more than the models' positions")
     kept = prompts[:-1] or prompts
-    padded = subject.decode([*kept, (*longest, *longest)])
+    padded = subject.decode([*kept, np.resize(longest, length).tolist()])
     plain = subject.decode()
     pairs = list(zip(plain, padded))[: len(kept)]
-    what = f"{len(kept)} texts beside a prompt of {2 * len(longest)} tokens"
+    what = f"{len(kept)} texts beside a prompt of {length} tokens"
     return _unchanged("padding", subject, pairs, what, false_alarm)
 
 
