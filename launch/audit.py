@@ -71,7 +71,8 @@ def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subj
     prompts = work.prompts
     if not prompts:  # of several lengths, as texts would be
         tokens_BP, _, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
-        prompts = [row[: work.prompt_length - i % (work.prompt_length // 2 + 1)].tolist() for i, row in enumerate(tokens_BP)]
+        lengths = [work.prompt_length - i % (work.prompt_length // 2 + 1) for i in range(count)]
+        prompts = [row[:length].tolist() for row, length in zip(tokens_BP, lengths, strict=True)]
     chosen = [prompts[i * len(prompts) // count] for i in range(count)] if len(prompts) > count else prompts
     return Subject(
         pair=experiment.pair, prompts=chosen, drafter=cell.drafter, rule=cell.rule, sampling=cell.sampling,

@@ -79,14 +79,14 @@ def audit_table(found: Audit) -> Table:
     """One row for each check: what it claims, the verdict, and what that rests on."""
     settings, numbers = found.settings, {check.name: check.numbers for check in found.checks}
     notes = [
-        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads the "
-        "whole text at once"
+        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
+        "the whole text at once"
     ]
     if "power" in numbers.get("law", {}):
         law = numbers["law"]
         notes.append(
-            f"law: moving {settings.detect:g} of the probability between the counted cells of every prompt is seen with "
-            f"{law['power']:.1%}, {law['detected_on_one_prompt']:.2g} on a single prompt with 99%; "
+            f"law: moving {settings.detect:g} of the probability between the counted cells of every prompt is seen "
+            f"with {law['power']:.1%}, {law['detected_on_one_prompt']:.2g} on a single prompt with 99%; "
             f"{law['share_in_the_rest']:.0%} lies in one cell, the rest"
         )
     return Table(

@@ -192,7 +192,8 @@ class PaddedLM(TableLM):
         width_B = jnp.where(start_B == 0, tokens_BT.shape[1], width_B)
         output = super().__call__(weights, tokens_BT, start_B, tokens)
         leak_BV = jax.nn.one_hot(width_B // 8 % V, V)
-        return dataclasses.replace(output, logits_BTV=output.logits_BTV + leak_BV[:, None], cache=(output.cache, width_B))
+        logits_BTV = output.logits_BTV + leak_BV[:, None]
+        return dataclasses.replace(output, logits_BTV=logits_BTV, cache=(output.cache, width_B))
 
 
 def test_a_leak_of_padding():

@@ -86,14 +86,17 @@ class Audit:
         law_check = next((check for check in self.checks if check.name == "law" and check.name in good), None)
         seen = ""
         if law_check:
-            seen = f"; an error of {self.settings.detect:g} in its law would have been seen with {law_check.numbers['power']:.1%}"
+            power = law_check.numbers["power"]
+            seen = f"; an error of {self.settings.detect:g} in its law would have been seen with {power:.1%}"
         return (
             f"{len(good)} of {judged} checks passed{aside}: with the draft this pair writes what its target writes"
             f"{seen}; chance of a false alarm {self.settings.false_alarm:g}"
         )
 
 
-def audit(subject: Subject, settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None) -> Audit:
+def audit(
+    subject: Subject, settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None
+) -> Audit:
     """Runs the checks, in float32 but for the one that says otherwise.
 
     Raises:

@@ -41,7 +41,8 @@ def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
 def coupled_text(subject: Subject) -> Check:
     """Under the coupled rule the text of a seed does not depend on the draft: this one, prompt lookup, or none."""
     rule = subject.rule if isinstance(subject.rule, CoupledRule) else CoupledRule()
-    drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": NgramDrafter(K=subject.drafter.K)}
+    looked_up = NgramDrafter(K=subject.drafter.K)
+    drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": looked_up}
     runs = {name: subject.decode(rule=rule, drafter=drafter) for name, drafter in drafters.items()}
     return _agreement(
         "coupled", subject, runs, subject.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed
@@ -54,8 +55,8 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
     pair = subject.pair
     same = dataclasses.replace(
-        subject, pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
-        drafter=dataclasses.replace(subject.drafter, model=pair.target), draft_sampling=None,
+        subject, draft_sampling=None, drafter=dataclasses.replace(subject.drafter, model=pair.target),
+        pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
     )  # fmt: skip
     rows = [completion.stats for completion in same.decode()]
     judged, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
@@ -122,8 +123,8 @@ def _agreement(
     for (text, run), judgement in zip(texts.items(), judgements, strict=True):
         for at in np.flatnonzero(~judgement.explained_N)[:1]:
             behind = judgement.behind_N[at]
-            apart = f"is {behind:.2g} behind the target's choice" if np.isfinite(behind) else "is none that the law allows"
-            faults.append(f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} {apart}")
+            apart = f"{behind:.2g} behind the target's choice" if np.isfinite(behind) else "none that the law allows"
+            faults.append(f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}")
     tokens = sum(len(text.tokens) for text in texts)
     near_ties = sum(int((j.explained_N & ~j.chosen_N).sum()) for j in judgements)
     excusable = sum(int(j.excusable_N.sum()) for j in judgements) / max(tokens, 1)
@@ -139,7 +140,8 @@ def _agreement(
     if excusable > MOST_EXCUSABLE:
         sentence = f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
         return Check(name=name, verdict=Verdict.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
-    same = f"{len(compared) - differing} of {len(compared)} texts are equal" if len(runs) > 1 else f"{len(compared)} texts"
+    equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
+    same = equal if len(runs) > 1 else f"{len(compared)} texts"
     sentence = (
         f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} near-ties within "
         f"{2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"

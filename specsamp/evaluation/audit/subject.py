@@ -106,7 +106,8 @@ class Subject:
         drafter = self.drafter
         if isinstance(drafter, ModelDrafter):
             drafter = dataclasses.replace(drafter, model=draft)
-        return dataclasses.replace(self, pair=dataclasses.replace(self.pair, target=target, draft=draft), drafter=drafter)
+        pair = dataclasses.replace(self.pair, target=target, draft=draft)
+        return dataclasses.replace(self, pair=pair, drafter=drafter)
 
     @functools.cached_property
     def prompt_logits(self) -> np.ndarray:
