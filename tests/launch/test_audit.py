@@ -16,7 +16,8 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
-TINY = ("--config=configs/random_pair.py:tiny", "--config.target.num_layers=1", "--checks=acceptance", "--prompt_count=3")
+TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
+TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]
 
 
 def test_a_sound_pair(tmp_path):
