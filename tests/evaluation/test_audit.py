@@ -274,9 +274,9 @@ def _law_after(tokens):
 
 
 def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said():
-    """4,000 tests of samples of the law, and of one with a tenth of the mass moved, at a level of 1%."""
+    """4,000 tests of samples of the law, and of one with a tenth of the mass moved, with a false alarm of 4%."""
     laws = law.continuations(subject(), [0, 1, 2])
-    plan = law.make_plan(laws, detect=0.1, false_alarm=0.01, samples=None)
+    plan = law.make_plan(laws, detect=0.1, false_alarm=0.04, samples=None)
     rng, trials = np.random.default_rng(0), 4000
 
     def share_that_fails(laws_C):
@@ -289,7 +289,7 @@ def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said():
             fails |= law.stats.chi2.sf(statistics, cells.degrees) < plan.level
         return (fails | (law.stats.chi2.sf(total, plan.degrees) < plan.level)).mean()
 
-    assert 0.002 < share_that_fails([cells.probs_C for cells in plan.cells]) < 0.02
+    assert 0.003 < share_that_fails([cells.probs_C for cells in plan.cells]) < 0.04
     moved = []
     for cells in plan.cells:  # the direction that is the hardest to see: proportional to what is there
         half = np.cumsum(cells.probs_C) < 0.5

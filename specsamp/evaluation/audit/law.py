@@ -2,7 +2,8 @@
 
 Expected are the target's own probabilities, read by teacher forcing. Cells of a prompt are its most probable pairs
 (x1, x2), its most probable first tokens x1 with any other second one, and the rest: a partition of all continuations,
-each cell expected at least `EXPECTED` times. One test for each prompt and one for all together share the false alarm.
+each cell expected at least `EXPECTED` times. One test for each prompt and one for all together share the false alarm;
+its level allows for the tail of small counts (simulated down to 1e-5 a test, beyond which it grows heavier still).
 
 **Power.** Whatever the error: if it moves mass e between the cells of every prompt (a total variation of e), Pearson's
 statistic has at least the noncentrality 4 e^2 N, by Cauchy and Schwarz. So N samples see every error of that size with
@@ -23,7 +24,8 @@ from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.sampling.warp import for_rows, log_probs
 
 FIRSTS, CONTINUED, PAIRS = 24, 12, 16  # first tokens with a cell, those whose followers are read, pairs with a cell
-EXPECTED = 10  # counts per cell, at least: from there on Pearson's statistic has its tail
+EXPECTED = 10  # counts per cell, at least
+TAIL = 4  # with 20 cells of no more, Pearson's statistic exceeds the chi-square quantile of 1e-5 so many times as often
 POWER = 0.99
 MOST_SAMPLES = 10**9
 REST = 0
@@ -98,16 +100,16 @@ class Plan:
     @property
     def level(self) -> float:
         """Of a single test."""
-        return self.false_alarm / num_tests(len(self.cells))
+        return level_of(self.false_alarm, len(self.cells))
 
     @property
     def degrees(self) -> int:
         return sum(cells.degrees for cells in self.cells)
 
 
-def num_tests(prompts: int) -> int:
-    """One for each prompt and one for all; a single prompt is all."""
-    return prompts + 1 if prompts > 1 else 1
+def level_of(false_alarm: float, prompts: int) -> float:
+    """Of a single test: there is one for each prompt and one for all, and a single prompt is all."""
+    return false_alarm / TAIL / (prompts + 1 if prompts > 1 else 1)
 
 
 def power_of(error: float, samples: int, degrees: int, level: float) -> float:
@@ -149,7 +151,7 @@ def make_plan(
             "the sampled law leaves nothing to chance (temperature 0?), so the check of it would be empty: set a "
             "temperature, or leave the check out"
         )
-    level = false_alarm / num_tests(len(laws))
+    level = level_of(false_alarm, len(laws))
 
     def power(per_prompt: int) -> float:
         degrees = sum(law.cells(per_prompt).degrees for law in laws)
