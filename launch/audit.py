@@ -1,0 +1,84 @@
+"""Does this pair, with these settings, write what its target would write alone? A verdict, and what it rests on.
+
+    python launch/audit.py --config=configs/trained_pair.py
+    python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
+    python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,law
+
+Exit status: 0, all checks passed; 1, one failed; 2, what was asked for cannot be audited (stderr says why).
+"""
+
+import dataclasses
+import sys
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+import entry
+from cells import make_cells, read_prompts
+from experiment import Experiment, build, config_mesh, headline
+from specsamp import use_compilation_cache
+from specsamp.analysis import report, tables
+from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Which, of {', '.join(CHECKS)}.")
+_DETECT = flags.DEFINE_float("detect", 0.05, "Total-variation error of the sampled law to be seen with 99%.")
+_SAMPLES = flags.DEFINE_integer("samples", None, "Of the sampled law, in all; default: as many as --detect takes.")
+_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Chance, at most, that a sound pair fails.")
+_COUNT = flags.DEFINE_integer("prompt_count", 16, "Prompts that are decoded, evenly spaced.", lower_bound=1)
+_LAW_PROMPTS = flags.DEFINE_integer("law_prompts", 4, "Of these, prompts whose law is sampled.")
+_ROWS = flags.DEFINE_integer("rows", 128, "Samples drawn together: fewer where their caches do not fit.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
+_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+FAILED, UNUSABLE = 1, 2
+
+
+def main() -> None:
+    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    config = _CONFIG.value
+    try:
+        entry.check_output(_OUTPUT.value)
+        settings = Settings(
+            checks=tuple(_CHECKS.value), detect=_DETECT.value, samples=_SAMPLES.value, false_alarm=_FALSE_ALARM.value,
+            law_prompts=_LAW_PROMPTS.value, rows=_ROWS.value,
+        )  # fmt: skip
+        experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
+        subject = make_subject(config, experiment, _COUNT.value)
+        use_compilation_cache()
+        console.print(headline(experiment))
+        with console.status("starting") as status:
+            found = audit(subject, settings, progress=lambda text: status.update(text))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"nothing was audited: {error}", file=sys.stderr)
+        sys.exit(UNUSABLE)
+    report.show([tables.audit_table(found)], console, _PLAIN.value)
+    console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True)
+    document = {
+        "config": config.to_dict(), "pair": experiment.pair_name, "passed": found.passed, "summary": found.summary,
+        **dataclasses.asdict(found),
+    }  # fmt: skip
+    entry.write_result(_OUTPUT.value, document, console)
+    if not found.passed:
+        sys.exit(FAILED)
+
+
+def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subject:
+    """The pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
+    (cell,) = make_cells(config, [{}], experiment)
+    work = cell.workload
+    prompts = work.prompts
+    if not prompts:  # of several lengths, as texts would be
+        tokens_BP, _, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
+        lengths = [work.prompt_length - i % (work.prompt_length // 2 + 1) for i in range(count)]
+        prompts = [row[:length].tolist() for row, length in zip(tokens_BP, lengths, strict=True)]
+    chosen = [prompts[i * len(prompts) // count] for i in range(count)] if len(prompts) > count else prompts
+    return Subject(
+        pair=experiment.pair, prompts=chosen, drafter=cell.drafter, rule=cell.rule, sampling=cell.sampling,
+        draft_sampling=cell.draft_sampling, max_new_tokens=work.max_new_tokens, seed=work.seed,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    entry.run(main)

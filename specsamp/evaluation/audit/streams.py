@@ -1,0 +1,166 @@
+"""Checks that compare texts token by token: a difference is a rounding error that can be shown, or a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.generate import SMALLEST_BUCKET, Completion
+from specsamp.evaluation.audit.subject import FARTHEST, Check, Subject, Verdict
+from specsamp.evaluation.audit.teacher import Text, judge
+from specsamp.sampling.rules import CoupledRule
+from specsamp.sampling.warp import Warp, chain
+
+ALONE = 4  # prompts that are also decoded alone
+SHOWN = 3  # faults in a sentence
+MOST_EXCUSABLE = 0.5  # beyond, a tolerance says nothing
+
+
+def greedy_text(subject: Subject) -> Check:
+    """Greedy text with the draft is greedy text without, and each of its tokens the target's choice. In float32."""
+    runs = {"with the draft": subject.decode_greedily(), "alone": subject.decode_greedily(drafter=NoDrafter())}
+    return _agreement("greedy", subject, runs, chain(), FARTHEST * subject.rounding)
+
+
+def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
+    """Greedy text in bfloat16: each token is the choice of the target in bfloat16, or nearly.
+
+    How near, is measured: both ways to compute a logit are off by what bfloat16 is off from float32 after the prompts.
+    """
+    if in_bfloat16 is None:
+        return _not_applicable("bfloat16", "the target has no dtype to choose")
+    off = np.abs(in_bfloat16.prompt_logits - subject.prompt_logits)
+    off = float(off[np.isfinite(off)].max(initial=0))
+    runs = {"with the draft": in_bfloat16.decode_greedily()}
+    return _agreement("bfloat16", in_bfloat16, runs, chain(), 2 * off)
+
+
+def coupled_text(subject: Subject) -> Check:
+    """Under the coupled rule the text of a seed does not depend on the draft: this one, prompt lookup, or none."""
+    rule = subject.rule if isinstance(subject.rule, CoupledRule) else CoupledRule()
+    looked_up = NgramDrafter(K=subject.drafter.K)
+    drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": looked_up}
+    runs = {name: subject.decode(rule=rule, drafter=drafter) for name, drafter in drafters.items()}
+    return _agreement(
+        "coupled", subject, runs, subject.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed
+    )  # fmt: skip
+
+
+def equal_draft(subject: Subject, false_alarm: float) -> Check:
+    """The target as its own draft: all of it is accepted, but for rounding."""
+    if not isinstance(subject.drafter, ModelDrafter):
+        return _not_applicable("acceptance", "the drafter has no model that could be the target")
+    pair = subject.pair
+    same = dataclasses.replace(
+        subject, draft_sampling=None, drafter=dataclasses.replace(subject.drafter, model=pair.target),
+        pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
+    )  # fmt: skip
+    rows = [completion.stats for completion in same.decode()]
+    judged, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
+    allowed = subject.flips_allowed(judged, false_alarm)
+    verdict = Verdict.PASSED if judged - accepted <= allowed and judged else Verdict.FAILED
+    return Check(
+        name="acceptance", verdict=verdict,
+        sentence=f"with the target as its own draft {accepted} of {judged} drafted tokens were accepted; rounding may "
+        f"refuse {allowed}",
+        numbers={"judged": judged, "accepted": accepted, "refusals_allowed": allowed},
+    )  # fmt: skip
+
+
+def neighbours(subject: Subject, false_alarm: float) -> Check:
+    """A prompt's text alone, and amid others in another order, is its text amid the others."""
+    prompts = subject.prompts
+    if len(prompts) == 1:
+        return _not_applicable("neighbours", "a single prompt has no neighbours: give more")
+    together, backwards = subject.decode(), range(len(prompts))[::-1]
+    reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
+    # The longest, which are padded alike alone: what padding does is another check.
+    longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
+    alone = [subject.decode([prompts[i]], prompt_ids=[i])[0] for i in longest]
+    pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
+    what = f"{len(prompts)} texts in two orders, {len(alone)} also alone"
+    return _unchanged("neighbours", subject, pairs, what, false_alarm)
+
+
+def padding(subject: Subject, false_alarm: float) -> Check:
+    """A prompt's text does not change where a longer prompt in its batch means more padding, and more slots."""
+    prompts = list(subject.prompts)
+    longest = max(prompts, key=len)
+    positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]
+    room = min(positions, default=np.inf) - subject.max_new_tokens
+    length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # surely padded to more
+    if length > room:
+        return _not_applicable("padding", f"{length} tokens and the budget are more than the models' positions")
+    kept = prompts[:-1] or prompts
+    padded = subject.decode([*kept, np.resize(longest, length).tolist()])
+    plain = subject.decode()
+    pairs = list(zip(plain, padded))[: len(kept)]
+    what = f"{len(kept)} texts beside a prompt of {length} tokens"
+    return _unchanged("padding", subject, pairs, what, false_alarm)
+
+
+def _agreement(
+    name: str, subject: Subject, runs: Mapping[str, Sequence[Completion]], warp: Warp, tolerance: float,
+    *, noise_seed: int | None = None,
+) -> Check:  # fmt: skip
+    """Each token of each run is the target's choice or explained, hence so is every difference between runs."""
+    texts: dict[Text, str] = {}
+    faults, compared = [], list(zip(*runs.values(), strict=True))
+    for i, rows in enumerate(compared):
+        for run, row in zip(runs, rows, strict=True):
+            if row.finish == "invalid":
+                faults.append(f"prompt {i} {run}: the target's logits are no law (NaN or inf)")
+            elif row.tokens:
+                texts.setdefault(Text(prompt_id=i, prompt=tuple(subject.prompts[i]), tokens=tuple(row.tokens)), run)
+        for row in rows[1:]:
+            shorter, longer = sorted((rows[0].tokens, row.tokens), key=len)
+            if len(shorter) < len(longer) and longer[: len(shorter)] == shorter:
+                faults.append(f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on")
+    judgements = judge(subject.pair, list(texts), subject.law(warp), tolerance, noise_seed=noise_seed) if texts else []
+    for (text, run), judgement in zip(texts.items(), judgements, strict=True):
+        for at in np.flatnonzero(~judgement.explained_N)[:1]:
+            behind = judgement.behind_N[at]
+            apart = f"{behind:.2g} behind the target's choice" if np.isfinite(behind) else "none that the law allows"
+            faults.append(f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}")
+    tokens = sum(len(text.tokens) for text in texts)
+    near_ties = sum(int((j.explained_N & ~j.chosen_N).sum()) for j in judgements)
+    excusable = sum(int(j.excusable_N.sum()) for j in judgements) / max(tokens, 1)
+    differing = sum(any(row.tokens != rows[0].tokens for row in rows[1:]) for rows in compared)
+    numbers = {
+        "texts": len(compared), "tokens": tokens, "texts_that_differ": differing, "near_ties": near_ties,
+        "faults": len(faults), "tolerance": tolerance, "share_that_could_be_excused": excusable,
+    }  # fmt: skip
+    if faults or not tokens:
+        more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        sentence = "; ".join(faults[:SHOWN]) + more if faults else "nothing was emitted"
+        return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, numbers=numbers)
+    if excusable > MOST_EXCUSABLE:
+        sentence = f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
+        return Check(name=name, verdict=Verdict.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
+    equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
+    same = equal if len(runs) > 1 else f"{len(compared)} texts"
+    sentence = (
+        f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} near-ties within "
+        f"{2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
+    )
+    return Check(name=name, verdict=Verdict.PASSED, sentence=sentence, numbers=numbers)
+
+
+def _unchanged(
+    name: str, subject: Subject, pairs: Sequence[tuple[Completion, Completion]], what: str, false_alarm: float
+) -> Check:
+    """Texts under the audited rule: rounding flips a decision as rarely as `Subject.flips_allowed` says."""
+    tokens = sum(len(row.tokens) for row, _ in pairs)
+    differing = sum(row.tokens != other.tokens for row, other in pairs)
+    allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)
+    verdict = Verdict.PASSED if tokens and differing <= allowed else Verdict.FAILED
+    sentence = f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
+    numbers = {"texts": len(pairs), "tokens": tokens, "texts_that_differ": differing, "differences_allowed": allowed}
+    return Check(name=name, verdict=verdict, sentence=sentence, numbers=numbers)
+
+
+def _not_applicable(name: str, why: str) -> Check:
+    return Check(name=name, verdict=Verdict.NOT_APPLICABLE, sentence=why, numbers={})

@@ -1,0 +1,177 @@
+"""Teacher forcing: what the target says of a text that it reads at once, with nothing kept and nothing drafted.
+
+This is what every other way to compute the same logits is held against. Those differ by rounding, so a token is
+*explained* if the target would choose it for some logits within a tolerance of the ones read here. Tried are the
+most favourable: the token's own logit raised by the tolerance, all larger ones lowered by it. That covers the
+thresholds of a warp as well: a token at the edge of a nucleus may be in it for one rounding and not for another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.generate import SLOTS_MULTIPLE, to_host
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.types import LanguageModel, Shares
+from specsamp.sampling.rng import RoundKeys, row_keys
+from specsamp.sampling.warp import Warp, for_rows, log_probs
+
+Array = jax.Array
+
+TOGETHER = 8  # texts per call
+WIDTH_MULTIPLE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """A prompt and what followed it."""
+
+    prompt_id: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Of every token of a text's continuation."""
+
+    chosen_N: np.ndarray  # bool, it is the target's choice
+    explained_N: np.ndarray  # bool, it is for some logits within the tolerance
+    excusable_N: np.ndarray  # bool, so would be the token next to the target's choice
+    behind_N: np.ndarray  # how far its score is behind that of the target's choice; inf where it is excluded
+
+
+def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The target's logits after each text, ``[len(texts), V]`` float32."""
+    slots, batches = _batches(pair, texts)
+    weights = pair.weights(NoDrafter(), slots).target
+    read = functools.partial(_next_logits, pair.target, pair.shares, weights, slots=slots)
+    rows = [to_host(read(tokens_BT, lengths_B)) for tokens_BT, lengths_B, _ in batches]
+    return np.concatenate(rows)[: len(texts)]
+
+
+def judge(
+    pair: Pair, texts: Sequence[Text], warp: Warp, tolerance: float, *, noise_seed: int | None = None
+) -> list[Judgement]:
+    """Judges every token: is it the target's choice, the one with the highest log-probability (plus noise)?
+
+    Args:
+      warp: with numbers for all texts; ``chain()`` judges greedy texts.
+      tolerance: of logits.
+      noise_seed: for texts written under the coupled rule with this seed, its noise; None: no noise.
+    """
+    whole = [(*text.prompt, *text.tokens) for text in texts]
+    slots, batches = _batches(pair, whole)
+    weights = pair.weights(NoDrafter(), slots).target
+    longest = -(-max(len(text.tokens) for text in texts) // 8) * 8
+    judgements = []
+    for tokens_BT, _, indices in batches:
+        rows = [texts[i] for i in indices]
+        keys_B = None
+        if noise_seed is not None:
+            ids_B = jnp.asarray([text.prompt_id for text in rows], jnp.int32)
+            keys_B = row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B))
+        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
+        found = to_host(
+            _judge(
+                pair.target, pair.shares, weights, tokens_BT, starts_B, for_rows(warp, len(rows)), keys_B,
+                jnp.float32(tolerance), slots=slots, num_tokens=longest,
+            )
+        )  # fmt: skip
+        judgements += [
+            Judgement(**{name: values[row, : len(text.tokens)] for name, values in found.items()})
+            for row, text in enumerate(rows)
+        ]
+    return judgements[: len(texts)]
+
+
+def _batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:
+    """Slots, and padded tokens, lengths and indices of equally many texts each: the last one is repeated."""
+    width = -(-max(map(len, texts)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    if pair.target.max_positions is not None:
+        width = min(width, pair.target.max_positions)
+    rows = -(-min(TOGETHER, len(texts)) // pair.shares.ways) * pair.shares.ways
+    batches = []
+    for start in range(0, len(texts), rows):
+        indices = [min(i, len(texts) - 1) for i in range(start, start + rows)]
+        tokens_BT = np.zeros((rows, width), np.int32)
+        for row, i in enumerate(indices):
+            tokens_BT[row, : len(texts[i])] = texts[i]
+        lengths_B = jnp.asarray([len(texts[i]) for i in indices], jnp.int32)
+        batches.append((jnp.asarray(tokens_BT), lengths_B, indices))
+    return -(-width // SLOTS_MULTIPLE) * SLOTS_MULTIPLE, batches
+
+
+def _read(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> Array:
+    batch = tokens_BT.shape[0]
+    output = model(weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots))
+    return output.logits_BTV.astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "shares", "slots"))
+def _next_logits(
+    model: LanguageModel, shares: Shares, weights: Any, tokens_BT: Array, lengths_B: Array, *, slots: int
+) -> Array:
+    def read(weights: Any, tokens_BT: Array, lengths_B: Array) -> Array:
+        logits_BTV = _read(model, weights, tokens_BT, slots)
+        return jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
+
+    return shares(read, (False, True, True))(weights, tokens_BT, lengths_B)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "shares", "slots", "num_tokens"))
+def _judge(
+    model: LanguageModel, shares: Shares, weights: Any, tokens_BT: Array, starts_B: Array, warp: Warp,
+    keys_B: Array | None, tolerance: Array, *, slots: int, num_tokens: int,
+) -> dict[str, Array]:  # fmt: skip
+    def read(weights, tokens_BT, starts_B, warp, keys_B, tolerance):
+        at_BN = starts_B[:, None] - 1 + jnp.arange(num_tokens)[None, :]
+        at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # beyond a text nobody looks
+        logits_BNV = jnp.take_along_axis(_read(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
+        noise_BNV = None if keys_B is None else _gumbels(keys_B, starts_B, logits_BNV)
+        return _verdicts(logits_BNV, jnp.take_along_axis(tokens_BT, at_BN + 1, axis=1), warp, noise_BNV, tolerance)
+
+    by_rows = (False, True, True, True, True, False)
+    return shares(read, by_rows)(weights, tokens_BT, starts_B, warp, keys_B, tolerance)
+
+
+def _gumbels(keys_B: Array, starts_B: Array, like_BNV: Array) -> Array:
+    """The noise of the coupled rule at every position from ``starts_B`` on."""
+    keys = RoundKeys(rows_B=keys_B, starts_B=starts_B)
+    at: Callable[[Array], Array] = lambda offset: keys.position_gumbels(offset, like_BNV.shape[-1])
+    return jax.vmap(at, out_axes=1)(jnp.arange(like_BNV.shape[1]))
+
+
+def _verdicts(
+    logits_BNV: Array, tokens_BN: Array, warp: Warp, noise_BNV: Array | None, tolerance: Array
+) -> dict[str, Array]:
+    def scores(logits_BNV: Array) -> Array:
+        log_probs_BNV = log_probs(warp, logits_BNV)
+        return log_probs_BNV if noise_BNV is None else log_probs_BNV + noise_BNV
+
+    def explained(tokens_BN: Array) -> Array:
+        own_BN1 = jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
+        lowered_BNV = jnp.where(logits_BNV > own_BN1, logits_BNV - tolerance, logits_BNV)
+        favoured_BNV = jnp.where(is_token(tokens_BN), logits_BNV + tolerance, lowered_BNV)
+        return jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
+
+    is_token = lambda tokens_BN: jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
+    scores_BNV = scores(logits_BNV)
+    best_BN = jnp.argmax(scores_BNV, axis=-1)
+    next_BN = jnp.argmax(jnp.where(is_token(best_BN), -jnp.inf, scores_BNV), axis=-1)
+    own_BN = jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)[..., 0]
+    chosen_BN = best_BN == tokens_BN
+    return {
+        "chosen_N": chosen_BN,
+        "explained_N": chosen_BN | explained(tokens_BN),
+        "excusable_N": explained(next_BN),
+        "behind_N": scores_BNV.max(-1) - own_BN,
+    }

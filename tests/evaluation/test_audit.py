@@ -1,0 +1,342 @@
+"""The audit passes what is sound, and says of every injected mistake that its check failed.
+
+Mistakes are injected as rules and drafters, which the audit takes as they are, as models, and as loops, which
+`generate` then runs instead of its own.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import mutants
+import numpy as np
+import pytest
+from fakes import TableLM, near, random_table
+
+from specsamp import BlockRule, CoupledRule, NgramDrafter, NoDrafter, Pair, TokenRule, TransformerLM, chain, greedy
+from specsamp import temperature, top_p
+from specsamp.analysis import report, tables
+from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.decoding import generate
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.evaluation.audit import Settings, Subject, Verdict, audit, law, streams
+from specsamp.evaluation.audit.run import plan_of
+from specsamp.evaluation.audit.teacher import Text, judge, next_logits
+from specsamp.models.config import tiny
+from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.warp import log_probs
+
+V, K = 8, 3
+TARGET = random_table(10, V)
+NEAR, FAR = near(TARGET, 11, 0.4), random_table(12, V)
+PROMPTS = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3], [5, 1], [6, 1, 4, 4, 0]]
+NUCLEUS = chain(temperature(0.8), top_p(0.9))
+COARSE = Settings(detect=0.1, rows=512)
+RARE = 1e-6  # chance of a false alarm in a single check here
+
+
+def subject(model=TableLM(V), draft=NEAR, **changes):
+    pair = Pair(target=model, target_params=TARGET, draft=TableLM(V), draft_params=draft)
+    settings = {"drafter": ModelDrafter(TableLM(V), K), "sampling": NUCLEUS, "max_new_tokens": 24} | changes
+    return Subject(pair=pair, prompts=PROMPTS, **settings)
+
+
+def law_of(audited):
+    return law.sampled_law(audited, plan_of(audited, COARSE, RARE), rows=COARSE.rows)
+
+
+def failed(check):
+    return check.verdict is Verdict.FAILED
+
+
+@pytest.fixture
+def with_loop(monkeypatch):
+    return lambda loop: monkeypatch.setattr(generate, "Loop", loop)
+
+
+# Sound pairs.
+
+
+def test_a_sound_pair_passes_every_check_that_applies():
+    found = audit(subject(), COARSE)
+    assert found.passed and found.named(Verdict.NOT_APPLICABLE) == ["bfloat16"]
+    assert found.summary.startswith("6 of 6 checks passed (bfloat16 not applicable)")
+    # Tables know no rounding: nothing had to be excused.
+    numbers = {check.name: check.numbers for check in found.checks}
+    assert numbers["greedy"]["texts_that_differ"] == numbers["coupled"]["near_ties"] == 0
+    assert numbers["neighbours"]["texts_that_differ"] == numbers["padding"]["texts_that_differ"] == 0
+    assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["judged"] > 80
+    assert numbers["law"]["power"] >= law.POWER
+    assert "6 of 6" in report.to_json(dataclasses.asdict(found) | {"summary": found.summary})
+    assert [row[:2] for row in tables.audit_table(found).rows][1] == ("bfloat16", "NOT APPLICABLE")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}],
+)
+def test_sound_laws_pass(changes):
+    assert not failed(law_of(subject(**changes)))
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    target = TransformerLM(tiny(vocab_size=61, num_layers=1, positions="rotary"))
+    draft = TransformerLM(tiny(vocab_size=61, num_layers=1, num_heads=2, positions="rotary"))
+    params = target.init(jax.random.key(0))
+    draft_params = draft.init(jax.random.key(1)) | {"embedding": params["embedding"]}
+    return Subject(
+        pair=Pair(target=target, target_params=params, draft=draft, draft_params=draft_params), prompts=PROMPTS,
+        drafter=ModelDrafter(draft, K), sampling=NUCLEUS, max_new_tokens=12,
+    )  # fmt: skip
+
+
+def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
+    in_bfloat16 = transformers.cast("bfloat16")
+    assert in_bfloat16.pair.target.config.dtype == in_bfloat16.drafter.model.config.dtype == "bfloat16"
+    assert in_bfloat16.cast("float32").pair.target.config == transformers.pair.target.config
+    check = streams.bfloat16_text(transformers, in_bfloat16)
+    assert check.verdict is Verdict.PASSED and check.numbers["tokens"] == 6 * 12
+    assert 1e-3 < check.numbers["tolerance"] < 0.2 and check.numbers["share_that_could_be_excused"] < 0.3
+    with_loop(mutants.ScoresWithANeighboursLength)
+    assert failed(streams.bfloat16_text(transformers, in_bfloat16))
+
+
+# Mistakes.
+
+
+class WarpOnTheDraftAlone(Loop):
+    def verify(self, request, state, draft, output):
+        return super().verify(dataclasses.replace(request, sampling=chain()), state, draft, output)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rule": mutants.AcceptAlways()},
+        {"rule": mutants.ResidualOfTheNextPosition()},
+        {"drafter": mutants.LawBeforeWarping(TableLM(V), K)},
+        {"rule": SyntheticAcceptance(TokenRule(), 0.7)},
+    ],
+    ids=lambda changes: type(next(iter(changes.values()))).__name__,
+)
+def test_the_law_of_a_broken_rule_or_drafter(changes):
+    check = law_of(subject(draft=FAR, **changes))
+    assert failed(check) and check.numbers["p_value"] < RARE**2
+    assert "times, not" in check.sentence
+
+
+def test_a_warp_on_the_draft_alone(with_loop):
+    with_loop(WarpOnTheDraftAlone)
+    assert failed(law_of(subject()))
+
+
+def test_a_lossy_rule_fails_on_greedy_text():
+    check = streams.greedy_text(subject(rule=mutants.AcceptAlways()))
+    assert failed(check) and "behind the target's choice" in check.sentence
+
+
+def test_a_hole_in_the_cache_of_the_draft():
+    """It costs acceptance, and nothing else."""
+    audited = subject(drafter=mutants.HoleInTheCache(TableLM(V), K))
+    check = streams.equal_draft(audited, RARE)
+    assert failed(check) and check.numbers["accepted"] < 0.95 * check.numbers["judged"]
+    settings = dataclasses.replace(COARSE, checks=("greedy", "acceptance"))
+    assert audit(audited, settings).summary == "1 of 2 checks failed: acceptance"
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetfulLM(TableLM):
+    """Does not keep the last token of a call that scores several."""
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        output = super().__call__(weights, tokens_BT, start_B, cache)
+        length = tokens_BT.shape[1]
+        if not 1 < length <= K + 1:
+            return output
+        at_BS = jnp.arange(cache.shape[1])[None] == (start_B + length - 1)[:, None]
+        return dataclasses.replace(output, cache=jnp.where(at_BS, 0, output.cache))
+
+
+def test_a_hole_in_the_cache_of_the_target():
+    assert failed(streams.greedy_text(subject(ForgetfulLM(V))))
+
+
+def test_a_length_of_a_neighbour(with_loop):
+    with_loop(mutants.ScoresWithANeighboursLength)
+    assert failed(streams.neighbours(subject(), RARE))
+    with_loop(mutants.DraftsWithANeighboursLength)
+    assert failed(streams.equal_draft(subject(), RARE))
+
+
+def test_noise_by_the_place_in_the_batch(with_loop):
+    class ByPlace(Loop):
+        def _keys(self, request, state):
+            rows_B = jax.random.split(jax.random.key(0, impl="threefry2x32"), len(state.lengths_B))
+            return RoundKeys(rows_B=rows_B, starts_B=state.lengths_B)
+
+    with_loop(ByPlace)
+    assert failed(streams.neighbours(subject(), RARE))
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedLM(TableLM):
+    """Its logits know how wide the first call was, padding included."""
+
+    def init_cache(self, batch, slots):
+        return super().init_cache(batch, slots), jnp.zeros((batch,), jnp.int32)
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        tokens, width_B = cache
+        width_B = jnp.where(start_B == 0, tokens_BT.shape[1], width_B)
+        output = super().__call__(weights, tokens_BT, start_B, tokens)
+        leak_BV = jax.nn.one_hot(width_B // 8 % V, V)
+        logits_BTV = output.logits_BTV + leak_BV[:, None]
+        return dataclasses.replace(output, logits_BTV=logits_BTV, cache=(output.cache, width_B))
+
+
+def test_a_leak_of_padding():
+    check = streams.padding(subject(PaddedLM(V)), RARE)
+    assert failed(check) and check.numbers["texts_that_differ"] > check.numbers["differences_allowed"]
+
+
+def test_noise_of_the_round_under_the_coupled_rule():
+    class ByRound(CoupledRule):
+        def verify(self, draft, target_log_probs, keys):
+            apart = RoundKeys(rows_B=keys.rows_B, starts_B=1000 * keys.starts_B)
+            return super().verify(draft, target_log_probs, apart)
+
+    check = streams.coupled_text(subject(rule=ByRound()))
+    assert failed(check) and not failed(streams.coupled_text(subject()))
+
+
+def test_logits_that_are_no_law():
+    broken = subject()
+    broken = dataclasses.replace(broken, pair=dataclasses.replace(broken.pair, target_params=TARGET.at[3].set(jnp.nan)))
+    check = streams.greedy_text(broken)
+    assert failed(check) and "no law" in check.sentence
+
+
+# Teacher forcing.
+
+
+def test_a_near_tie_is_explained_and_nothing_else_is():
+    """Greedy, and at the edge of a nucleus, where a token is in for one rounding and out for another."""
+    audited = subject()
+    logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
+    first, second = np.argsort(-logits_V)[:2].tolist()
+    gap = float(logits_V[first] - logits_V[second])
+    judged = lambda token, tolerance, warp=chain(): judge(
+        audited.pair, [Text(prompt_id=0, prompt=(1, 2, 3), tokens=(token,))], warp, tolerance
+    )[0]
+    assert judged(first, 0.0).chosen_N.all() and not judged(first, 0.49 * gap).excusable_N.any()
+    assert judged(second, 0.51 * gap).explained_N.all() and judged(first, 0.51 * gap).excusable_N.all()
+    assert not judged(second, 0.49 * gap).explained_N.any()
+    np.testing.assert_allclose(judged(second, 0.0).behind_N, [gap], rtol=1e-5)
+    # Under the coupled rule, a token that its noise chose, and a nucleus that ends just before it.
+    texts = [Text(prompt_id=i, prompt=(1, 2, 3), tokens=(second,)) for i in range(32)]
+    judged = lambda texts, warp: judge(audited.pair, texts, warp, 1e-4, noise_seed=5)
+    chosen = [text for text, one in zip(texts, judged(texts, chain())) if one.chosen_N.all()]
+    before = float(np.exp(log_probs(chain(), logits_V[None])[0, first]))
+    assert 0 < len(chosen) < 32
+    for above, explained in ((1e-5, True), (1e-2, False)):
+        for one in judged(chosen, chain(top_p(before - above))):
+            assert one.explained_N.all() == explained and not one.chosen_N.any() and np.isinf(one.behind_N).all()
+
+
+# The statistics.
+
+
+def test_cells_are_a_partition_and_often_enough():
+    (one,) = law.continuations(subject(sampling=chain()), [1])
+    for samples in (20, 300, 10_000):
+        cells = one.cells(samples)
+        every = [(x1, x2) for x1 in range(V) for x2 in range(V)]
+        counts_C = cells.count(every)
+        assert counts_C.sum() == V * V and (counts_C > 0).all()
+        np.testing.assert_allclose(cells.probs_C.sum(), 1)
+        assert (cells.probs_C * samples >= law.EXPECTED - 1e-6).all() or cells.degrees == 0
+    assert one.cells(10_000).degrees > one.cells(300).degrees > one.cells(20).degrees
+    # Against enumeration: the probability of a cell is that of what falls into it.
+    joint = np.zeros((V, V))
+    for x1 in range(V):
+        joint[x1] = _law_after([1, 2, 3])[x1] * _law_after([1, 2, 3, x1])
+    mass_C = np.zeros(len(cells.probs_C))
+    for x1, x2 in every:
+        mass_C[np.argmax(cells.count([(x1, x2)]))] += joint[x1, x2]
+    np.testing.assert_allclose(cells.probs_C, mass_C, atol=1e-6)
+
+
+def _law_after(tokens):
+    return np.exp(np.asarray(log_probs(chain(), TARGET[tuple(tokens[-3:])][None])[0], np.float64))
+
+
+def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said():
+    """4,000 tests of samples of the law, and of one with a tenth of the mass moved, with a false alarm of 4%."""
+    laws = law.continuations(subject(), [0, 1, 2])
+    plan = law.make_plan(laws, detect=0.1, false_alarm=0.04, samples=None)
+    rng, trials = np.random.default_rng(0), 4000
+
+    def share_that_fails(laws_C):
+        fails = np.zeros(trials, bool)
+        total = np.zeros(trials)
+        for cells, law_C in zip(plan.cells, laws_C):
+            counts = rng.multinomial(plan.samples, law_C, size=trials)
+            statistics = np.array([cells.statistic(row) for row in counts])
+            total += statistics
+            fails |= law.stats.chi2.sf(statistics, cells.degrees) < plan.level
+        return (fails | (law.stats.chi2.sf(total, plan.degrees) < plan.level)).mean()
+
+    assert 0.003 < share_that_fails([cells.probs_C for cells in plan.cells]) < 0.04
+    moved = []
+    for cells in plan.cells:  # the direction that is the hardest to see: proportional to what is there
+        half = np.cumsum(cells.probs_C) < 0.5
+        shift_C = np.where(half, 1 / cells.probs_C[half].sum(), -1 / cells.probs_C[~half].sum()) * cells.probs_C * 0.1
+        moved.append(cells.probs_C + shift_C)
+        np.testing.assert_allclose(np.abs(shift_C).sum() / 2, 0.1)
+    assert share_that_fails(moved) > 0.98
+
+
+def test_the_number_of_samples_that_is_asked_for_is_enough():
+    laws = law.continuations(subject(), [0, 1])
+    make = lambda samples, detect=0.05: law.make_plan(laws, detect=detect, false_alarm=1e-4, samples=samples)
+    needed = 2 * make(None).samples
+    with pytest.raises(ValueError, match=rf"100 samples see .* of 0.05 with \d+% only: {needed} are needed for 99%"):
+        make(100)
+    assert make(needed).power >= 0.99
+    assert make(None, 0.025).samples > 3.5 * make(None).samples  # as one over the square
+    with pytest.raises(ValueError, match="takes more than 1000000000 samples"):
+        make(None, 1e-6)
+
+
+# What cannot be audited.
+
+
+def test_what_would_be_empty_is_refused():
+    with pytest.raises(ValueError, match=r"leaves nothing to chance \(temperature 0\?\).* leave the check out"):
+        audit(subject(sampling=greedy()), COARSE)
+    with pytest.raises(ValueError, match="nothing is drafted"):
+        subject(drafter=NoDrafter())
+    with pytest.raises(ValueError, match="samples see a total-variation error of 0.1 with .* are needed"):
+        audit(subject(), dataclasses.replace(COARSE, samples=50))
+    with pytest.raises(ValueError, match="no check 'luck': choose from greedy, bfloat16"):
+        Settings(checks=("luck",))
+    for name, value in (("detect", 0.0), ("false_alarm", 1.0), ("samples", 0), ("rows", 0)):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            Settings(**{name: value})
+    with pytest.raises(ValueError, match="together 22, more than the target's 20 positions"):
+        subject(TableLM(V, max_positions=20), max_new_tokens=15)
+
+
+def test_what_does_not_apply_is_said():
+    assert "no model" in streams.equal_draft(subject(drafter=NgramDrafter(K)), RARE).sentence
+    alone = dataclasses.replace(subject(), prompts=PROMPTS[1:2])
+    assert streams.neighbours(alone, RARE).verdict is Verdict.NOT_APPLICABLE
+    short = subject(TableLM(V, max_positions=35))
+    assert "more than the models' positions" in streams.padding(short, RARE).sentence
+    flat = subject()
+    flat = dataclasses.replace(flat, pair=dataclasses.replace(flat.pair, target_params=0 * TARGET))
+    assert "agreement means nothing" in streams.greedy_text(flat).sentence
+    json.dumps([dataclasses.asdict(streams.greedy_text(flat))], allow_nan=False)

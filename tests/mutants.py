@@ -1,0 +1,82 @@
+"""Plausible mistakes: what the tests of the loop's law, and the audit, must catch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.sampling import rules
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import BlockRule, TokenRule
+
+
+class AcceptAlways(TokenRule):
+    def acceptance(self, draft, target_log_probs):
+        return draft.is_drafted_BK.astype(jnp.float32)
+
+
+class RejectAlways(TokenRule):
+    def acceptance(self, draft, target_log_probs):
+        return jnp.zeros_like(super().acceptance(draft, target_log_probs))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedNoise(RoundKeys):
+    def uniforms(self, purpose, offsets_BT, drafter=0):
+        return RoundKeys.uniforms(self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
+
+
+class ResidualWithTheNoiseOfTheDraft(TokenRule):
+    def verify(self, draft, target_log_probs, keys):
+        return super().verify(draft, target_log_probs, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
+
+
+class ResidualOfTheNextPosition(TokenRule):
+    def residual(self, draft, target_log_probs, num_accepted_B):
+        last = target_log_probs.shape[1] - 1
+        return super().residual(draft, target_log_probs, jnp.minimum(num_accepted_B + 1, last))
+
+
+class COfTheNextIndex(BlockRule):
+    def residual(self, draft, target_log_probs, num_accepted_B):
+        log_c = self.prefix_weights(draft, target_log_probs)
+        next_B = jnp.minimum(num_accepted_B + 1, log_c.shape[1] - 1)
+        scale_B = jnp.exp(jnp.take_along_axis(log_c, next_B[:, None], axis=1)[:, 0])
+        return rules._residual(draft, target_log_probs, num_accepted_B, scale_B)
+
+
+class StopsAtTheFirstRefusal(BlockRule):
+    def num_accepted(self, passed_BK):
+        return TokenRule().num_accepted(passed_BK)
+
+
+class LawBeforeWarping(ModelDrafter):
+    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+        def drawn_from_another_law(logits_BV, offset, drafter=0):
+            return sample(logits_BV, offset, drafter)[0], jax.nn.log_softmax(logits_BV, axis=-1)
+
+        return super().propose(weights, state, tokens_BS, lengths_B, cache, drawn_from_another_law)
+
+
+class HoleInTheCache(ModelDrafter):
+    """After full acceptance the draft has not seen its last token."""
+
+    first_window = 1
+
+
+def neighbours(state):
+    """A state in which every row has the length of the row of the other prompt."""
+    return dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2))
+
+
+class ScoresWithANeighboursLength(Loop):
+    def score(self, weights, state, draft, cache):
+        return super().score(weights, neighbours(state), draft, cache)
+
+
+class DraftsWithANeighboursLength(Loop):
+    def draft(self, weights, request, state):
+        return super().draft(weights, request, neighbours(state))
