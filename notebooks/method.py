@@ -95,14 +95,15 @@ target_VV, draft_VV = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (ta
 # With $q$ the target's law and $p$ the draft's (the paper's letters), a drafted token $x \sim p$ is kept with
 # probability
 #
-# $$\min\left(1, \frac{q(x)}{p(x)}\right), \quad\text{else one is drawn from}\quad \frac{(q(x) - p(x))_+}{\sum_z (q(z) - p(z))_+}.$$
+# $$\min\left(1, \frac{q(x)}{p(x)}\right), \quad\text{else another is drawn from}\quad
+# \frac{(q(x) - p(x))_+}{\sum_z (q(z) - p(z))_+}.$$
 #
 # Token $x$ then comes out with probability $p(x)\min(1, q(x)/p(x)) + (q(x) - p(x))_+ = \min(p, q) + (q - p)_+ = q(x)$,
 # because the chance of a rejection is just the mass of the residual. The share that is kept is
 # $\sum_x \min(p, q) = 1 - \mathrm{TV}(p, q)$.
 
 # %%
-LAST = 1
+LAST = 0
 target_V, draft_V = target_VV[LAST], draft_VV[LAST]
 kept_V, residual_V = np.minimum(target_V, draft_V), np.maximum(target_V - draft_V, 0)
 
@@ -110,7 +111,8 @@ figure, axis = plt.subplots(figsize=(6.4, 3))
 axis.bar(range(V), kept_V, 0.62, color=BOTH, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
 axis.bar(range(V), residual_V, 0.62, bottom=kept_V, color=TARGET, label="residual: (q - p)+")
 axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's law p")
-axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target", xlabel="next token", ylabel="probability")
+axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target")
+axis.set(xlabel="next token", ylabel="probability")
 axis.legend()
 plt.show()
 
@@ -133,7 +135,8 @@ def one_round(last: int, random: np.random.Generator) -> list[int]:
     for i, token in enumerate(drafted):
         target_V, draft_V = target_VV[before[i]], draft_VV[before[i]]
         chance, uniform = min(1, target_V[token] / draft_V[token]), random.random()
-        print(f"  drafted {token}: q = {target_V[token]:.2f}, p = {draft_V[token]:.2f}, kept with {chance:.2f}", end="; ")
+        print(f"  drafted {token}: q = {target_V[token]:.2f}, p = {draft_V[token]:.2f}", end=", ")
+        print(f"kept with {chance:.2f}", end="; ")
         if uniform >= chance:
             residual_V = np.maximum(target_V - draft_V, 0)
             correction = int(random.choice(V, p=residual_V / residual_V.sum()))
@@ -156,7 +159,7 @@ text
 # ## Is it exact?
 #
 # `generate` does the same on the device, for all rows at once. The joint law of the first two tokens can be written
-# down, so draw many texts and compare. Two points of the yardstick:
+# down, so draw many texts and compare. The yardstick:
 #
 # * how far apart: total variation, $\mathrm{TV} = \tfrac12 \sum_x |\hat\pi(x) - \pi(x)|$;
 # * how far chance alone takes N samples of the right law: on average at most
@@ -209,7 +212,8 @@ assert all(total_variation(shares, law) < chance for shares, _ in exact.values()
 def show_histogram(axis, shares: np.ndarray, colour: str, title: str) -> None:
     """Shares as bars, the target's law as steps, the draft's as dots."""
     axis.bar(range(V * V), shares, 0.8, color=colour, alpha=0.55, label=f"{SAMPLES:,} texts")
-    axis.step(np.arange(V * V + 1) - 0.5, [*law, law[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly")
+    edges = np.arange(V * V + 1) - 0.5
+    axis.step(edges, [*law, law[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly")
     axis.plot(range(V * V), draft_law, "o", color=DRAFT, markersize=3, label="draft, exactly")
     axis.set(title=f"{title}: TV = {total_variation(shares, law):.3f}", ylabel="probability")
     axis.set_xticks(range(0, V * V, V), [f"{first}, 0" for first in range(V)])
@@ -261,8 +265,8 @@ for name, rule, colour in (("block rule", BlockRule(), BOTH), ("token rule", Tok
     means, errors = np.transpose([emitted_per_round(rule, length) for length in LENGTHS])
     axis.errorbar(LENGTHS, means, errors, color=colour, marker="o", markersize=4, capsize=3, label=name)
     print(f"{name}: " + ", ".join(f"K = {k}: {m:.2f} ± {e:.2f}" for k, m, e in zip(LENGTHS, means, errors)))
-axis.set(title=f"Emitted per round, {TEXTS} texts of {TOKENS} tokens (± standard error)", xlabel="K, drafted per round")
-axis.set(xticks=LENGTHS, ylabel="tokens", ylim=(1, None))
+axis.set(title=f"Emitted per round, {TEXTS} texts of {TOKENS} tokens (± standard error)")
+axis.set(xlabel="K, drafted per round", xticks=LENGTHS, ylabel="tokens", ylim=(1, None))
 axis.legend()
 plt.show()
 
@@ -312,7 +316,8 @@ class NoiseReused(TokenRule):
 
 others = {
     "standard rejection": draw_many(StandardRejection(), draft_length=K),
-    "accept always": draw_many(AcceptAlways(), draft_length=K), "noise reused": draw_many(NoiseReused(), draft_length=K),
+    "accept always": draw_many(AcceptAlways(), draft_length=K),
+    "noise reused": draw_many(NoiseReused(), draft_length=K),
 }  # fmt: skip
 show_distances({"token rule": exact["token rule"], **others})
 distances = {name: total_variation(shares, law) for name, (shares, _) in others.items()}
