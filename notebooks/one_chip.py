@@ -14,24 +14,28 @@
 # %% [markdown]
 # # One chip, real models
 #
-# A public pair of one family, 3B and 0.5B parameters, on a single TPU v5e. First the compiler: does it fit, and what is
-# to be expected? Then the weights, a text, and the benchmark. Without a chip to hold them no weights are downloaded: the
-# same steps then run on a tiny random pair, written in the same layout of files.
+# A public pair of one family, 3B and 0.5B parameters, on a single TPU v5e. First the compiler: does it fit, and what
+# is to be expected? Then the weights, a text, and the benchmark. Without a chip to hold them no weights are downloaded:
+# the same steps then run on a tiny random pair, written in the same layout of files.
 
 # %%
 REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
 
 import glob
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 
 if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
-    has_tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    extras = ["figures", "hf", *(["tpu"] if has_tpu else ["cuda"] if shutil.which("nvidia-smi") else [])]
-    wanted = f"specsamp[{','.join(extras)}] @ git+{REPOSITORY}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+    wanted = [f"specsamp[figures,hf] @ git+{REPOSITORY}"]
+    if glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+        wanted.append("jax[tpu]")
+    elif shutil.which("nvidia-smi"):  # the driver decides which CUDA it can run
+        seen = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        wanted.append("jax[cuda12]" if re.search(r"CUDA Version: *12", seen) else "jax[cuda13]")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
 
 # %%
 import pathlib
@@ -62,7 +66,8 @@ from specsamp.tpu.study import Stack, facts
 device, console = jax.devices()[0], Console(width=110)
 print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
 DOWNLOAD = device.platform != "cpu"  # 7 GB; True downloads to a CPU as well
-print("The real pair will be downloaded." if DOWNLOAD else "No TPU and no GPU: a tiny random pair stands for the real one.")
+stands = "No TPU and no GPU: a tiny random pair stands for the real one."
+print("The real pair will be downloaded." if DOWNLOAD else stands)
 
 TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
 plt.rcParams.update({
@@ -100,15 +105,15 @@ header = ("", "parameters", "weights, GiB", f"{SLOTS} slots, GiB", "floor of a s
 title = f"In bfloat16, on a chip with {chip.hbm_bytes / GIB:.0f} GiB and {chip.hbm_bytes_per_second / 1e9:.0f} GB/s"
 report.show([report.Table(title=title, header=header, rows=rows)], console)
 left = USABLE * chip.hbm_bytes - sum(shape.weight_bytes for shape in shapes.values())
-per_row = SLOTS * sum(shape.kv_bytes_per_token for shape in shapes.values())
-print(f"both fit, with room for {left // per_row:.0f} rows of {SLOTS} slots, temporaries aside")
+most_rows = int(left / (SLOTS * sum(shape.kv_bytes_per_token for shape in shapes.values())))
+print(f"room for {most_rows} rows of {SLOTS} slots, temporaries aside" if most_rows > 0 else f"too much for {CHIP}")
 
 # %% [markdown]
 # ## What does the TPU's compiler say?
 #
 # `libtpu` compiles for a TPU that is not there. A layer costs what the next one costs, so two and four layers are
-# compiled at full width and continued in a straight line; `launch/compile_report.py` compiles all of them, and the whole
-# loop. Nothing runs: these are **compiler estimates**, calibrated on published steps of TPU v4.
+# compiled at full width and continued in a straight line; `launch/compile_report.py` compiles all of them, and the
+# whole loop. Nothing runs: these are **compiler estimates**, calibrated on published steps of TPU v4.
 
 # %%
 try:
@@ -154,13 +159,14 @@ plans = {rate: make_plan(Profile.of_rate(rate), costs, draft_lengths=LENGTHS) fo
 figure, axis = plt.subplots(figsize=(6.4, 3.4))
 for rate, plan in plans.items():
     colour = plt.colormaps["viridis"](1.15 - rate)
-    axis.plot(LENGTHS, [plan[k].speedup.value for k in LENGTHS], color=colour, label=f"acceptance {rate}")
+    speedups = [plan[k].speedup.value for k in LENGTHS]
+    axis.plot(LENGTHS, speedups, color=colour)
+    axis.text(LENGTHS[-1] + 0.2, speedups[-1], f"acceptance {rate}", color=colour, va="center")
     axis.plot(plan.best.draft_length, plan.best.speedup.value, "o", color=colour, markersize=5)
 axis.axhline(1, color=GREY, linewidth=0.8, linestyle="--")
 source = "roofline" if mesh is None else "calibrated compiler estimate"
 axis.set(title=f"Speedup on {CHIP}, batch 1 ({source}); dots: the best K")
 axis.set(xlabel="K, drafted per round", ylabel="times plain decoding")
-axis.legend()
 plt.show()
 print(f"plain decoding: {plans[0.5][0].ms_per_token.value:.2f} ms per token")
 
@@ -200,8 +206,8 @@ if not is_real:
     for path in sorted(pathlib.Path(folder.name).glob("*/*")):
         print(f"{path.parent.name}/{path.name:24}{path.stat().st_size:>12,} bytes")
     pair = read(names)
-    print("\nThis is NOT the real pair: tiny, with random weights. What follows shows the way; its text, acceptance and")
-    print("speed mean nothing.")
+    print("\nThis is NOT the real pair: it is tiny, and its weights are random. What follows shows the way;")
+    print("its text, acceptance and speed mean nothing.")
 
 # %% [markdown]
 # ## Generate
@@ -212,7 +218,7 @@ SAMPLING, TOKENS = chain(temperature(0.8), top_p(0.95)), 48
 for done in generate(pair, PROMPTS, TOKENS, sampling=SAMPLING, draft_length=K, seed=0):
     stats = done.stats
     print(f"{stats.emitted} tokens in {stats.rounds} rounds, {stats.acceptance_rate:.0%} of judged drafts accepted")
-    print(f"  {(PROMPTS[done.prompt_index] + done.text)!r:.220}\n")
+    print(f"  {(PROMPTS[done.prompt_index] + done.text)!r:.130}\n")
 
 # %% [markdown]
 # ## Benchmark
@@ -229,18 +235,19 @@ report.show(report.result_tables(result, "" if is_real else "random pair"), cons
 # ## As expected?
 
 # %%
-alone_ms, drafted_ms = (side.ms_per_token.median for side in (result.autoregressive, result.speculative))
-counts = result.acceptance
-plan = make_plan(Profile.of_histogram(counts.accepted_counts, counts.reached), costs, draft_lengths=[K])
+counts, assumed = result.acceptance, 0.7
+told = f"with the measured acceptance of {counts.rate:.2f}" if is_real else f"at an assumed acceptance of {assumed}"
+profile = Profile.of_histogram(counts.accepted_counts, counts.reached) if is_real else Profile.of_rate(assumed)
+plan = make_plan(profile, costs, draft_lengths=[K])
 forecast = [f"{plan[length].ms_per_token.value:.2f}" for length in (0, K)]
-rows = [
-    (f"forecast for {CHIP} ({source})", *forecast, f"{plan[K].speedup.value:.2f}x"),
-    (f"measured on {device.device_kind}", f"{alone_ms:.2f}", f"{drafted_ms:.2f}", report.spread(result.speedup, "x")),
-]  # fmt: skip
-title = f"ms per token at K = {K}, with the measured acceptance of {counts.rate:.2f}"
-report.show([report.Table(title=title, header=("", "alone", "with the draft", "speedup"), rows=rows)], console)
+rows = [(f"forecast for {CHIP} ({source})", *forecast, f"{plan[K].speedup.value:.2f}x")]
+if is_real:
+    measured = [f"{side.ms_per_token.median:.2f}" for side in (result.autoregressive, result.speculative)]
+    rows.append((f"measured on {device.device_kind}", *measured, report.spread(result.speedup, "x")))
+header = ("", "alone", "with the draft", "speedup")
+report.show([report.Table(title=f"ms per token at K = {K}, {told}", header=header, rows=rows)], console)
 if not is_real:
-    print("The forecast is for the real pair, the measurement of a tiny random one: they have nothing in common.")
+    print("Nothing was measured that this could be compared with: on a TPU or a GPU a second line stands here.")
 elif "v5" not in device.device_kind.lower():
     print("Forecast and measurement are of different chips: set CHIP, or compare ratios only.")
 folder.cleanup()

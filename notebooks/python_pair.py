@@ -22,15 +22,19 @@ REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address h
 
 import glob
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 
 if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
-    has_tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    extras = ["figures", *(["tpu"] if has_tpu else ["cuda"] if shutil.which("nvidia-smi") else [])]
-    wanted = f"specsamp[{','.join(extras)}] @ git+{REPOSITORY}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
+    wanted = [f"specsamp[figures] @ git+{REPOSITORY}"]
+    if glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+        wanted.append("jax[tpu]")
+    elif shutil.which("nvidia-smi"):  # the driver decides which CUDA it can run
+        seen = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        wanted.append("jax[cuda12]" if re.search(r"CUDA Version: *12", seen) else "jax[cuda13]")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
 
 # %%
 import ast
@@ -123,9 +127,9 @@ by_writer(asked[0], sampled[0])
 # %% [markdown]
 # ## Acceptance
 #
-# The **acceptance rate** counts accepted tokens over *judged* ones; the tokens **emitted per round** are another number,
-# 1 to K + 1. Whether a drafted token is kept is one coin flip given the text so far, so errors are binomial. Numbers of
-# a law are data: greedy decoding runs the program that is already compiled.
+# The **acceptance rate** counts accepted tokens over *judged* ones; the tokens **emitted per round** are another
+# number, 1 to K + 1. Whether a drafted token is kept is one coin flip given the text so far, so errors are binomial.
+# Numbers of a law are data: greedy decoding runs the program that is already compiled.
 
 # %%
 greedy = generate(pair, asked, TOKENS, sampling=law(0.0), draft_length=K, seed=3)
@@ -141,9 +145,9 @@ report.show([report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", h
 # %% [markdown]
 # ## What is easy to draft?
 #
-# On source that neither model has read, the chance that a draft is kept is known before any is drawn: $\sum_x \min(p(x),
-# q(x))$ at every position, given the *true* text before it. The kinds: code, comments, and the prose of documentation
-# strings.
+# On source that neither model has read, the chance that a draft is kept is known before any is drawn: it is
+# $\sum_x \min(p(x), q(x))$ at every position, given the *true* text before it (here with both laws at temperature 0.8
+# and top-p 0.95). The kinds: code, comments, and the prose of documentation strings.
 
 # %%
 KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 32
@@ -151,7 +155,7 @@ KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 32
 
 def kinds_of(source: str) -> np.ndarray:
     """The kind of every character, [len(source)]."""
-    starts = np.cumsum([0, *(len(line) for line in source.splitlines(keepends=True))])
+    starts = np.cumsum([0, *(len(line) + 1 for line in source.split("\n"))])
     kinds = np.zeros(len(source), int)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -178,7 +182,7 @@ files = sorted({pathlib.Path(sysconfig.get_path("stdlib")) / entry["file"] for e
 sources = [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # versions of Python differ
 windows = np.concatenate([windows_of(source) for source in sources if source.isascii()])
 windows = windows[np.unique(np.linspace(0, len(windows) - 1, WINDOWS).astype(int))]
-print(f"{len(windows)} windows of {LENGTH} tokens from {len(sources)} held-out files; the first {SKIPPED} of each only read")
+print(f"{len(windows)} windows of {LENGTH} tokens from {len(sources)} held-out files; the first {SKIPPED} are context")
 
 
 # %%
@@ -199,7 +203,7 @@ counted = np.arange(LENGTH) >= SKIPPED
 
 
 def mean_and_error(kind: int) -> tuple[float, float, int]:
-    """Of the chance at tokens of a kind; windows, not tokens, are independent."""
+    """Of the chance at tokens of a kind, and their number; windows, not tokens, are taken as independent."""
     of_kind = (next_kinds == kind) & counted
     totals, numbers = (kept * of_kind).sum(1), of_kind.sum(1)
     mean = totals.sum() / numbers.sum()
@@ -231,9 +235,9 @@ Pieces(
 # %% [markdown]
 # ## Which K pays?
 #
-# A longer draft emits more tokens per round and makes the round longer. The planner takes the acceptance and the time of
-# a few rounds (K = 0, 1 and 6), on every second prompt, and forecasts all K; the other prompts are decoded with each of
-# them, in turn with plain decoding. Texts differ: with so few prompts the two halves may lie some percent apart.
+# A longer draft emits more tokens per round and makes the round longer. The planner takes the acceptance and the time
+# of a few rounds (K = 0, 1 and 6), on every second prompt, and forecasts all K; the other prompts are decoded with each
+# of them, in turn. Texts differ: with so few prompts the two halves may lie some percent apart.
 
 # %%
 CHECKED = (0, 1, 2, 4, 6)
@@ -260,8 +264,9 @@ forecast = np.array([(c.forecast.value, c.forecast.lower, c.forecast.upper) for 
 figure, axis = plt.subplots(figsize=(6.4, 3))
 axis.plot(lengths, forecast[0], color=TARGET, label="forecast, from the other prompts")
 axis.fill_between(lengths, *forecast[1:], color=TARGET, alpha=0.15, linewidth=0, label="95% band")
-axis.plot(lengths, [check.measured for check in checked.checks], "o", color=WRONG, label="measured")
-axis.axhline(checked.checks[0].measured, color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
+measured, noise = np.array([(check.measured, check.measured * check.noise / 2) for check in checked.checks]).T
+axis.errorbar(lengths, measured, noise, fmt="o", color=WRONG, capsize=3, label="measured, two passes")
+axis.axhline(measured[0], color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
 axis.set(title=f"Time per token, {device.device_kind}, batch 1", xlabel="K, drafted per round", ylabel="ms")
 axis.set(xticks=lengths, ylim=(0, None))
 axis.legend()
