@@ -111,13 +111,13 @@ LAST = 0
 target_V, draft_V = target_VV[LAST], draft_VV[LAST]
 kept_V, residual_V = np.minimum(target_V, draft_V), np.maximum(target_V - draft_V, 0)
 
-figure, axis = plt.subplots(figsize=(6.4, 3))
+figure, axis = plt.subplots(figsize=(8, 3))
 axis.bar(range(V), kept_V, 0.62, color=BOTH, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
 axis.bar(range(V), residual_V, 0.62, bottom=kept_V, color=TARGET, label="residual: (q - p)+")
 axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's law p")
 axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target")
 axis.set(xlabel="next token", ylabel="probability")
-axis.legend()
+axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
@@ -153,7 +153,7 @@ def one_round(last: int, random: np.random.Generator) -> list[int]:
     return [*emitted, bonus]
 
 
-random, text = np.random.default_rng(4), [LAST]
+random, text = np.random.default_rng(23), [LAST]
 for number in range(3):
     print(f"round {number + 1}, after {text}")
     text += one_round(text[-1], random)
