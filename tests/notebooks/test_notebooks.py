@@ -34,7 +34,7 @@ def test_runs(script, tmp_path):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": str(script.stem in COMPILED_BADLY).lower(),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
