@@ -17,7 +17,7 @@
 # A **draft** proposes K tokens, one call of the **target** scores them all, and a rule keeps as many as it can and
 # corrects the first that it cannot. What comes out follows the target's law exactly
 # ([Chen et al. 2023](https://arxiv.org/abs/2302.01318)). Here both models are tables of five tokens, so *exactly* can
-# be looked at: first the rule, then its proof as a histogram, a better rule, and three ways to get it wrong.
+# be looked at: first the rule, then its proof as a histogram, a better rule, and three others, two of them wrong.
 
 # %%
 REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
@@ -282,7 +282,7 @@ plt.show()
 # %% [markdown]
 # ## Three other ways
 #
-# A rule is a small object: a chance to accept, a residual, a draw. So the wrong ones are quickly written.
+# A rule is a small object: a chance to accept, a residual, a draw. So others are quickly written.
 #
 # 1. **Standard rejection sampling** accepts with $q(x) / (M p(x))$, $M = \max_z q(z)/p(z)$; what is refused leaves the
 #    law $q$ to draw from. It is *exact*, but accepts only $1/M$ where the residual allows $1 - \mathrm{TV}(p, q)$.
