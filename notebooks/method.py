@@ -1,0 +1,346 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Speculative sampling, on models small enough to check
+#
+# A **draft** proposes K tokens, one call of the **target** scores them all, and a rule keeps as many as it can and
+# corrects the first that it cannot. What comes out follows the target's law exactly
+# ([Chen et al. 2023](https://arxiv.org/abs/2302.01318)). Here both models are tables of five tokens, so *exactly* can
+# be looked at: first the rule, then its proof as a histogram, a better rule, and three others, two of them wrong.
+
+# %%
+REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
+
+import glob
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
+    wanted = [f"specsamp[figures] @ git+{REPOSITORY}"]
+    if glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+        wanted.append("jax[tpu]")
+    elif shutil.which("nvidia-smi"):  # the driver decides which CUDA it can run
+        seen = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        wanted.append("jax[cuda12]" if re.search(r"CUDA Version: *12", seen) else "jax[cuda13]")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
+
+# %%
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from specsamp import BlockRule, CoupledRule, Draft, Output, Pair, TokenRule, chain, generate
+from specsamp.sampling.rng import Purpose, RoundKeys
+
+device = jax.devices()[0]
+print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
+print("The models of this notebook are tables: any device will do.")
+
+TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
+plt.rcParams.update({
+    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
+})  # fmt: skip
+
+# %% [markdown]
+# ## Two models
+#
+# A model is anything that turns tokens into logits. This one looks them up by the last token. The draft is the target
+# with noise on it: right about much, wrong about some.
+
+# %%
+V, K = 5, 3  # tokens of the vocabulary, tokens drafted per round
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigram:
+    vocab_size: int = V
+    max_positions: int | None = None
+
+    def prepare(self, params, slots):
+        return jax.nn.log_softmax(params)
+
+    def init_cache(self, batch, slots):  # it remembers nothing
+        return jnp.zeros((batch, 0))
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        return Output(logits_BTV=weights[tokens_BT], cache=cache)
+
+
+random = np.random.default_rng(0)
+target_logits = 1.3 * random.normal(size=(V, V))
+draft_logits = target_logits + 1.5 * random.normal(size=(V, V))
+pair = Pair(
+    target=Bigram(), target_params=jnp.asarray(target_logits, jnp.float32),
+    draft=Bigram(), draft_params=jnp.asarray(draft_logits, jnp.float32),
+)  # fmt: skip
+target_VV, draft_VV = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (target_logits, draft_logits))
+
+# %% [markdown]
+# ## Accept, residual, bonus
+#
+# With $q$ the target's law and $p$ the draft's (the paper's letters), a drafted token $x \sim p$ is kept with
+# probability
+#
+# $$\min\left(1, \frac{q(x)}{p(x)}\right), \quad\text{else another is drawn from}\quad
+# \frac{(q(x) - p(x))_+}{\sum_z (q(z) - p(z))_+}.$$
+#
+# Token $x$ then comes out with probability $p(x)\min(1, q(x)/p(x)) + (q(x) - p(x))_+ = \min(p, q) + (q - p)_+ = q(x)$,
+# because the chance of a rejection is just the mass of the residual. The share that is kept is
+# $\sum_x \min(p, q) = 1 - \mathrm{TV}(p, q)$.
+
+# %%
+LAST = 0
+target_V, draft_V = target_VV[LAST], draft_VV[LAST]
+kept_V, residual_V = np.minimum(target_V, draft_V), np.maximum(target_V - draft_V, 0)
+
+figure, axis = plt.subplots(figsize=(8, 3))
+axis.bar(range(V), kept_V, 0.62, color=BOTH, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
+axis.bar(range(V), residual_V, 0.62, bottom=kept_V, color=TARGET, label="residual: (q - p)+")
+axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's law p")
+axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target")
+axis.set(xlabel="next token", ylabel="probability")
+axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+plt.show()
+
+# %% [markdown]
+# ## One round by hand
+#
+# Draft K tokens, score them, judge them from left to right. The first refused token is replaced by one of the residual
+# and ends the round; where all are kept the scores already hold one token more, the **bonus**. So a round emits 1 to
+# K + 1 tokens for one call of the target.
+
+
+# %%
+def one_round(last: int, random: np.random.Generator) -> list[int]:
+    """What follows token ``last``."""
+    drafted = []
+    for _ in range(K):
+        drafted.append(int(random.choice(V, p=draft_VV[drafted[-1] if drafted else last])))
+    before = [last, *drafted]  # one call of the target would give the laws after all of these
+    emitted = []
+    for i, token in enumerate(drafted):
+        target_V, draft_V = target_VV[before[i]], draft_VV[before[i]]
+        chance, uniform = min(1, target_V[token] / draft_V[token]), random.random()
+        print(f"  drafted {token}: q = {target_V[token]:.2f}, p = {draft_V[token]:.2f}", end=", ")
+        print(f"kept with {chance:.2f}", end="; ")
+        if uniform >= chance:
+            residual_V = np.maximum(target_V - draft_V, 0)
+            correction = int(random.choice(V, p=residual_V / residual_V.sum()))
+            print(f"{uniform:.2f} refuses it, the residual gives {correction}")
+            return [*emitted, correction]
+        print(f"{uniform:.2f} keeps it")
+        emitted.append(token)
+    bonus = int(random.choice(V, p=target_VV[before[-1]]))
+    print(f"  all {K} kept, and the bonus: {bonus}")
+    return [*emitted, bonus]
+
+
+random, text = np.random.default_rng(23), [LAST]
+for number in range(3):
+    print(f"round {number + 1}, after {text}")
+    text += one_round(text[-1], random)
+text
+
+# %% [markdown]
+# ## Is it exact?
+#
+# `generate` does the same on the device, for all rows at once. The joint law of the first two tokens can be written
+# down, so draw many texts and compare. The yardstick:
+#
+# * how far apart: total variation, $\mathrm{TV} = \tfrac12 \sum_x |\hat\pi(x) - \pi(x)|$;
+# * how far chance alone takes N samples of the right law: on average at most
+#   $\tfrac12 \sum_x \sqrt{\pi(x)(1 - \pi(x)) / N}$, and beyond that plus $\sqrt{\ln(10^6) / 2N}$ less than once in a
+#   million (McDiarmid's inequality: one sample moves TV by at most 1/N).
+
+# %%
+SAMPLES = 20_000
+
+
+def joint_law(next_VV: np.ndarray) -> np.ndarray:
+    """Of the two tokens after `LAST`, [V * V]."""
+    return (next_VV[LAST][:, None] * next_VV).ravel()
+
+
+def draw_many(rule, **options):
+    """Shares of each pair of tokens, [V * V], and the acceptance rate."""
+    done = generate(pair, [[LAST]], 2, sampling=chain(), rule=rule, num_samples=SAMPLES, seed=1, **options)
+    pairs = [V * row.tokens[0] + row.tokens[1] for row in done]
+    judged = sum(sum(row.stats.reached) for row in done)
+    accepted = sum(row.stats.accepted for row in done)
+    return np.bincount(pairs, minlength=V * V) / SAMPLES, accepted / judged if judged else float("nan")
+
+
+def total_variation(one: np.ndarray, other: np.ndarray) -> float:
+    return 0.5 * float(np.abs(one - other).sum())
+
+
+def by_chance(law: np.ndarray) -> float:
+    """What samples of ``law`` itself exceed less than once in a million."""
+    return 0.5 * float(np.sqrt(law * (1 - law) / SAMPLES).sum()) + float(np.sqrt(np.log(1e6) / (2 * SAMPLES)))
+
+
+law, draft_law = joint_law(target_VV), joint_law(draft_VV)
+chance = by_chance(law)
+exact = {
+    "no draft, K = 0": draw_many(TokenRule(), draft_length=0), "token rule": draw_many(TokenRule(), draft_length=K),
+    "block rule": draw_many(BlockRule(), draft_length=K), "coupled rule": draw_many(CoupledRule(), draft_length=K),
+}  # fmt: skip
+
+
+def show_distances(drawn: dict) -> None:
+    print(f"{'':22}{'TV to the target':>18}{'by chance below':>18}{'accepted':>10}")
+    for name, (shares, accepted) in drawn.items():
+        rate = "" if np.isnan(accepted) else f"{accepted:.1%}"
+        print(f"{name:22}{total_variation(shares, law):18.4f}{chance:18.4f}{rate:>10}")
+
+
+show_distances(exact)
+print(f"\nthe draft's own law is {total_variation(draft_law, law):.4f} away")
+assert all(total_variation(shares, law) < chance for shares, _ in exact.values())
+
+
+# %%
+def show_histogram(axis, shares: np.ndarray, colour: str, title: str) -> None:
+    """Shares as bars, the target's law as steps, the draft's as dots."""
+    axis.bar(range(V * V), shares, 0.8, color=colour, alpha=0.55, label=f"{SAMPLES:,} texts")
+    edges = np.arange(V * V + 1) - 0.5
+    axis.step(edges, [*law, law[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly")
+    axis.plot(range(V * V), draft_law, "o", color=DRAFT, markersize=3, label="draft, exactly")
+    axis.set(title=f"{title}: TV = {total_variation(shares, law):.3f}", ylabel="probability")
+    axis.set_xticks(range(0, V * V, V), [f"{first}, 0" for first in range(V)])
+
+
+figure, axis = plt.subplots(figsize=(8, 3))
+show_histogram(axis, exact["token rule"][0], BOTH, "Token rule")
+axis.set_xlabel("first two tokens")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## Judge the block, not the token
+#
+# The token rule stops at the first refusal, however good the rest is. Block verification
+# ([Sun et al. 2024](https://arxiv.org/abs/2403.10444)) carries the surplus along: with $c_0 = 1$ and
+# $c_i = \min(1, c_{i-1}\, q_i(x_i)/p_i(x_i))$ it keeps *at least i* tokens with probability $c_i$, where the token rule
+# keeps them with $\prod_{j \le i} \min(1, q_j/p_j) \le c_i$. It is exact as well (above), never keeps fewer tokens in
+# expectation, and is the token rule for K = 1. The example of the paper, by enumeration:
+
+# %%
+mirrored = np.log([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])  # the target's law of two tokens, and the draft's
+drafts_BK = np.stack(np.meshgrid([0, 1], [0, 1], indexing="ij"), -1).reshape(-1, 2)  # all drafts of K = 2
+log_probs = jnp.asarray(np.broadcast_to(mirrored[:, None, None], (2, 4, 3, 2)), jnp.float32)
+drafts = Draft(tokens_BK=jnp.asarray(drafts_BK), num_drafted_B=jnp.full(4, 2), log_probs_BKV=log_probs[1, :, :2])
+weight_B = np.exp(mirrored[1][drafts_BK].sum(1))
+by_token = weight_B @ np.cumprod(TokenRule().acceptance(drafts, log_probs[0]), axis=1).sum(1)
+by_block = weight_B @ np.exp(BlockRule().prefix_weights(drafts, log_probs[0])[:, 1:]).sum(1)
+print(f"accepted per round at K = 2: token rule {by_token:.4f} = 10/9, block rule {by_block:.4f} = 11/9")
+
+# %% [markdown]
+# And on our pair, whose draft is of the ordinary kind: tokens per round over the draft length, measured.
+
+# %%
+LENGTHS, TEXTS, TOKENS = (1, 2, 4, 8), 128, 96
+
+
+def emitted_per_round(rule, draft_length: int) -> tuple[float, float]:
+    """The mean over texts, and its standard error."""
+    done = generate(
+        pair, [[LAST]], TOKENS, sampling=chain(), rule=rule, draft_length=draft_length, num_samples=TEXTS, seed=2
+    )  # fmt: skip
+    rates = [row.stats.emitted_per_round for row in done]
+    return float(np.mean(rates)), float(np.std(rates, ddof=1) / np.sqrt(TEXTS))
+
+
+figure, axis = plt.subplots(figsize=(6.4, 3))
+for name, rule, colour in (("block rule", BlockRule(), BOTH), ("token rule", TokenRule(), TARGET)):
+    means, errors = np.transpose([emitted_per_round(rule, length) for length in LENGTHS])
+    axis.errorbar(LENGTHS, means, errors, color=colour, marker="o", markersize=4, capsize=3, label=name)
+    print(f"{name}: " + ", ".join(f"K = {k}: {m:.2f} ± {e:.2f}" for k, m, e in zip(LENGTHS, means, errors)))
+axis.set(title=f"Emitted per round, {TEXTS} texts of {TOKENS} tokens (± standard error)")
+axis.set(xlabel="K, drafted per round", xticks=LENGTHS, ylabel="tokens", ylim=(1, None))
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## Three other ways
+#
+# A rule is a small object: a chance to accept, a residual, a draw. So others are quickly written.
+#
+# 1. **Standard rejection sampling** accepts with $q(x) / (M p(x))$, $M = \max_z q(z)/p(z)$; what is refused leaves the
+#    law $q$ to draw from. It is *exact*, but accepts only $1/M$ where the residual allows $1 - \mathrm{TV}(p, q)$.
+# 2. **Accept always**: fast, and the law becomes the draft's (but for every bonus).
+# 3. **Noise reused**: the residual is drawn with the random number that drew the refused token. Nothing fails, and the
+#    law is neither the target's nor the draft's: that number is known to lie where the draft was refused.
+
+
+# %%
+class StandardRejection(TokenRule):
+    def acceptance(self, draft, target_log_probs):
+        log_ratios_BKV = target_log_probs[:, :-1] - draft.log_probs_BKV
+        at_token_BK = jnp.take_along_axis(log_ratios_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+        return jnp.where(draft.is_drafted_BK, jnp.exp(at_token_BK - log_ratios_BKV.max(-1)), 0)
+
+    def residual(self, draft, target_log_probs, num_accepted_B):
+        return jnp.exp(jnp.take_along_axis(target_log_probs, num_accepted_B[:, None, None], axis=1)[:, 0])
+
+
+class AcceptAlways(TokenRule):
+    exact = False
+
+    def acceptance(self, draft, target_log_probs):
+        return draft.is_drafted_BK.astype(jnp.float32)
+
+
+class OneStream(RoundKeys):
+    """Noise that does not know whether it drafts or corrects."""
+
+    def uniforms(self, purpose, offsets_BT, drafter=0):
+        return super().uniforms(Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT, drafter)
+
+
+class NoiseReused(TokenRule):
+    exact = False
+
+    def verify(self, draft, target_log_probs, keys):
+        return super().verify(draft, target_log_probs, OneStream(rows_B=keys.rows_B, starts_B=keys.starts_B))
+
+
+others = {
+    "standard rejection": draw_many(StandardRejection(), draft_length=K),
+    "accept always": draw_many(AcceptAlways(), draft_length=K),
+    "noise reused": draw_many(NoiseReused(), draft_length=K),
+}  # fmt: skip
+show_distances({"token rule": exact["token rule"], **others})
+distances = {name: total_variation(shares, law) for name, (shares, _) in others.items()}
+assert distances["standard rejection"] < chance < min(distances["accept always"], distances["noise reused"])
+assert total_variation(others["accept always"][0], draft_law) < by_chance(draft_law)
+
+# %%
+figure, axes = plt.subplots(3, 1, figsize=(8, 6.6), sharex=True)
+for axis, (name, (shares, _)) in zip(axes, others.items()):
+    show_histogram(axis, shares, BOTH if distances[name] < chance else WRONG, name.capitalize())
+axes[0].legend()
+axes[-1].set_xlabel("first two tokens")
+plt.show()
+
+# %% [markdown]
+# That is how this repository tests itself: every rule is enumerated, the whole loop is drawn from against laws that can
+# be written down, and a table of such mutants shows that the tests would notice.

@@ -1,0 +1,286 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A trained pair: measure it, understand it, plan with it
+#
+# The package comes with a target that writes Python and a draft distilled from it. Here they write in colour, on this
+# device; then: how much is accepted, on which kind of text, and which draft length K pays.
+
+# %%
+REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
+
+import glob
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+
+if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
+    wanted = [f"specsamp[figures] @ git+{REPOSITORY}"]
+    if glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+        wanted.append("jax[tpu]")
+    elif shutil.which("nvidia-smi"):  # the driver decides which CUDA it can run
+        seen = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        wanted.append("jax[cuda12]" if re.search(r"CUDA Version: *12", seen) else "jax[cuda13]")
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
+
+# %%
+import ast
+import functools
+import html
+import io
+import json
+import operator
+import pathlib
+import sysconfig
+import tokenize
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+
+from specsamp import ModelDrafter, TokenRule, chain, generate, load_pair, temperature, top_p
+from specsamp.analysis import report
+from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.agreement import agreement
+from specsamp.analysis.benchmark import Acceptance
+from specsamp.analysis.costs import per_call
+from specsamp.analysis.planner import make_plan
+from specsamp.decoding.generate import decode_window
+from specsamp.decoding.text import TextStream
+from specsamp.models.config import human_count
+from specsamp.pretrained.pair import load_prompts, pair_folder
+from specsamp.sampling.warp import log_probs
+
+device, console = jax.devices()[0], Console(width=110)
+print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
+if device.platform != "cpu":
+    print("The pair is small: an accelerator mostly waits between its steps. Acceptance is the same everywhere.")
+
+TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
+plt.rcParams.update({
+    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
+})  # fmt: skip
+
+# %%
+pair, prompts = load_pair("python"), load_prompts("python")
+law = lambda t: chain(temperature(t), top_p(0.95))  # of target and draft; 0.0 is greedy
+for side, model in (("target", pair.target), ("draft", pair.draft)):
+    print(f"{side}: {human_count(model.config.num_parameters)} parameters, {model.config.num_layers} layers")
+print(f"{pair.tokenizer.vocab_size} tokens in the vocabulary, {len(prompts)} held-out prompts")
+
+# %% [markdown]
+# ## Who wrote which token
+#
+# Green was drafted and accepted; amber the target had to write itself, as a correction or as the bonus after a draft
+# that was kept whole. (Without a notebook, ⟦brackets⟧ stand around the target's own.)
+
+
+# %%
+class Pieces:
+    """Pieces of text, each with a CSS style, and whether it is marked where there are no colours."""
+
+    def __init__(self, pieces):
+        self.pieces = list(pieces)
+
+    def _repr_html_(self):
+        spans = (f'<span style="{style}">{html.escape(text)}</span>' for text, style, _ in self.pieces)
+        return f'<pre style="line-height: 1.45">{"".join(spans)}</pre>'
+
+    def __repr__(self):
+        return "".join(f"⟦{text}⟧" if marked else text for text, _, marked in self.pieces)
+
+
+def by_writer(prompt: str, completion) -> Pieces:
+    stream, pieces = TextStream(pair.tokenizer), [(prompt, f"color: {GREY}", False)]
+    for i, drafted in enumerate(completion.from_draft):
+        if completion.tokens[i] == pair.tokenizer.eos_id:
+            break
+        text = stream.push(completion.tokens[: i + 1], finished=i + 1 == len(completion.tokens))
+        style = "background: #cfe8d5; color: #14391f" if drafted else "background: #f6dfae; color: #4a3405"
+        pieces.append((text, style, not drafted))
+    return Pieces(pieces)
+
+
+K, TOKENS = 4, 48
+asked = ["def fibonacci(n):", *prompts]  # one batch
+sampled = generate(pair, asked, TOKENS, sampling=law(0.8), draft_length=K, seed=3)
+stats = sampled[0].stats
+print(f"{stats.emitted} tokens in {stats.rounds} rounds: {stats.emitted_per_round:.2f} per call of the target")
+by_writer(asked[0], sampled[0])
+
+# %% [markdown]
+# ## Acceptance
+#
+# The **acceptance rate** counts accepted tokens over *judged* ones; the tokens **emitted per round** are another
+# number, 1 to K + 1. Whether a drafted token is kept is one coin flip given the text so far, so errors are binomial.
+# Numbers of a law are data: greedy decoding runs the program that is already compiled.
+
+# %%
+greedy = generate(pair, asked, TOKENS, sampling=law(0.0), draft_length=K, seed=3)
+rows = []
+for name, done in (("temperature 0.8", sampled), ("greedy", greedy)):
+    counts = Acceptance.of(functools.reduce(operator.add, (row.stats for row in done)))
+    by_position = ", ".join(f"{rate:.2f}" for rate in counts.by_position)
+    rate = report.with_error(counts.rate, counts.rate_error)
+    rows.append((name, rate, by_position, f"{counts.emitted_per_round:.2f}"))
+header = (f"K = {K}", "accepted, of judged", "by position", "emitted per round")
+report.show([report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", header=header, rows=rows)], console)
+
+# %% [markdown]
+# ## What is easy to draft?
+#
+# On source that neither model has read, the chance that a draft is kept is known before any is drawn: it is
+# $\sum_x \min(p(x), q(x))$ at every position, given the *true* text before it (here with both laws at temperature 0.8
+# and top-p 0.95). The kinds: code, comments, and the prose of documentation strings.
+
+# %%
+KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 32
+
+
+def kinds_of(source: str) -> np.ndarray:
+    """The kind of every character, [len(source)]."""
+    starts = np.cumsum([0, *(len(line) + 1 for line in source.split("\n"))])
+    kinds = np.zeros(len(source), int)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            kinds[starts[token.start[0] - 1] + token.start[1] :][: len(token.string)] = 1
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            text = node.body[0].value
+            kinds[starts[text.lineno - 1] + text.col_offset : starts[text.end_lineno - 1] + text.end_col_offset] = 2
+    return kinds
+
+
+def windows_of(source: str) -> np.ndarray:
+    """Tokens and the kind of each (of its last character), [windows, 2, LENGTH + 1]."""
+    tokens = pair.tokenizer.encode(source)
+    ends = np.cumsum([len(pair.tokenizer.decode([token])) for token in tokens])
+    both = np.stack([tokens, kinds_of(source)[ends - 1]])
+    count = (len(tokens) - 1) // LENGTH
+    return np.array([both[:, n * LENGTH :][:, : LENGTH + 1] for n in range(count)]).reshape(-1, 2, LENGTH + 1)
+
+
+held_out = json.loads((pair_folder("python") / "prompts.json").read_text())["prompts"]
+files = sorted({pathlib.Path(sysconfig.get_path("stdlib")) / entry["file"] for entry in held_out})
+sources = [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # versions of Python differ
+windows = np.concatenate([windows_of(source) for source in sources if source.isascii()])
+windows = windows[np.unique(np.linspace(0, len(windows) - 1, WINDOWS).astype(int))]
+print(f"{len(windows)} windows of {LENGTH} tokens from {len(sources)} held-out files; the first {SKIPPED} are context")
+
+
+# %%
+@jax.jit
+def kept_chance(target_params, draft_params, tokens_BT):
+    """The chance that a draft of the next token is kept, [B, T]."""
+    laws = [
+        jnp.exp(log_probs(law(0.8), model.forward(params, tokens_BT).logits_BTV))
+        for model, params in ((pair.target, target_params), (pair.draft, draft_params))
+    ]
+    return jnp.minimum(*laws).sum(-1)
+
+
+tokens, next_kinds = jnp.asarray(windows[:, 0, :-1], jnp.int32), windows[:, 1, 1:]
+parts = [tokens[i : i + 8] for i in range(0, len(tokens), 8)]
+kept = np.concatenate([kept_chance(pair.target_params, pair.draft_params, part) for part in parts])
+counted = np.arange(LENGTH) >= SKIPPED
+
+
+def mean_and_error(kind: int) -> tuple[float, float, int]:
+    """Of the chance at tokens of a kind, and their number; windows, not tokens, are taken as independent."""
+    of_kind = (next_kinds == kind) & counted
+    totals, numbers = (kept * of_kind).sum(1), of_kind.sum(1)
+    mean = totals.sum() / numbers.sum()
+    return float(mean), float(np.sqrt(((totals - mean * numbers) ** 2).sum()) / numbers.sum()), int(numbers.sum())
+
+
+accepted = {name: mean_and_error(kind) for kind, name in enumerate(KINDS)}
+figure, axis = plt.subplots(figsize=(6.4, 2.2))
+for name, colour in zip(KINDS, (BOTH, GREY, DRAFT)):
+    mean, error, number = accepted[name]
+    axis.barh(name, mean, 0.6, xerr=error, color=colour, ecolor="black", capsize=3)
+    axis.text(0.01, name, f"{mean:.3f} ± {error:.3f}   ({number:,} tokens)", va="center", color="white")
+axis.set(title="Chance that a drafted token is kept, by kind of text (± standard error)", xlim=(0, 1))
+axis.invert_yaxis()
+plt.show()
+
+# %% [markdown]
+# Token by token: the paler the green, the less likely the draft is kept. Endings of words and of constructions are
+# easy; what is hard is where something new begins.
+
+# %%
+shown = int(np.argmin(np.abs((next_kinds == 2).mean(1) - 0.4)))  # a window of code and prose
+green = "rgba(58, 143, 92, {:.2f})"
+Pieces(
+    (pair.tokenizer.decode([int(token)]), f"background: {green.format(chance)}", chance < 0.5)
+    for token, chance in zip(windows[shown, 0, 1 + SKIPPED :], kept[shown, SKIPPED:])
+)
+
+# %% [markdown]
+# ## Which K pays?
+#
+# A longer draft emits more tokens per round and makes the round longer. The planner takes the acceptance and the time
+# of a few rounds (K = 0, 1 and 6), on every second prompt, and forecasts all K; the other prompts are decoded with each
+# of them, in turn. Texts differ: with so few prompts the two halves may lie some percent apart.
+
+# %%
+CHECKED = (0, 1, 2, 4, 6)
+told = [pair.tokenizer.encode(prompt) for prompt in prompts[:12]]
+checked = agreement(
+    pair, lambda K: ModelDrafter(pair.draft, K, decode_window()), TokenRule(), law(0.8), told, max_new_tokens=24,
+    fit_lengths=(1, 6), check_lengths=CHECKED, passes=2,
+)  # fmt: skip
+report.show([report.Table(
+    title="ms per token, batch 1", header=("", "forecast (95%)", "measured", "speedup", "two passes differ by"),
+    rows=[
+        (
+            f"K = {c.draft_length}", report.band(c.forecast), f"{c.measured:.3g}",
+            f"{checked.checks[0].measured / c.measured:.2f}x", f"{c.noise:.1%}",
+        )
+        for c in checked.checks
+    ],
+)], console)  # fmt: skip
+print(f"forecast: K = {checked.best_forecast} is best; measured: K = {checked.best_measured}")
+
+# %%
+lengths = [check.draft_length for check in checked.checks]
+forecast = np.array([(c.forecast.value, c.forecast.lower, c.forecast.upper) for c in checked.checks]).T
+figure, axis = plt.subplots(figsize=(6.4, 3))
+axis.plot(lengths, forecast[0], color=TARGET, label="forecast, from the other prompts")
+axis.fill_between(lengths, *forecast[1:], color=TARGET, alpha=0.15, linewidth=0, label="95% band")
+measured, noise = np.array([(check.measured, check.measured * check.noise / 2) for check in checked.checks]).T
+axis.errorbar(lengths, measured, noise, fmt="o", color=WRONG, capsize=3, label="measured, two passes")
+axis.axhline(measured[0], color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
+axis.set(title=f"Time per token, {device.device_kind}, batch 1", xlabel="K, drafted per round", ylabel="ms")
+axis.set(xticks=lengths, ylim=(0, None))
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# The same planner, with a rate in place of a measurement: if a call of the draft costs a tenth of the target's, as it
+# may where weights are streamed (on TPU v4 the paper's pair is at 0.13), what would each kind of text gain?
+
+# %%
+costs, rows = per_call(target_ms=1.0, draft_ms=0.1), []
+for name in KINDS:
+    best = make_plan(Profile.of_rate(accepted[name][0]), costs).best
+    rows.append((name, report.with_error(*accepted[name][:2]), str(best.draft_length), f"{best.speedup.value:.2f}x"))
+report.show([report.Table(
+    title="If a draft call costs a tenth", header=("", "acceptance", "best K", "speedup"), rows=rows,
+)], console)  # fmt: skip

@@ -1,0 +1,79 @@
+"""Every notebook runs from a plain interpreter, and the ``.ipynb`` beside it is that script, with its outputs."""
+
+import ast
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jupytext
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
+LIBRARIES = {"specsamp", "jax", "numpy", "matplotlib", "ml_collections", "rich"} | sys.stdlib_module_names
+COMPILED_BADLY = {"method", "one_chip"}  # what they run is small: half of their time is the compiler's
+LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong into git
+
+all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+def test_there_are_three():
+    assert [script.stem for script in SCRIPTS] == ["method", "one_chip", "python_pair"]
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {script.stem for script in SCRIPTS}
+
+
+@all_notebooks
+def test_runs(script, tmp_path):
+    """The notebooks assert what they say: which rules are exact, and which are not."""
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(script.stem in COMPILED_BADLY).lower(),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@all_notebooks
+def test_the_pair_has_not_drifted(script):
+    told = [(cell.cell_type, cell.source) for cell in jupytext.read(script).cells]
+    kept = json.loads(script.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in kept["cells"]] == told, (
+        f"{script.name} was changed: jupytext --to ipynb --execute notebooks/{script.name}"
+    )
+
+
+@all_notebooks
+def test_was_run_from_top_to_bottom(script):
+    text = script.with_suffix(".ipynb").read_text(encoding="utf-8")
+    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs)
+    assert len(text) < LARGEST
+    assert not re.search(r"/(home|root|tmp|Users)/", text)
+
+
+@all_notebooks
+def test_imports_the_library_only(script):
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }  # fmt: skip
+    assert "specsamp" in imported and imported <= LIBRARIES
+
+
+@all_notebooks
+def test_begins_with_what_colab_needs(script):
+    first = next(cell.source for cell in jupytext.read(script).cells if cell.cell_type == "code")
+    assert first.startswith("REPOSITORY = ") and 'find_spec("specsamp") is None' in first
+    assert "device_kind" in script.read_text(encoding="utf-8")
