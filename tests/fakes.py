@@ -9,11 +9,14 @@ import numpy as np
 import scipy.stats
 
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Output, Request, Weights
+from specsamp.pretrained.tokenizer import ByteTokenizer
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import for_rows, log_probs
 
 ORDER = 3  # tokens of context
+BYTES = 257  # the vocabulary of a ByteTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,3 +153,34 @@ def p_value(groups, powered=True):
         assert power > 0.999 or not powered, f"power {power} at TV {DETECTED_TV}: draw more"
         worst = min(worst, scipy.stats.chi2.sf(statistic, degrees))
     return min(worst * len(groups), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountingLM:
+    """Writes the successor of its last token: a -> b -> c ...; draws nothing."""
+
+    vocab_size: int = BYTES
+    max_positions: int | None = 64
+    stumbles_at: int = -1  # predicts this token's successor wrongly
+
+    def prepare(self, params, slots):
+        return params
+
+    def init_cache(self, batch, slots):
+        return jnp.zeros((batch, 1))
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        step = jnp.where(tokens_BT == self.stumbles_at, 2, 1)
+        logits_BTV = 20.0 * jax.nn.one_hot((tokens_BT + step) % self.vocab_size, self.vocab_size)
+        return Output(logits_BTV=logits_BTV, cache=cache)
+
+
+def counting_pair(**draft):
+    return Pair(
+        target=CountingLM(), target_params=(), draft=CountingLM(**draft), draft_params=(), tokenizer=ByteTokenizer()
+    )
+
+
+def table_pair(**options):
+    table = random_table(3, 12)
+    return Pair(target=TableLM(12), target_params=table, draft=TableLM(12), draft_params=near(table, 4, 0.5), **options)

@@ -1,0 +1,163 @@
+"""What the Python interface refuses before anything is compiled, and what it takes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
+
+from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.tokenizer import ByteTokenizer
+
+
+def test_pairs_that_do_not_belong_together():
+    small = CountingLM(vocab_size=200)
+    with pytest.raises(ValueError, match="draft vocabulary 200 != target vocabulary 257: first difference at id 200"):
+        Pair(target=CountingLM(), target_params=(), draft=small, draft_params=())
+    with pytest.raises(ValueError, match="tokenizer has 257 tokens but the target's vocabulary only 200"):
+        Pair(target=small, target_params=(), tokenizer=ByteTokenizer())
+
+    class Other(ByteTokenizer):
+        def token(self, index):
+            return "X" if index == 31 else super().token(index)
+
+    with pytest.raises(ValueError, match="first difference at id 31, 'X' in the draft"):
+        Pair(target=CountingLM(), target_params=(), tokenizer=ByteTokenizer(), draft_tokenizer=Other())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(prompts=[]), "no prompts"),
+        (dict(prompts="text"), r"write \[prompt\]"),
+        (dict(prompts=[1, 2]), "prompt 0 must be a text or a list of token ids; got 1"),
+        (dict(prompts=[[1.7]]), r"prompt 0\[0\] must be an integer .* got 1.7"),
+        (dict(prompts=["a", ""]), "prompt 1 is empty"),
+        (dict(prompts=[[1, 300]]), r"prompt 0\[1\] must be an integer >= 0 and below 257; got 300"),
+        (dict(prompts=[[1, -2]]), r"prompt 0\[1\] must be .* got -2"),
+        (dict(max_new_tokens=64), "together 65, more than the target's 64 positions"),
+        (dict(max_new_tokens=0), "max_new_tokens must be an integer >= 1 .* got 0"),
+        (dict(max_new_tokens=[1, 2]), "2 max_new_tokens for 1 prompts"),
+        (dict(max_new_tokens=2**31 - 1), "more than the target's 64 positions"),
+        (dict(max_new_tokens=2**32 + 5), "max_new_tokens must be an integer"),
+        (dict(seed=-1), "seed must be an integer >= 0"),
+        (dict(seed=2**32), "seed must be .* below 4294967296"),
+        (dict(prompt_ids=[0.5]), r"prompt_ids\[0\] must be an integer"),
+        (dict(stop=3), "stop must be a list"),
+        (dict(sampling=0.8), "sampling must be a warp"),
+        (dict(sampling=temperature), "sampling must be a warp"),
+        (dict(rule=TokenRule), "rule must be a rule"),
+        (dict(drafter=NgramDrafter), "drafter must be a drafter"),
+        (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
+        (dict(draft_length=2.5), "got 2.5"),
+        (dict(draft_length=True), "got True"),
+        (dict(stop=[3.5]), "a stop id must be .* got 3.5"),
+        (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
+        (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
+        (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
+        (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
+        (dict(stop=[-1]), "a stop id must be .* got -1"),
+        (dict(stop=["ab"]), "'ab' is not one token"),
+        (dict(stop="a"), r"write \[stop\]"),
+        (dict(num_samples=0), "num_samples must be an integer >= 1 .* got 0"),
+        (dict(prompt_ids=[1, 2]), "2 prompt_ids for 1 prompts"),
+        (dict(sampling=chain(temperature([0.5, 1.0]))), r"shape \(2,\) for 1 prompts"),
+        (dict(rule="token"), "rule must be a rule such as TokenRule"),
+    ],
+)
+def test_bad_input_fails_before_anything_is_traced(change, message):
+    class Untraceable(CountingLM):
+        def __call__(self, *args, **kwargs):
+            raise AssertionError("was traced")
+
+        prepare = init_cache = __call__
+
+    pair = Pair(
+        target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer()
+    )
+    options = dict(prompts=["a"], max_new_tokens=8) | change
+    with pytest.raises(ValueError, match=message):
+        generate(pair, **options)
+    with pytest.raises(ValueError, match=message):
+        stream(pair, **options)
+
+
+def test_missing_parts_are_named():
+    alone = Pair(target=CountingLM(), target_params=())
+    with pytest.raises(ValueError, match="the pair has no draft model"):
+        generate(alone, [[1]], 4)
+    with pytest.raises(ValueError, match="needs a tokenizer in the pair"):
+        generate(alone, ["a"], 4, draft_length=0)
+    with pytest.raises(ValueError, match="without draft_params"):
+        Pair(target=CountingLM(), target_params=(), draft=CountingLM())
+    with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1"):
+        stream(alone, [[1]], 4, rounds_per_chunk=0)
+
+
+def test_the_draft_may_have_fewer_positions():
+    pair = Pair(target=CountingLM(max_positions=None), target_params=(), draft=CountingLM(), draft_params=())
+    with pytest.raises(ValueError, match="more than the draft's 64 positions"):
+        generate(pair, [[1]], 64)
+    assert len(generate(pair, [[1]], 64, draft_length=0)[0].tokens) == 64
+
+
+def test_the_last_position_can_be_used():
+    """The limit is the user's: scratch slots for the draft come on top."""
+    config = tiny(vocab_size=BYTES, max_positions=40)
+    model = TransformerLM(config)
+    params = model.init(jax.random.key(0))
+    pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
+    rows = [generate(pair, [[1, 2, 3, 4]], 36, draft_length=K)[0].tokens for K in (0, 7)]
+    assert len(rows[0]) == 36 and rows[0] == rows[1]
+
+
+def test_padding_stays_within_the_positions_of_the_model():
+    """Also a prompt whose bucket would be longer than the model."""
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Short(CountingLM):
+        max_positions: int | None = 70
+
+        def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+            seen.append(tokens_BT.shape[1])
+            return super().__call__(weights, tokens_BT, start_B, cache)
+
+    pair = Pair(target=Short(), target_params=())
+    assert generate(pair, [list(range(1, 67))], 4, draft_length=0)[0].tokens == [67, 68, 69, 70]
+    assert max(seen) == 70
+
+
+def test_numpy_integers_are_integers():
+    options = dict(draft_length=np.int64(2), num_samples=np.int32(2), stop=[np.int64(101)], prompt_ids=np.arange(1))
+    rows = generate(counting_pair(), [np.array([97, 98])], np.array([9]), **options)
+    assert [row.text for row in rows] == ["cd", "cd"] and rows[0].finish == "stop"
+
+
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_logits_of_another_width_are_refused(side):
+    """A model that returns fewer logits than it has tokens would make the missing ones follow no law."""
+    pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
+    with pytest.raises(ValueError, match=f"the {side} has a vocabulary of 12 but returned logits of width 9"):
+        generate(pair, [[1]], 4)
+
+
+def test_objects_that_are_no_models_are_refused():
+    with pytest.raises(ValueError, match="the target is no LanguageModel: .* has no vocab_size, max_positions, prepare"):
+        Pair(target=object(), target_params=())
+
+    class Unhashable(CountingLM):
+        __hash__ = None
+
+    with pytest.raises(ValueError, match="the target must be hashable"):
+        Pair(target=Unhashable(), target_params=())
+    with pytest.raises(ValueError, match="is not the pair's draft"):
+        generate(counting_pair(), ["a"], 4, drafter=ModelDrafter(CountingLM(stumbles_at=3), 2))
+    with pytest.raises(ValueError, match="K and window must be at least 1; got 0"):
+        ModelDrafter(CountingLM(), 0)
+    with pytest.raises(ValueError, match="K must be at least 1; got 0"):
+        NgramDrafter(0)
