@@ -50,6 +50,13 @@ class Fields:
         """Its value, null included: some keys mean one thing when they are absent and another as null."""
         return self._content.get(key, default)
 
+    def object(self, key: str) -> Mapping[str, Any]:
+        """The object it holds; empty if it is absent or null."""
+        value = self(key, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.path} says {key} = {value!r}; an object is wanted")
+        return value
+
     def refuse(self, key: str, allowed: Any) -> None:
         """Raises unless a key that changes the model has the one value that is supported."""
         if self(key, allowed) != allowed:
@@ -68,7 +75,8 @@ def config_of(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family
     Raises:
       ValueError: an architecture or a value that is not supported, or a key is missing; with file and key.
     """
-    architecture = (content.get("architectures") or ["none"])[0]
+    architectures = content.get("architectures") or ["none"]
+    architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     if architecture not in FAMILIES:
         why = " (text only: it also sees images)" if "ConditionalGeneration" in architecture else ""
         raise ValueError(f"{path} is of the architecture {architecture!r}{why}; known are {', '.join(FAMILIES)}")
@@ -77,7 +85,7 @@ def config_of(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family
         raise ValueError(f"{path} has a quantization_config: give the checkpoint before it was quantised")
     try:
         return family, TransformerConfig(dtype=dtype, **family.read(fields))
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         if path in str(error):
             raise
         raise ValueError(f"{path} describes no model that can be read: {error}") from error
@@ -85,17 +93,16 @@ def config_of(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family
 
 def _usual(fields: Fields) -> dict:
     """What all but GPT-2 call the same."""
-    heads = fields("num_attention_heads")
     return dict(
         vocab_size=fields("vocab_size"), width=fields("hidden_size"), num_layers=fields("num_hidden_layers"),
-        num_heads=heads, num_kv_heads=fields("num_key_value_heads", heads), head_size=fields("head_dim", None),
+        num_heads=fields("num_attention_heads"), num_kv_heads=fields("num_key_value_heads", None),
+        head_size=fields("head_dim", None),
         feedforward_width=fields("intermediate_size"), max_positions=fields("max_position_embeddings"),
     )  # fmt: skip
 
 
 def _llama(fields: Fields) -> dict:
-    rotary = _rotary(fields, fields("rope_parameters", fields("rope_scaling", {})), _usual(fields))
-    return _like_llama(fields) | rotary
+    return _like_llama(fields) | _rotary(fields, _turns(fields), _usual(fields))
 
 
 def _like_llama(fields: Fields) -> dict:
@@ -108,18 +115,24 @@ def _like_llama(fields: Fields) -> dict:
 
 
 def _arcee(fields: Fields) -> dict:
-    return _llama(fields) | dict(gated=False, activation=fields.activation("hidden_act", "relu2"))
+    return _llama(fields) | dict(
+        gated=False, activation=fields.activation("hidden_act", "relu2"), norm_epsilon=fields("rms_norm_eps", 1e-5)
+    )
 
 
 def _mistral(fields: Fields) -> dict:
-    return _llama(fields) | dict(window=fields.or_null("sliding_window", 4096))
+    return _llama(fields) | dict(
+        window=fields.or_null("sliding_window", 4096), num_kv_heads=fields.or_null("num_key_value_heads", 8)
+    )
 
 
 def _qwen2(fields: Fields) -> dict:
-    window = fields("sliding_window", 4096) if fields("use_sliding_window", False) else None
+    window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
     first = fields("max_window_layers", 28)
     kinds = ["full_attention" if i < first else "sliding_attention" for i in range(fields("num_hidden_layers"))]
-    return _llama(fields) | dict(attention_bias=True, output_bias=False) | _windows(fields, window, kinds)
+    return _llama(fields) | _windows(fields, window, kinds) | dict(
+        attention_bias=True, output_bias=False, num_kv_heads=fields.or_null("num_key_value_heads", 32)
+    )  # fmt: skip
 
 
 def _qwen3(fields: Fields) -> dict:
@@ -147,7 +160,7 @@ def _gpt2(fields: Fields) -> dict:
 def _gpt_neox(fields: Fields) -> dict:
     usual, bias = _usual(fields), fields("attention_bias", True)
     rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
-    rotary |= fields("rope_parameters", fields("rope_scaling", {}))
+    rotary |= _turns(fields)
     return usual | _rotary(fields, rotary, usual) | dict(
         tied=fields("tie_word_embeddings", False), norm="layer", norm_epsilon=fields("layer_norm_eps", 1e-5),
         activation=fields.activation("hidden_act", "gelu"), parallel=fields("use_parallel_residual", True),
@@ -157,7 +170,7 @@ def _gpt_neox(fields: Fields) -> dict:
 
 def _gemma2(fields: Fields) -> dict:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields("num_hidden_layers"))]
-    rotary = _rotary(fields, fields("rope_parameters", fields("rope_scaling", {})), _usual(fields))
+    rotary = _rotary(fields, _turns(fields), _usual(fields))
     return _like_gemma(fields) | rotary | _windows(fields, fields.or_null("sliding_window", 4096), kinds) | dict(
         attention_cap=fields.or_null("attn_logit_softcapping", 50.0),
         logit_cap=fields.or_null("final_logit_softcapping", 30.0),
@@ -165,20 +178,21 @@ def _gemma2(fields: Fields) -> dict:
 
 
 def _gemma3(fields: Fields) -> dict:
+    fields.refuse("attn_logit_softcapping", None)  # which transformers reads, but does not apply
     every = fields("sliding_window_pattern", 6)
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(fields("num_hidden_layers"))]
     windows = _windows(fields, fields.or_null("sliding_window", 4096), kinds)
-    given = fields("rope_parameters", {})
-    everywhere = {"rope_theta": fields("rope_theta", 1e6)} | given.get("full_attention", fields("rope_scaling", {}))
-    near = {"rope_theta": fields("rope_local_base_freq", 1e4)} | given.get("sliding_attention", {})
+    given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
+    everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
+    everywhere |= fields.object("rope_scaling")
+    near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
         raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")
     rotary = _rotary(fields, everywhere, _usual(fields))
     if windows:
         rotary["window_rotary_base"] = float(near["rope_theta"])
     return _like_gemma(fields) | windows | rotary | dict(
-        query_key_norm=True, attention_cap=fields.or_null("attn_logit_softcapping", None),
-        logit_cap=fields.or_null("final_logit_softcapping", None),
+        query_key_norm=True, logit_cap=fields.or_null("final_logit_softcapping", None)
     )  # fmt: skip
 
 
@@ -189,6 +203,7 @@ def _like_gemma(fields: Fields) -> dict:
     return _like_llama(fields) | dict(
         tied=fields("tie_word_embeddings", True), activation=activation, norm_offset=True, post_norms=True,
         embedding_scale=math.sqrt(fields("hidden_size")), head_size=fields("head_dim", 256),
+        num_kv_heads=fields("num_key_value_heads", 4),
         attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5,
     )  # fmt: skip
 
@@ -207,8 +222,13 @@ def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
     return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
 
 
+def _turns(fields: Fields) -> Mapping[str, Any]:
+    """Of files that have both, rope_scaling counts: people add it to lengthen what a model reads."""
+    return fields.object("rope_scaling") or fields.object("rope_parameters")
+
+
 def _rotary(fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict:
-    """``given`` is rope_parameters, or rope_scaling in older files."""
+    """``given`` is rope_parameters, or rope_scaling in older files and where it was added."""
     given = {key: value for key, value in given.items() if value is not None}
     if "full_attention" in given:  # by kind of layer, only where kinds differ
         raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which is known of Gemma 3 only")

@@ -75,6 +75,8 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     try:
         of_tensor = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(of_tensor.values()))
+        if not all(isinstance(file, str) for file in files):
+            raise TypeError(f"files are {files}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
     missing = [file for file in files if not (folder / file).exists()]
@@ -104,21 +106,30 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
     size = file.stat().length
     damaged = lambda why: ValueError(f"{file} is damaged ({why}): restore it from where it came from")
     with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
+        start = content.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":
+            raise ValueError(f"{file} is not there, only git's pointer to it: run git lfs pull in its folder")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise damaged(f"truncated: {size} bytes, of which the header alone would take {8 + length}")
         try:
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
-            spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-            shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-            kinds = {name: entry["dtype"] for name, entry in header.items()}
+            spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+            kinds = {name: str(entry["dtype"]) for name, entry in header.items()}
+            in_order = sorted((begin, end, name) for name, (begin, end) in spans.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(f"its header cannot be read: {type(error).__name__}: {error}") from error
-    wanted = 8 + length + max((end for _, end in spans.values()), default=0)
+    filled = 0
+    for begin, end, name in in_order:
+        if begin != filled or end < begin:
+            raise damaged(f"{name} takes bytes {begin} to {end}, those before it end at {filled}")
+        filled = end
+    wanted = 8 + length + filled
     if size != wanted:
-        last = max(spans, key=lambda name: spans[name][1])
-        raise damaged(f"truncated: {size} bytes, but {wanted} with its last tensor {last}")
+        why = "truncated" if size < wanted else "too long"
+        raise damaged(f"{why}: {size} bytes, but {wanted} with its last tensor {in_order[-1][2] if spans else None}")
     for name, kind in kinds.items():
         begin, end = spans[name]
         if kind in DTYPES and end - begin != math.prod(shapes[name]) * DTYPES[kind].itemsize:

@@ -102,10 +102,14 @@ class TransformerConfig:
         self._check_switches()
 
     def _check_switches(self) -> None:
-        for name in ("embedding_scale", "logit_cap", "attention_scale", "attention_cap", "window_rotary_base"):
+        optional = ("embedding_scale", "logit_cap", "attention_scale", "attention_cap", "window_rotary_base")
+        for name in ("norm_epsilon", "rotary_base") + optional:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, or None; got {value!r}")
+            if not (isinstance(value, (int, float)) and value > 0 or name in optional and value is None):
+                raise ValueError(f"{name} must be positive{', or None' * (name in optional)}; got {value!r}")
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be True or False; got {getattr(self, field.name)!r}")
         if self.num_tokens is not None and self.num_tokens > self.vocab_size:
             raise ValueError(f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}, padding included")
         if self.positions != "rotary":

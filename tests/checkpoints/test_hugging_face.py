@@ -14,6 +14,7 @@ import safetensors.numpy
 from etils import epath
 
 from specsamp.checkpoints import shards
+from specsamp.checkpoints.families import config_of
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.names import sizes, source_of
 from specsamp.checkpoints.shards import INDEX, Tensor, find_tensors, read_header
@@ -184,9 +185,27 @@ def test_damaged_headers(tmp_path):
         (b"{", "its header cannot be read"), ([], "its header cannot be read"),
         ({"a": {}}, "its header cannot be read"),
         (good | {"a": good["a"] | {"shape": [2, 3]}}, "a of shape .2, 3. and dtype F32 takes 16 bytes"),
+        (good | {"a": good["a"] | {"shape": ["x", 2]}}, "x is damaged .its header cannot be read: ValueError"),
+        (good | {"a": good["a"] | {"data_offsets": [0, 8, 16]}}, "x is damaged .its header cannot be read"),
+        (good | {"a": good["a"] | {"data_offsets": ["0", None]}}, "x is damaged .its header cannot be read"),
+        (good | {"a": good["a"] | {"data_offsets": [0, 12]}}, "too long: .* with its last tensor a"),
+        (good | {"b": good["a"]}, "x is damaged .b takes bytes 0 to 16, those before it end at 16"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             read_header(with_header(header))
+
+
+def test_what_git_leaves_of_a_file_without_its_extension(saved):
+    file = sorted(saved.glob("*.safetensors"))[1]
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 52168\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{file.name} is not there, only git's pointer to it: run git lfs pull"):
+        open_all(saved)
+
+
+def test_an_index_that_names_no_files(saved):
+    edit(saved / INDEX, lambda index: index["weight_map"].update({UP: 3}))
+    with pytest.raises(ValueError, match=f"{INDEX} is no index of tensors"):
+        open_all(saved)
 
 
 def test_a_config_that_contradicts_the_tensors(saved):
@@ -270,6 +289,11 @@ def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
         (dict(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
         (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "scales its rotary positions by .*dynamic"),
         (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 scaling .* without 'original_max"),
+        (dict(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
+        (dict(architectures={"text": "Llama"}), "architecture .*Llama.*; known are LlamaForCausalLM"),
+        (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be positive; got '1e-5'"),
+        (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got 'false'"),
+        (dict(rope_parameters={"rope_theta": -1.0}), "rotary_base must be positive; got -1.0"),
         (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
     ],
     ids=str,
@@ -295,6 +319,28 @@ def test_old_and_new_config_files_say_the_same(saved):
     edit(saved / "config.json", lambda config: config.update(rope_parameters=scaling | {"rope_theta": 5e5}))
     assert open_checkpoint(saved).config == old
     assert old.rotary_base == 5e5 and old.rotary_scaling.factor == 8 and old.rotary_scaling.original_positions == 8192
+
+
+def test_scaling_that_was_added_to_a_new_config_counts(saved):
+    """As model cards tell to lengthen a model; transformers writes rope_parameters, and reads this before them."""
+    edit(saved / "config.json", lambda config: config.update(rope_scaling={"type": "linear", "factor": 2.0}))
+    assert open_checkpoint(saved).config.rotary_scaling.factor == 2
+
+
+def gemma3(**changes):
+    return config_of("config.json", golden.read("gemma3").config | changes, "float32")[1]
+
+
+def test_what_gemma_3_may_leave_out_and_what_it_may_not_say():
+    full = golden.read("gemma3").config["rope_parameters"]["full_attention"]
+    assert gemma3(rope_parameters={"full_attention": full, "sliding_attention": None}).window_rotary_base == 1e4
+    for changes, message in (
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0; only None is supported"),
+        (dict(query_pre_attn_scalar=0), "config.json describes no model"),
+        (dict(rope_parameters={"full_attention": 3}), "in rope_parameters, says full_attention = 3; an object is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gemma3(**changes)
 
 
 def test_stop_tokens_of_the_generation_config_come_first(saved):

@@ -9,6 +9,7 @@ import random
 
 import golden
 import golden_maker
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import transformers
 from checkpoint_shapes import CONFIG, random_params
 
 from specsamp.checkpoints.export import export
+from specsamp.checkpoints.families import config_of
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
@@ -67,6 +69,30 @@ def test_random_shapes_of_every_family(name, seed, tmp_path):
     model = TransformerLM(checkpoint.config)
     params = read_params(checkpoint, model)
     assert_close(jax.jit(model.forward)(params, made.tokens_BT).logits_BTV, made.logits_BTV)
+
+
+def read_there(content):
+    """A config.json that says all that transformers makes of one."""
+    config = transformers.AutoConfig.for_model(content["model_type"]).from_dict(dict(content)).to_dict()
+    return config | dict(architectures=content["architectures"])
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_a_key_that_is_left_out_means_what_it_means_there(name):
+    """Or is asked for; also a null, where transformers takes it."""
+    content, read = golden.read(name).config, lambda content: config_of("config.json", content, "float32")[1]
+    for key in content.keys() - {"architectures", "model_type"}:
+        without = {other: value for other, value in content.items() if other != key}
+        for changed in (without, without | {key: None}):
+            try:
+                ours = read(changed)
+            except ValueError:
+                continue
+            try:
+                there = read_there(changed)
+            except (TypeError, ValueError, huggingface_hub.errors.StrictDataclassError):
+                continue  # a null
+            assert ours == read(there), key
 
 
 @torch.inference_mode()
