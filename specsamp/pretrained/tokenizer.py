@@ -53,6 +53,10 @@ class JsonTokenizer:
         return made
 
     def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
+        if not tokenizer.get_vocab_size():
+            raise ValueError(f"{name} has no tokens")
+        tokenizer.no_truncation()  # files may keep what a training run cut and filled its rows to
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and self.eos_id is None:

@@ -36,6 +36,20 @@ def test_vocabulary_size_reaches_the_largest_id(with_specials):
     assert with_specials.token(3) == "a" and with_specials.token(4) == ""
 
 
+def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
+    """Whatever a training run left in the file; transformers ignores it too unless it is asked."""
+    tokenizer = tokenizers.Tokenizer.from_str(with_specials.to_json())
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    assert len(tokenizer.encode("abab").ids) == 8
+    assert JsonTokenizer(saved(tokenizer, tmp_path)).encode("abab") == with_specials.encode("abab") == [0, 3, 5, 3, 5]
+
+
+def test_a_tokenizer_without_tokens(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json has no tokens"):
+        JsonTokenizer(saved(tokenizers.Tokenizer(models.BPE()), tmp_path))
+
+
 def test_unknown_end_of_text_and_missing_files_are_named(with_specials, tmp_path):
     with pytest.raises(ValueError, match="has no token '<end>'"):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
