@@ -32,8 +32,14 @@ _MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters toge
 def main() -> None:
     console = entry.make_console(highlight=False)
     try:
-        if (storage.place(_OUTPUT.value) / "run.json").exists():
+        output = storage.place(_OUTPUT.value)
+        if (output / "run.json").exists():
             raise ValueError(f"--output={_OUTPUT.value} holds a model already: choose another folder")
+        if (output / "checkpoints" / "0").exists():
+            raise ValueError(
+                f"--output={_OUTPUT.value} holds parameters of a conversion that did not end: delete the folder, or "
+                "choose another"
+            )
         entry.check_output(f"{_OUTPUT.value}/config.json")
         checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value)
         if checkpoint.is_converted:

@@ -53,6 +53,9 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     assert open_checkpoint(tmp_path / "orbax").is_converted
     again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 1 and "holds a model already: choose another folder" in again.stderr
+    (tmp_path / "orbax" / "run.json").unlink()
+    again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    assert again.returncode == 1 and "a conversion that did not end: delete the folder" in again.stderr
 
 
 def test_exporting_the_shipped_target(tmp_path):

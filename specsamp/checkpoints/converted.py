@@ -28,14 +28,20 @@ CONCURRENT_GB = 1
 
 
 def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
-    """Writes ``params``, as `read_params` gave them; every process must call it. ``run.json`` comes last."""
+    """Writes ``params``, as `read_params` gave them; every process must call it. ``run.json`` comes last.
+
+    Raises:
+      ValueError: there are parameters in the folder, perhaps of a conversion that did not end.
+    """
     place = storage.place(folder)
     if jax.process_index() == 0:
         for name in SMALL_FILES:
             if (checkpoint.folder / name).exists() and name != INDEX:
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
     with _manager(place) as manager:
-        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+        # Orbax leaves a step that is there as it is, whatever it holds.
+        if not manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params))):
+            raise ValueError(f"{place} holds parameters already: delete it, or choose another folder")
         manager.wait_until_finished()
     if jax.process_index() == 0:
         shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name != "dtype"}

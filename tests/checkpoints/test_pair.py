@@ -173,6 +173,16 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
         converted.read_params(again, TransformerLM(again.config))
 
 
+def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
+    """Orbax would keep the old parameters and say nothing."""
+    checkpoint = open_checkpoint(original, dtype="float32")
+    converted.write(checkpoint, params, tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match="holds parameters already: delete it, or choose another folder"):
+        converted.write(checkpoint, random_params(CONFIG, 5), tmp_path)
+    assert not open_checkpoint(tmp_path).is_converted
+
+
 def spm_model(path, words):
     text = [f"the {a} of {b} is {a}{b}" for a in words for b in ("rain", "snow", "wind")] * 4
     with open(path, "wb") as file:
