@@ -22,6 +22,8 @@ from specsamp.models.params import check_shapes, named
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import JsonTokenizer
 
+# Without the first there is no model. Numbered files are read by way of an index only.
+WRITTEN = ("config.json", INDEX, SINGLE, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD_BYTES = 2 * 10**9  # at most, of one file (or one tensor that is larger)
 
 
@@ -45,8 +47,8 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     names = FAMILIES[content["architectures"][0]].names
     shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
     files, weight_map = _file_names(len(shards)), {}
-    (place / "config.json").unlink(missing_ok=True)  # what is there of an older model is none now
-    (place / INDEX).unlink(missing_ok=True)
+    for name in WRITTEN:  # what is there of an older model is none now, and no reader takes it for this one's
+        (place / name).unlink(missing_ok=True)
     for file, shard in zip(files, shards):
         tensors = {}
         for name in shard:

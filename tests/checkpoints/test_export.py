@@ -74,6 +74,16 @@ def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypat
         open_checkpoint(tmp_path)
 
 
+def test_nothing_of_an_older_export_stays(params, tokenizer, tmp_path, monkeypatch):
+    """transformers would read model.safetensors rather than the index beside it."""
+    export(tmp_path, CONFIG, params, tokenizer)
+    monkeypatch.setattr("specsamp.checkpoints.export.SHARD_BYTES", 60_000)
+    export(tmp_path, CONFIG, params)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", INDEX} | {
+        f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)
+    }
+
+
 def test_many_files_have_an_index_of_all_tensors(original):
     index = json.loads((original / INDEX).read_text(encoding="utf-8"))
     files = sorted(path.name for path in original.glob("*.safetensors"))
