@@ -11,6 +11,7 @@ hold, and at most one tensor at a time lies in host memory beside what is alread
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ from etils import epath
 from specsamp import storage
 from specsamp.checkpoints.families import Family, config_of
 from specsamp.checkpoints.names import BUFFERS, Source, sizes, source_of
-from specsamp.checkpoints.shards import DTYPES, INDEX, SINGLE, Tensor, find_tensors
+from specsamp.checkpoints.shards import DTYPES, INDEX, PICKLES, SINGLE, Tensor, find_tensors, refuse_pickles
 from specsamp.mesh.on_mesh import OnMesh, placed_params
 from specsamp.models.config import TransformerConfig
 from specsamp.models.params import MOST_SHOWN, named, nested
@@ -61,6 +62,8 @@ class Checkpoint:
             index = folder / INDEX
             files = set(_read_json(index).get("weight_map", {}).values()) if index.exists() else {SINGLE}
             folder = _download(self.name, sorted(files))
+            if not index.exists() and not (folder / SINGLE).exists():
+                _refuse_what_the_hub_has(self.name)
         found = find_tensors(folder)
         prefix = self.family.prefix
         if prefix and not any(name.startswith(prefix) for name in found):
@@ -206,6 +209,19 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
             "its licence accepted on its page and a token: hf auth login"
         ) from error
     return epath.Path(found)
+
+
+def _refuse_what_the_hub_has(name: str) -> None:
+    """Raises ValueError if a model without safetensors has pickles: what was not downloaded cannot be seen here."""
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.list_repo_files(name)
+    except Exception:  # without a network, what is here of the model is all that can be judged
+        return
+    pickles = sorted(file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES))
+    if pickles:
+        raise refuse_pickles(name, pickles)
 
 
 def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...]) -> JsonTokenizer | SentencePieceTokenizer | None:

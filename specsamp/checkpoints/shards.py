@@ -144,9 +144,14 @@ def _nothing_to_read(folder: epath.Path) -> Exception:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if not pickles:
         return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
+    return refuse_pickles(os.fspath(folder), pickles)
+
+
+def refuse_pickles(name: str, pickles: Sequence[str]) -> ValueError:
+    """Why the files of a folder or of a model of the hub are not read, and what to do."""
     return ValueError(
-        f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
+        f"{name} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
         "that its author put there. If you trust it, convert it with PyTorch and transformers: "
-        f"AutoModelForCausalLM.from_pretrained({os.fspath(folder)!r}).save_pretrained('converted'), "
+        f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained('converted'), "
         "then copy its tokenizer files and give 'converted'"
     )

@@ -384,6 +384,25 @@ def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypa
         open_checkpoint("someone/else")
 
 
+def test_a_model_of_the_hub_that_has_only_pickles(original, tmp_path, monkeypatch):
+    """They are not downloaded to be refused."""
+
+    def snapshot_download(name, allow_patterns, ignore_patterns):
+        for file in {"config.json", "tokenizer.json"} & set(allow_patterns):
+            (tmp_path / file).write_bytes((original / file).read_bytes())
+        return str(tmp_path)
+
+    files = ["config.json", "pytorch_model-00001-of-00002.bin", "tokenizer.json"]
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download, list_repo_files=lambda name: files)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    checkpoint = open_checkpoint("someone/old")
+    with pytest.raises(ValueError, match=r"someone/old has .* pickles \(pytorch_model-00001.*pretrained\('someone/old'"):
+        checkpoint.tensors
+    del files[1]
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        checkpoint.tensors
+
+
 def test_a_line_of_a_table_of_names():
     source = source_of("layer_12/mlp/up", {"layer/mlp/up": "h.{i}.up  F D -> DF"})
     assert (source.tensor, source.tensor_axes, source.axes, source.part) == ("h.12.up", ("F", "D"), "DF", None)
