@@ -3,15 +3,20 @@
     python mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
 """
 
+import dataclasses
 import os
 import pathlib
 import sys
 
 import jax
 import numpy as np
+from checkpoint_shapes import CONFIG, random_params
 
 from specsamp import Pair, TransformerLM, chain, generate, stream, temperature, top_p
 from specsamp.analysis import split
+from specsamp.checkpoints import converted
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.shards import Tensor
 from specsamp.mesh import processes
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh, shard
@@ -20,6 +25,7 @@ from specsamp.training.checkpoint import Checkpoints
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2))
 DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))
+PUBLIC = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=8, head_size=8)
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [3]]
 CALL = {"max_new_tokens": 12, "sampling": chain(temperature(0.8), top_p(0.9)), "num_samples": 2}
 
@@ -83,6 +89,23 @@ def restore(folder: pathlib.Path) -> None:
     (folder / f"restored{jax.process_index()}").touch()
 
 
+def checkpoint(folder: pathlib.Path) -> None:
+    """A public checkpoint over both processes, each reading its half, and again from what the two converted."""
+    asked, read = [], Tensor.read
+    Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
+    opened = open_checkpoint(folder / "public", dtype="float32")
+    model = on_mesh(TransformerLM(opened.config), Layout.tensor_parallel(make_mesh(1, 8)))
+    params, expected = read_params(opened, model), random_params(PUBLIC)
+    same = lambda ours, whole: all(np.array_equal(part.data, whole[part.index]) for part in ours.addressable_shards)
+    assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
+    assert sum(piece.size for piece in asked) < 0.52 * PUBLIC.num_parameters  # norms are in both
+    converted.write(opened, params, folder / "converted")
+    processes.gather_objects("written")
+    again = converted.read_params(open_checkpoint(folder / "converted", dtype="float32"), model)
+    assert all(jax.tree.leaves(jax.tree.map(same, again, expected)))
+    (folder / f"read{jax.process_index()}").touch()
+
+
 def die(folder: pathlib.Path, dying: int) -> None:
     """One process goes without a word, the others work on."""
     if jax.process_index() == dying:
@@ -92,7 +115,7 @@ def die(folder: pathlib.Path, dying: int) -> None:
 
 
 SCENARIOS = {
-    "decode": decode, "save": save, "restore": restore, "nothing": lambda folder: None,
+    "decode": decode, "save": save, "restore": restore, "checkpoint": checkpoint, "nothing": lambda folder: None,
     "die": lambda folder: die(folder, 1), "coordinator_dies": lambda folder: die(folder, 0),
 }  # fmt: skip
 

@@ -14,9 +14,11 @@ import pytest
 
 import experiment
 import mesh_worker as worker
+from checkpoint_shapes import random_params
 from configs import chinchilla
 from specsamp import generate
 from specsamp.analysis.decoder import decoders
+from specsamp.checkpoints.export import export
 from specsamp.mesh import processes
 from specsamp.training.log import read_metrics
 
@@ -68,6 +70,12 @@ def test_a_checkpoint_crosses_layouts_and_processes(tmp_path, saving, restoring)
     run("save", tmp_path, saving)
     run("restore", tmp_path, restoring)
     assert len(list(tmp_path.glob("restored*"))) == restoring
+
+
+def test_each_process_reads_its_half_of_a_public_checkpoint(tmp_path):
+    export(tmp_path / "public", worker.PUBLIC, random_params(worker.PUBLIC))
+    run("checkpoint", tmp_path)
+    assert len(list(tmp_path.glob("read*"))) == 2
 
 
 @pytest.mark.parametrize("scenario, survivor", [("die", 0), ("coordinator_dies", 1)])
