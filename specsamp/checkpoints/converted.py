@@ -23,8 +23,7 @@ from specsamp.mesh.on_mesh import OnMesh, placed_params
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run import write_json
 
-# Of what is being written or read at a time: else every parameter would have a copy in host memory.
-CONCURRENT_GB = 1
+GB = 10**9
 
 
 def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
@@ -38,7 +37,7 @@ def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
         for name in SMALL_FILES:
             if (checkpoint.folder / name).exists() and name != INDEX:
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
-    with _manager(place) as manager:
+    with _manager(place, max(leaf.nbytes for leaf in jax.tree.leaves(params))) as manager:
         # Orbax leaves a step that is there as it is, whatever it holds.
         if not manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params))):
             raise ValueError(f"{place} holds parameters already: delete it, or choose another folder")
@@ -54,7 +53,8 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
         return hugging_face.read_params(checkpoint, model, progress)
     check_same_model(checkpoint, model.config)
     wanted = placed_params(model)
-    with _manager(checkpoint.folder) as manager:
+    as_float32 = 4 * max(leaf.size for leaf in jax.tree.leaves(wanted))  # the most that was stored
+    with _manager(checkpoint.folder, as_float32) as manager:
         try:
             # Not strict: rows of padding are added to the vocabulary.
             items = manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(wanted, strict=False)))
@@ -65,8 +65,13 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
     return items["params"]
 
 
-def _manager(folder: epath.Path) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
-    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=CONCURRENT_GB, restore_concurrent_gb=CONCURRENT_GB)
+def _manager(folder: epath.Path, largest: int) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
+    """With a limit on what is written or read at a time: else every parameter would have a copy in host memory.
+
+    Orbax refuses a parameter that is not smaller than it; ``largest`` is the bytes of the largest.
+    """
+    limit = largest // GB + 1
+    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
     options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
     path = (folder / "checkpoints").absolute()
     return ocp.CheckpointManager(path, options=options, item_handlers={"params": handler})

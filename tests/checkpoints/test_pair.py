@@ -190,6 +190,18 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
         converted.read_params(again, TransformerLM(again.config))
 
 
+def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
+    """Orbax refuses what is not smaller than its limit. Here a gigabyte is 10 kB, and the embedding has 39."""
+    handler, small = converted.ocp.StandardCheckpointHandler, 10_000
+    scaled = lambda **limits: handler(**{name: gb * small / 10**9 for name, gb in limits.items()})
+    monkeypatch.setattr(converted.ocp, "StandardCheckpointHandler", scaled)
+    monkeypatch.setattr(converted, "GB", small)
+    converted.write(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
+    again = open_checkpoint(tmp_path / "large", dtype="bfloat16")
+    read = converted.read_params(again, on_mesh(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4))))
+    np.testing.assert_array_equal(read["embedding"], params["embedding"].astype(jnp.bfloat16))
+
+
 def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
     """Orbax would keep the old parameters and say nothing."""
     checkpoint = open_checkpoint(original, dtype="float32")
