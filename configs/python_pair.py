@@ -67,8 +67,8 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.objective = "forward_kl"  # or "reverse_kl", "total_variation", "cross_entropy"
         config.text_share = 0.0  # of cross-entropy beside the divergence
         config.generated = ConfigDict()
-        config.generated.rows = 32 if tiny else 1024  # windows that the target completes
-        config.generated.share = 0.4  # of the rows of a batch
+        config.generated.rows = 32 if tiny else 4096  # windows that the target completes
+        config.generated.share = 0.6  # of the rows of a batch
         config.generated.prompt_length = 16 if tiny else 32
         config.generated.temperature = 0.8
         config.generated.top_p = 0.95
@@ -81,7 +81,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.ngram_rows = 256 if tiny else 32768  # of each table of n-gram embeddings; 0: none
         config.model.ngram_order = 3
         if not tiny:
-            config.recipe.steps = 1500
+            config.recipe.steps = 8000
             config.recipe.learning_rate = 3e-3
     if kind.startswith("llama"):
         config.model.gated = True
