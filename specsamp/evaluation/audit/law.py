@@ -8,8 +8,11 @@ at most `TAIL` times, where all but one cell hold much more than `EXPECTED` (tes
 
 **Power.** Whatever the error: if it moves mass e between the cells of every prompt (a total variation of e), Pearson's
 statistic has at least the noncentrality 4 e^2 N, by Cauchy and Schwarz. So N samples see every error of that size with
-the probability given here; an error between continuations of one cell is not seen. (Probabilities read here and
-there differ by rounding, 1e-6 in total variation: a thousandth of what could be seen at any affordable N.)
+the probability given here. (Probabilities read here and there differ by rounding, 1e-6 in total variation: a
+thousandth of what could be seen at any affordable N.)
+
+**Not seen** are an error between continuations of one cell, and one that begins at the third token of a draft: a wrong
+residual there, from which greedy and coupled texts never draw, is for the tests of the rule.
 """
 
 from __future__ import annotations
