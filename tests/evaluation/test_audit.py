@@ -106,7 +106,8 @@ def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_l
     assert check.verdict is Verdict.PASSED and check.numbers["tokens"] == 6 * 12
     assert 1e-3 < check.numbers["tolerance"] < 0.2 and check.numbers["share_that_could_be_excused"] < 0.3
     with_loop(mutants.ScoresWithANeighboursLength)
-    assert failed(streams.bfloat16_text(transformers, in_bfloat16))
+    looked_up = dataclasses.replace(in_bfloat16, drafter=NgramDrafter(K))  # one model less to compile
+    assert failed(streams.bfloat16_text(transformers, looked_up))
 
 
 # Mistakes.
