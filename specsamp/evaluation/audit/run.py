@@ -87,7 +87,7 @@ class Audit:
         seen = ""
         if law_check:
             power = law_check.numbers["power"]
-            seen = f"; an error of {self.settings.detect:g} in the law of two tokens would have been seen with {power:.1%}"
+            seen = f"; an error of {self.settings.detect:g} in the law of two tokens would be seen with {power:.1%}"
         return (
             f"{len(good)} of {judged} checks passed{aside}: with the draft this pair writes what its target writes"
             f"{seen}; chance of a false alarm {self.settings.false_alarm:g}"
