@@ -4,7 +4,10 @@
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,law
 
-Exit status: 0, all checks passed; 1, one failed; 2, what was asked for cannot be audited (stderr says why).
+The checks compute in float32: weights of another dtype are held a second time, in that.
+
+Exit status: 0, all checks passed; 1, one failed or broke off; 2, what was asked for cannot be audited (stderr says
+why).
 """
 
 import dataclasses

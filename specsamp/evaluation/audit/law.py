@@ -3,12 +3,16 @@
 Expected are the target's own probabilities, read by teacher forcing. Cells of a prompt are its most probable pairs
 (x1, x2), its most probable first tokens x1 with any other second one, and the rest: a partition of all continuations,
 each cell expected at least `EXPECTED` times. One test for each prompt and one for all together share the false alarm;
-its level allows for the tail of small counts (simulated down to 1e-5 a test, beyond which it grows heavier still).
+its level allows for small counts: the tail of Pearson's statistic is heavier than the chi-square's, at a level of 1e-6
+at most `TAIL` times, where all but one cell hold much more than `EXPECTED` (tests/evaluation/test_audit.py).
 
 **Power.** Whatever the error: if it moves mass e between the cells of every prompt (a total variation of e), Pearson's
 statistic has at least the noncentrality 4 e^2 N, by Cauchy and Schwarz. So N samples see every error of that size with
-the probability given here; an error between continuations of one cell is not seen. (Probabilities read here and
-there differ by rounding, 1e-6 in total variation: a thousandth of what could be seen at any affordable N.)
+the probability given here. (Probabilities read here and there differ by rounding, 1e-6 in total variation: a
+thousandth of what could be seen at any affordable N.)
+
+**Not seen** are an error between continuations of one cell, and one that begins at the third token of a draft: a wrong
+residual there, from which greedy and coupled texts never draw, is for the tests of the rule.
 """
 
 from __future__ import annotations
@@ -24,8 +28,8 @@ from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.sampling.warp import for_rows, log_probs
 
 FIRSTS, CONTINUED, PAIRS = 24, 12, 16  # first tokens with a cell, those whose followers are read, pairs with a cell
-EXPECTED = 10  # counts per cell, at least
-TAIL = 4  # with 20 cells of no more, Pearson's statistic exceeds the chi-square quantile of 1e-5 so many times as often
+EXPECTED = 25  # counts per cell, at least
+TAIL = 10
 POWER = 0.99
 MOST_SAMPLES = 10**9
 REST = 0

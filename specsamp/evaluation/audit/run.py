@@ -87,7 +87,7 @@ class Audit:
         seen = ""
         if law_check:
             power = law_check.numbers["power"]
-            seen = f"; an error of {self.settings.detect:g} in its law would have been seen with {power:.1%}"
+            seen = f"; an error of {self.settings.detect:g} in the law of two tokens would be seen with {power:.1%}"
         return (
             f"{len(good)} of {judged} checks passed{aside}: with the draft this pair writes what its target writes"
             f"{seen}; chance of a false alarm {self.settings.false_alarm:g}"
@@ -100,8 +100,8 @@ def audit(
     """Runs the checks, in float32 but for the one that says otherwise.
 
     Raises:
-      ValueError: what is asked for cannot be had (too few samples, a law without chance, prompts that are too long);
-        before any check has run.
+      ValueError: what is asked for cannot be had (too few samples, a law without chance); before any check has run.
+      RuntimeError: a check broke off, for whatever reason: nothing is known of the pair.
     """
     exact = subject.cast("float32") or subject
     progress("reading the prompts")
@@ -121,7 +121,10 @@ def audit(
     for name in CHECKS:
         if name in settings.checks:
             progress(f"{name}: {CHECKS[name]}")
-            checks.append(run[name]())
+            try:
+                checks.append(run[name]())
+            except ValueError as error:  # not of what was asked for, which is checked by now
+                raise RuntimeError(f"the check {name!r} broke off") from error
     return Audit(settings=settings, checks=tuple(checks))
 
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import stats
@@ -100,13 +101,19 @@ class Subject:
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
-        draft = self.pair.draft and (in_dtype(self.pair.draft, dtype) or self.pair.draft)
+        recast = in_dtype(self.pair.draft, dtype)
+        draft = recast or self.pair.draft
         if (target, draft) == (self.pair.target, self.pair.draft):
             return self
         drafter = self.drafter
         if isinstance(drafter, ModelDrafter):
             drafter = dataclasses.replace(drafter, model=draft)
         pair = dataclasses.replace(self.pair, target=target, draft=draft)
+        if dtype == "float32":
+            # Here, and once: `Pair.weights` would make a wider copy for every number of slots.
+            wide = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+            draft_params = wide(pair.draft_params) if recast else pair.draft_params
+            pair = dataclasses.replace(pair, target_params=wide(pair.target_params), draft_params=draft_params)
         return dataclasses.replace(self, pair=pair, drafter=drafter)
 
     @functools.cached_property
@@ -126,7 +133,7 @@ class Subject:
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
 
 
-def in_dtype(model: LanguageModel, dtype: str) -> LanguageModel | None:
+def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     """The model computing in another dtype, on its mesh if it is on one; None for models of other kinds."""
     if isinstance(model, OnMesh):
         inner = in_dtype(model.model, dtype)

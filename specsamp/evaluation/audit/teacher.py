@@ -1,9 +1,10 @@
 """Teacher forcing: what the target says of a text that it reads at once, with nothing kept and nothing drafted.
 
 This is what every other way to compute the same logits is held against. Those differ by rounding, so a token is
-*explained* if the target would choose it for some logits within a tolerance of the ones read here. Tried are the
-most favourable: the token's own logit raised by the tolerance, all larger ones lowered by it. That covers the
-thresholds of a warp as well: a token at the edge of a nucleus may be in it for one rounding and not for another.
+*explained* if the target would choose it for some logits within a tolerance of the ones read here. Tried are the two
+most favourable, both with the token's own logit raised by the tolerance: all larger ones lowered by it; or the logit
+of the target's choice lowered, all larger than that raised. That covers the thresholds of a warp as well: a token at
+the edge of a nucleus, this one or the target's choice, may be in it for one rounding and not for another.
 """
 
 from __future__ import annotations
@@ -158,12 +159,16 @@ def _verdicts(
         return log_probs_BNV if noise_BNV is None else log_probs_BNV + noise_BNV
 
     def explained(tokens_BN: Array) -> Array:
-        own_BN1 = jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
-        lowered_BNV = jnp.where(logits_BNV > own_BN1, logits_BNV - tolerance, logits_BNV)
-        favoured_BNV = jnp.where(is_token(tokens_BN), logits_BNV + tolerance, lowered_BNV)
-        return jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
+        let_in_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
+        put_out_BNV = jnp.where(is_token(best_BN), -tolerance, jnp.where(is_larger(best_BN), tolerance, 0))
+        is_chosen_BN = jnp.zeros(tokens_BN.shape, bool)
+        for shift_BNV in (let_in_BNV, put_out_BNV):
+            favoured_BNV = logits_BNV + jnp.where(is_token(tokens_BN), tolerance, shift_BNV)
+            is_chosen_BN |= jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
+        return is_chosen_BN
 
     is_token = lambda tokens_BN: jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
+    is_larger = lambda tokens_BN: logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
     scores_BNV = scores(logits_BNV)
     best_BN = jnp.argmax(scores_BNV, axis=-1)
     next_BN = jnp.argmax(jnp.where(is_token(best_BN), -jnp.inf, scores_BNV), axis=-1)
