@@ -150,7 +150,7 @@ report.show([report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", h
 # and top-p 0.95). The kinds: code, comments, and the prose of documentation strings.
 
 # %%
-KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 32
+KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 16
 
 
 def kinds_of(source: str) -> np.ndarray:
@@ -236,15 +236,15 @@ Pieces(
 # ## Which K pays?
 #
 # A longer draft emits more tokens per round and makes the round longer. The planner takes the acceptance and the time
-# of a few rounds (K = 0, 1 and 6), on every second prompt, and forecasts all K; the other prompts are decoded with each
+# of a few rounds (K = 0, 1 and 4), on every second prompt, and forecasts all K; the other prompts are decoded with each
 # of them, in turn. Texts differ: with so few prompts the two halves may lie some percent apart.
 
 # %%
-CHECKED = (0, 1, 2, 4, 6)
-told = [pair.tokenizer.encode(prompt) for prompt in prompts[:12]]
+CHECKED = (0, 1, 2, 4)
+told = [pair.tokenizer.encode(prompt) for prompt in prompts[:8]]
 checked = agreement(
     pair, lambda K: ModelDrafter(pair.draft, K, decode_window()), TokenRule(), law(0.8), told, max_new_tokens=24,
-    fit_lengths=(1, 6), check_lengths=CHECKED, passes=2,
+    fit_lengths=(1, 4), check_lengths=CHECKED, passes=2,
 )  # fmt: skip
 report.show([report.Table(
     title="ms per token, batch 1", header=("", "forecast (95%)", "measured", "speedup", "two passes differ by"),
