@@ -6,6 +6,7 @@ import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start; of this one, see `compilation`
 
 import jax
 import pytest

@@ -227,7 +227,6 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
     as_here = {
         "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "float32",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     }  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_here}
     killed_once_it_has_reached(10, target, command, environment)

@@ -127,7 +127,7 @@ class ConfidentDrafter(ModelDrafter):
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 def test_length_decided_on_device(rule):
     """Ragged ``num_drafted``: stopping after an unsure token, which is still sent to verification, is exact."""
-    loop = table_loop(rule, ConfidentDrafter(TableLM(V), 4))
+    loop = table_loop(rule, ConfidentDrafter(TableLM(V), 3))
     assert law_test(loop, NEAR, FULL) > FALSE_ALARM
 
 

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "launch/audit.py", "--plain", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)

@@ -157,7 +157,6 @@ def launch(script, *arguments, count=2, folders=(ROOT, ROOT), code=0, timeout=40
     port = free_port()
     env = dict(os.environ) | {
         "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
     }  # fmt: skip
     joining = lambda i: (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")

@@ -14,7 +14,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
 LIBRARIES = {"specsamp", "jax", "numpy", "matplotlib", "ml_collections", "rich"} | sys.stdlib_module_names
-COMPILED_BADLY = {"method", "one_chip"}  # what they run is small: half of their time is the compiler's
 LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong into git
 
 all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -31,7 +30,6 @@ def test_runs(script, tmp_path):
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(script.stem in COMPILED_BADLY).lower(),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
