@@ -225,7 +225,7 @@ def config_replica(config: ConfigDict) -> Replica:
 
 def mesh_parts(config: ConfigDict) -> dict[str, int | None]:
     """What the model axis of the mesh may be made of, see `make_mesh`."""
-    rows = config.get("batch", 1) // config.mesh.data
+    rows = config.get("batch", 1) // max(config.mesh.data, 1)  # 0 is refused with the mesh
     return {"draft_ways": draft_ways(config), "key_heads": key_heads(config), "rows": rows}
 
 

@@ -66,6 +66,9 @@ def test_a_mesh_of_more_devices_than_there_are():
     config.mesh.model = 16
     with pytest.raises(ValueError, match="data 1 x model 16 has 16 devices, but there are 8"):
         experiment.config_mesh(config)
+    config.mesh.data = 0
+    with pytest.raises(ValueError, match="'data' must have at least 1 device; got 0"):
+        experiment.config_mesh(config)
 
 
 def test_checkpoints_of_training_runs(tmp_path):

@@ -72,7 +72,7 @@ def test_shares_of_rows_add_one_collective_a_round():
 
 
 def test_rows_are_sampled_apart():
-    """Eight rows on sixteen chips, each whole on two: with all rows on every chip a round has twice the cycles."""
+    """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles in a round."""
     made = programs(described_mesh(TOPOLOGY, rows=8), 2, 2, batch=8)
     made = compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), names=("round",))["round"]
     assert made.copies == () and made.host_transfers == 0
