@@ -141,8 +141,8 @@ class OnMesh:
     def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
         """Each row whole on a device, so that warping it holds no collective; and where rows are many, on few devices.
 
-        Whole rows on all devices cost a batch of eight ten times the cycles (`specsamp.tpu.variants`); split, tokens and
-        what was accepted are a few small collectives more in a round. One row stays on all devices.
+        Whole rows on all devices cost a batch of eight ten times the cycles of a warp (`specsamp.tpu.variants`);
+        split, tokens and what was accepted are a few small collectives more in a round. One row stays on all devices.
 
         In steps: straight from the product to rows, a compiler gathers the embedding; from a vocabulary split
         over more devices than rows are, it gathers all rows.
