@@ -1,0 +1,132 @@
+"""Google Cloud as a script: it notes how it was called, tells a prepared series of states, and runs what it should
+run over ssh in the folders of two workers.
+"""
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "launch" / "tpu").glob("*.sh"))
+
+AT = ["--project=my-project", "--zone=us-central2-b"]
+TPUS = ["gcloud", "compute", "tpus"]
+DESCRIBE = [*TPUS, "queued-resources", "describe", "pod", *AT, "--format=value(state.state)"]
+SSH_FLAGS = ["--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oConnectTimeout=30"]
+HARD = ["python", "a b.py", "--prompt=it's \"$HOME\" `date` \\ * &", "", "'"]  # words that a shell would spoil
+
+FAKE_GCLOUD = r"""#!/usr/bin/env bash
+set -eu
+cd "$FAKE"
+printf '%s\x1f' "$(basename "$0")" "$@" >>calls
+echo >>calls
+[[ -e states ]] || exit 99 # nothing may be asked
+command="" worker=""
+for argument; do
+  case "$argument" in
+    --command=*) command="${argument#--command=}" ;;
+    --worker=*) worker="${argument#--worker=}" ;;
+  esac
+done
+case "$*" in
+  *"queued-resources describe"*failedData*) echo "no capacity left" ;;
+  *"queued-resources describe"*)
+    state="$(head -n 1 states)"
+    [[ $(wc -l <states) == 1 ]] || sed -i 1d states
+    case "$state" in
+      MISSING) echo "ERROR: (gcloud) NOT_FOUND: no such resource" >&2 && exit 1 ;;
+      ERROR) echo "ERROR: the server is tired" >&2 && exit 1 ;;
+      *) echo "$state" && echo "WARNING: a new version is there" >&2 ;;
+    esac
+    ;;
+  *"queued-resources delete"*)
+    if [[ -e busy ]]; then rm busy && exit 1; fi
+    printf '%s\n' MISSING WAITING_FOR_RESOURCES ACTIVE >states
+    rm -rf w-0 w-1 && mkdir w-0 w-1 # other machines
+    ;;
+  *"tpu-vm describe"*) [[ -e node ]] || { echo "ERROR: (gcloud) Resource 'pod' was not found" >&2 && exit 1; } ;;
+  *"tpu-vm scp"*"pod:specsamp.tar.gz"*) for host in w-0 w-1; do cp "$OLDPWD/$5" "$host/specsamp.tar.gz"; done ;;
+  *"tpu-vm ssh"*)
+    if [[ $command == *follow* && -e drops ]]; then rm drops && exit 255; fi
+    [[ $worker == 0 ]] && hosts=w-0 || hosts="w-0 w-1"
+    [[ $command != *"worker.sh start"* ]] || hosts="$hosts $hosts" # as when the connection is lost at once
+    status=0
+    for host in $hosts; do
+      (cd "$host" && HOME="$PWD" HOST="$host" bash -c "$command") || { [[ $status != 0 ]] || status=$?; }
+    done
+    exit "$status"
+    ;;
+esac
+"""
+
+
+class Cloud:
+    """A checkout with the scripts, and the programs that stand for Google Cloud."""
+
+    def __init__(self, folder):
+        self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
+        for path in (*SCRIPTS, ROOT / "specsamp" / "mesh" / "slices.py"):
+            copy = self.checkout / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+        # Stands for the installation of packages.
+        (self.checkout / "launch" / "setup.sh").write_text(
+            'find_python() { echo python3; }\nprepare_venv() { mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/python; '
+            'echo "$1" >>.venv/installed; }\n'
+        )
+        (self.checkout / ".gitignore").write_text("/runs/\n")
+        self.git("init", "--quiet")
+        self.git("add", ".")
+        self.git("commit", "--quiet", "--message=first")
+        for host in ("w-0", "w-1"):
+            (self.fake / host).mkdir(parents=True)
+        programs = self.fake / "bin"
+        programs.mkdir()
+        for name in ("gcloud", "xpk", "ssh", "scp"):
+            (programs / name).write_text(FAKE_GCLOUD)
+            (programs / name).chmod(0o755)
+        (programs / "hostname").write_text('#!/bin/sh\necho "t1v-n-0-$HOST"\n')
+        (programs / "hostname").chmod(0o755)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))}
+        self.environment = kept | {
+            "FAKE": str(self.fake), "PATH": f"{programs}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SPECSAMP_TPU_POLL_SECONDS": "0", "SPECSAMP_TPU_PATIENCE": "1", "SPECSAMP_TPU_GRACE": "1",
+        }  # fmt: skip
+
+    def git(self, *arguments):
+        identity = ("-c", "user.name=me", "-c", "user.email=me@example.com")
+        done = subprocess.run(["git", *identity, *arguments], cwd=self.checkout, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def states(self, *states):
+        (self.fake / "states").write_text("".join(f"{state}\n" for state in states))
+
+    def run(self, script, *arguments, place=True, **environment):
+        at = ("--project=my-project", "--zone=us-central2-b") if place else ()
+        split = arguments.index("--") if "--" in arguments else len(arguments)
+        return subprocess.run(
+            ["bash", self.checkout / "launch" / "tpu" / f"{script}.sh", *arguments[:split], *at, *arguments[split:]],
+            cwd=self.checkout, env=self.environment | environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def dry_run(self, script, *arguments):
+        """The commands that are printed, as words, and the remarks between them."""
+        split = arguments.index("--") if "--" in arguments else len(arguments)
+        done = self.run(script, *arguments[:split], "--dry_run", *arguments[split:])
+        assert done.returncode == 0, done.stderr
+        assert not (self.fake / "calls").exists() and not self.git("status", "--porcelain", "--ignored"), "not dry"
+        lines = done.stdout.splitlines()
+        return [shlex.split(line) for line in lines if not line.startswith("# ")], [line for line in lines if line.startswith("# ")]
+
+    def calls(self, *words):
+        """How Google Cloud was called, of these only calls with all of the words."""
+        path = self.fake / "calls"
+        calls = [line.split("\x1f")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in calls if set(words) <= set(call)]
+
+
+def ssh(worker, command):
+    return [*TPUS, "tpu-vm", "ssh", "pod", f"--worker={worker}", f"--command={command}", *SSH_FLAGS, *AT]
