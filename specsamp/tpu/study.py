@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 from jax.sharding import AxisType, Mesh
 
 from specsamp.decoding.drafters import ModelDrafter

@@ -1,7 +1,6 @@
-"""Reading a checkpoint: what is right is read whole, what is wrong is named before a tensor is touched."""
+"""Reading a checkpoint: what is right is read whole, wherever it lies and whatever it is read onto."""
 
 import dataclasses
-import json
 import sys
 import types
 
@@ -11,21 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from checkpoint_shapes import edit, open_all
 from etils import epath
 
 from specsamp.checkpoints import shards
 from specsamp.checkpoints.families import config_of
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.names import sizes, source_of
-from specsamp.checkpoints.shards import INDEX, Tensor, find_tensors, read_header
+from specsamp.checkpoints.shards import Tensor, find_tensors
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh
 from specsamp.models.transformer import TransformerLM
-
-
-def open_all(folder):
-    checkpoint = open_checkpoint(folder, dtype="float32")
-    return checkpoint, checkpoint.tensors
 
 
 def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
@@ -122,187 +117,6 @@ def test_rows_of_padding_are_zero(original, params):
         np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
     with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):
         read_params(checkpoint, TransformerLM(dataclasses.replace(wide, num_layers=3)))
-
-
-def edit(path, change):
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-def tensor_change(folder, name, change):
-    """Rewrites the file that holds a tensor; ``change`` gets its tensors."""
-    file = folder / json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][name]
-    tensors = safetensors.numpy.load_file(file)
-    change(tensors)
-    safetensors.numpy.save_file(tensors, file)
-
-
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def test_a_shard_missing_from_the_folder(saved):
-    file = next(saved.glob("model-00002*"))
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{INDEX} names files that are not there: {file.name}, with . tensors"):
-        open_all(saved)
-
-
-def test_a_tensor_missing_from_its_shard(saved):
-    tensor_change(saved, UP, lambda tensors: tensors.pop(UP))
-    with pytest.raises(ValueError, match=f"lacks 1 tensors that .* says it has, such as {UP}"):
-        open_all(saved)
-
-
-def test_a_shard_that_the_index_does_not_name(saved):
-    edit(saved / INDEX, lambda index: index["weight_map"].pop(UP))
-    file = json.loads((saved / INDEX).read_text(encoding="utf-8"))["weight_map"]["model.layers.1.mlp.down_proj.weight"]
-    edit(
-        saved / INDEX,
-        lambda index: [index["weight_map"].pop(n) for n, f in [*index["weight_map"].items()] if f == file],
-    )
-    with pytest.raises(ValueError, match=r"tensors are missing: .*model.layers.1.mlp.down_proj.weight \(32, 128\)"):
-        open_all(saved)
-
-
-@pytest.mark.parametrize("keep", [3, 20, -1, -5000])
-def test_a_truncated_file(saved, keep):
-    file = sorted(saved.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=f"{file.name} is damaged .truncated"):
-        open_all(saved)
-
-
-def test_damaged_headers(tmp_path):
-    def with_header(header):
-        text = header if isinstance(header, bytes) else json.dumps(header).encode()
-        (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
-        return epath.Path(tmp_path / "x")
-
-    good = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-    assert read_header(with_header(good))["a"].shape == (2, 2)
-    for header, message in (
-        (b"{", "its header cannot be read"), ([], "its header cannot be read"),
-        ({"a": {}}, "its header cannot be read"),
-        (good | {"a": good["a"] | {"shape": [2, 3]}}, "a of shape .2, 3. and dtype F32 takes 16 bytes"),
-        (good | {"a": good["a"] | {"shape": ["x", 2]}}, "x is damaged .its header cannot be read: ValueError"),
-        (good | {"a": good["a"] | {"data_offsets": [0, 8, 16]}}, "x is damaged .its header cannot be read"),
-        (good | {"a": good["a"] | {"data_offsets": ["0", None]}}, "x is damaged .its header cannot be read"),
-        (good | {"a": good["a"] | {"data_offsets": [0, 12]}}, "too long: .* with its last tensor a"),
-        (good | {"b": good["a"]}, "x is damaged .b takes bytes 0 to 16, those before it end at 16"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            read_header(with_header(header))
-
-
-def test_what_git_leaves_of_a_file_without_its_extension(saved):
-    file = sorted(saved.glob("*.safetensors"))[1]
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 52168\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{file.name} is not there, only git's pointer to it: run git lfs pull"):
-        open_all(saved)
-
-
-def test_an_index_that_names_no_files(saved):
-    edit(saved / INDEX, lambda index: index["weight_map"].update({UP: 3}))
-    with pytest.raises(ValueError, match=f"{INDEX} is no index of tensors"):
-        open_all(saved)
-
-
-def test_a_config_that_contradicts_the_tensors(saved):
-    edit(saved / "config.json", lambda config: config.update(intermediate_size=96, num_key_value_heads=4))
-    with pytest.raises(ValueError, match="does not hold the model of its config.json") as caught:
-        open_all(saved)
-    assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(caught.value)
-    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(caught.value)
-
-
-def test_tensors_that_nothing_reads_and_buffers_that_nobody_needs(saved):
-    extra = "model.layers.0.self_attn.q_proj.bias"
-    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tensor_change(
-        saved, UP, lambda tensors: tensors.update({extra: np.zeros(32, np.float32), buffer: np.zeros(4, np.float32)})
-    )
-    with pytest.raises(ValueError, match=rf"1 tensors are not part of the model: {extra} \(32,\) in model-"):
-        open_all(saved)
-    tensor_change(saved, UP, lambda tensors: tensors.pop(extra))
-    open_all(saved)
-
-
-def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
-    mask = "model.layers.0.self_attn.masked_attn.bias"
-    tensor_change(saved, UP, lambda tensors: tensors.update({mask: np.ones((2, 2), bool)}))
-    open_all(saved)
-    tensor_change(saved, UP, lambda tensors: tensors.update({UP: tensors[UP].astype(np.int8)}))
-    with pytest.raises(ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"):
-        open_all(saved)
-
-
-def test_names_without_their_prefix(tmp_path):
-    """As the first GPT-2 files have them, masks included."""
-    gpt2 = golden.read("gpt2")
-    read = lambda folder: read_params((c := open_checkpoint(folder, dtype="float32")), TransformerLM(c.config))
-    expected = read(gpt2.write_checkpoint(tmp_path / "with"))
-    bare = {name.removeprefix("transformer."): golden.weights(name, shape) for name, shape in gpt2.shapes.items()}
-    folder = gpt2.write_checkpoint(tmp_path / "without")
-    safetensors.numpy.save_file(bare | {"h.0.attn.bias": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, read(folder), expected)
-
-
-def test_a_tied_model_may_repeat_its_embedding_only(saved):
-    edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    open_all(saved)
-    tensor_change(saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)}))
-    with pytest.raises(ValueError, match="not part of the model: lm_head.bias"):
-        open_all(saved)
-
-
-def test_pickles_are_refused_with_the_way_to_convert_them(saved):
-    for file in [*saved.glob("*.safetensors"), saved / INDEX]:
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
-        find_tensors(epath.Path(saved))
-    (saved / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(
-        ValueError,
-        match=r"pickles \(pytorch_model.bin\), which are refused: reading one runs any code .*save_pretrained",
-    ):
-        open_all(saved)
-
-
-def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
-    edit(saved / "config.json", lambda config: config.update(vocab_size=250))
-    with pytest.raises(
-        ValueError, match=f"tokenizer in .*model has {tokenizer.vocab_size} tokens, but .* only 250 rows"
-    ):
-        open_checkpoint(saved)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(architectures=["BertModel"]), "architecture 'BertModel'; known are LlamaForCausalLM, Mistral"),
-        (dict(architectures=["Gemma3ForConditionalGeneration"]), "it also sees images"),
-        (dict(architectures=None), "architecture 'none'"),
-        (dict(hidden_size=None), "config.json does not say 'hidden_size'"),
-        (dict(hidden_size="many"), "config.json describes no model .* width must be a positive integer; got 'many'"),
-        (dict(hidden_act="softplus"), "hidden_act = 'softplus'; known are gelu"),
-        (dict(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
-        (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "scales its rotary positions by .*dynamic"),
-        (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 scaling .* without 'original_max"),
-        (dict(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
-        (dict(architectures={"text": "Llama"}), "architecture .*Llama.*; known are LlamaForCausalLM"),
-        (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be positive; got '1e-5'"),
-        (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got"),
-        (dict(rope_parameters={"rope_theta": -1.0}), "rotary_base must be positive; got -1.0"),
-        (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
-    ],
-    ids=str,
-)
-def test_configs_that_cannot_be_read_are_named(saved, change, message):
-    (saved / "generation_config.json").unlink()
-    edit(saved / "config.json", lambda config: config.update(change))
-    with pytest.raises(ValueError, match=message):
-        open_checkpoint(saved)
 
 
 def test_old_and_new_config_files_say_the_same(saved):
