@@ -6,8 +6,9 @@ All contenders decode the same prompts in turn, in one process. A contender's sp
 ratio of the medians over the passes; what is reported is spread over prompts.
 
 With alpha the measured acceptance, t_target the time of an autoregressive step, t_draft that of a call
-of the draft and t_score that of scoring K+1 tokens, all measured in the same process, the loop could at
-best reach (Leviathan et al., arXiv 2211.17192, theorem 3.8, with its own time for scoring)
+of the draft and t_score that of scoring K+1 tokens, all measured between the same prompts (a machine's
+memory may be slow for minutes, and that slows a step more than it slows scoring), the loop could at best
+reach (Leviathan et al., arXiv 2211.17192, theorem 3.8, with its own time for scoring)
 
     E(alpha, K) t_target / (K t_draft + t_score),      E = (1 - alpha^(K+1)) / (1 - alpha)
 
@@ -27,7 +28,7 @@ import numpy as np
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Acceptance
 from specsamp.analysis.decoder import Decoder, Timing, Workload, decoders
-from specsamp.analysis.split import split_round
+from specsamp.analysis.split import PhaseClock, RoundSplit
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
@@ -44,6 +45,7 @@ class Costs:
     target_step: float  # t_target: one whole autoregressive round
     draft_call: float  # t_draft: one call of the draft, without drawing
     score: float  # t_score: K+1 tokens
+    least_round: float  # (K t_draft + t_score) / t_target, taken within a repeat
     draws_and_verdict: float  # drawing the draft, verification, bookkeeping
     streaming_share: float  # plain products over the target's matrices / target_step
 
@@ -88,7 +90,7 @@ def speedup_curve(
     deterministic: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Curve:
-    """Measures every rule at every draft length against plain decoding.
+    """Measures every rule at every draft length against plain decoding, and their costs between the prompts.
 
     Args:
       workload: its ``repeats`` is the number of prompts, decoded one after the other.
@@ -102,18 +104,21 @@ def speedup_curve(
     for name, side in sides.items():
         progress(f"compiling: {name}")
         side.decode(0)
+    clocks = {K: _clock(sides[f"{next(iter(rules))} {K}"], sides[BASELINE], progress) for K in draft_lengths}
     timings: dict[str, list[list[Timing]]] = {name: [[] for _ in range(workload.repeats)] for name in sides}
     for number in range(passes):
         for prompt in range(workload.repeats):
             progress(f"pass {number + 1} of {passes}: prompt {prompt + 1} of {workload.repeats}")
             for name, side in sides.items():
                 timings[name][prompt].append(side.decode(prompt))
+            for clock in clocks.values():
+                clock.measure()
     seconds = {
         name: np.array([np.median([t.loop_seconds for t in prompt]) for prompt in prompts])
         for name, prompts in timings.items()
     }
     tokens = workload.batch * workload.max_new_tokens
-    costs = {K: _costs(sides[f"{next(iter(rules))} {K}"], sides[BASELINE], progress) for K in draft_lengths}
+    costs = {K: _costs(K, clock.split()) for K, clock in clocks.items()}
     points = []
     for label, (rule, K) in labels.items():
         counts = functools.reduce(operator.add, (prompt[0].stats for prompt in timings[label]))
@@ -134,21 +139,23 @@ def speedup_curve(
 def _point(
     rule: str, draft_length: int, speedup: Spread, ms_per_token: Spread, acceptance: Acceptance, costs: Costs
 ) -> Point:
-    per_token = costs.target_step / (draft_length * costs.draft_call + costs.score)
-    allowed = expected_tokens(acceptance.rate or 0.0, draft_length) * per_token
+    allowed = expected_tokens(acceptance.rate or 0.0, draft_length) / costs.least_round
     return Point(
         rule=rule, draft_length=draft_length, speedup=speedup, ms_per_token=ms_per_token, acceptance=acceptance,
         costs=costs, allowed=allowed, efficiency=speedup.median / allowed,
-        efficiency_of_rounds=speedup.median / (acceptance.emitted_per_round * per_token),
+        efficiency_of_rounds=speedup.median / (acceptance.emitted_per_round / costs.least_round),
     )  # fmt: skip
 
 
-def _costs(speculative: Decoder, autoregressive: Decoder, progress: Callable[[str], None]) -> Costs:
-    K = speculative.loop.drafter.K
+def _clock(speculative: Decoder, autoregressive: Decoder, progress: Callable[[str], None]) -> PhaseClock:
     running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in (speculative, autoregressive)]
-    split = split_round(*running, repeats=9, progress=lambda text: progress(f"costs at K = {K}: {text}"))
+    return PhaseClock(*running, lambda text: progress(f"costs at K = {speculative.loop.drafter.K}: {text}"))
+
+
+def _costs(draft_length: int, split: RoundSplit) -> Costs:
     return Costs(
-        target_step=split.step.ms.median, draft_call=split.draft_model.ms.median / K, score=split.score.ms.median,
+        target_step=split.step.ms.median, draft_call=split.draft_model.ms.median / draft_length,
+        score=split.score.ms.median, least_round=split.least_round.median,
         draws_and_verdict=split.draft_sampling.median + split.verify.ms.median + split.commit.ms.median,
         streaming_share=split.stream_step.ms.median / split.step.ms.median,
     )  # fmt: skip

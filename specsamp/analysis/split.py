@@ -2,7 +2,8 @@
 
 Every repeat measures every phase once before the next repeat starts, so that a machine which is busy
 for a while is busy for all of them; shares and differences are taken within a repeat, and what is
-reported is their median. Two checks come with the result. Each phase is measured at n iterations and at
+reported is their median. Whoever measures something else beside the phases takes turns with it:
+`PhaseClock.measure` is one repeat. Two checks come with the result. Each phase is measured at n iterations and at
 n / 2: per iteration the two agree (`PhaseTime.linearity` is 1) if every iteration did the work. And the
 parts are compared with the round as the loop compiles it: `RoundSplit.unexplained`.
 """
@@ -55,11 +56,60 @@ class RoundSplit:
     sampling_share: Spread  # (draft_sampling + verify + commit) / round
     step: PhaseTime  # one round of the autoregressive loop
     break_even: Spread  # round / step: emitted per round from which on the draft pays
+    least_round: Spread  # (draft_model + score) / step: a round that costs nothing but its models, in steps
     stream_step: PhaseTime  # as many rows as a step feeds, times every matrix of the target: a floor of `step`
     stream_score: PhaseTime  # the same for `score`
     streamed_bytes: int  # of those matrices
     step_gb_per_s: Spread  # streamed_bytes / step
     stream_gb_per_s: Spread  # streamed_bytes / stream_step
+
+
+class PhaseClock:
+    """The phases of two loops, compiled; measures both from states whose rows are running.
+
+    Args:
+      speculative, autoregressive: the loops; their states are donated.
+      progress: is told what is being compiled.
+
+    Raises:
+      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to time.
+    """
+
+    def __init__(
+        self,
+        speculative: tuple[Loop, Weights, Request, DecodeState],
+        autoregressive: tuple[Loop, Weights, Request, DecodeState],
+        progress: Callable[[str], None] = lambda text: None,
+    ):
+        if jax.config.jax_disable_jit:
+            raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")
+        spec, auto = _Bench(*speculative), _Bench(*autoregressive)
+        self._runs: dict[str, Run] = {
+            name: spec.run(phase)
+            for name, phase in [
+                ("draft_model", phases.draft_model), ("draft", phases.draft), ("score", phases.score),
+                ("verify", phases.verify), ("commit", phases.commit), ("round", phases.whole_round),
+            ]
+        }  # fmt: skip
+        self._runs["step"] = auto.run(phases.whole_round)
+        self._runs["stream_step"], self._runs["stream_score"] = auto.run_stream(), spec.run_stream()
+        self._streamed_bytes = sum(matrix.nbytes for matrix in spec.matrices)
+        self._iterations = {}
+        self._ms: dict[str, list[tuple[float, float]]] = {}  # per iteration, at n and at n / 2
+        for name, run in self._runs.items():
+            progress(f"compiling: {name.replace('_', ' ')}")
+            self._iterations[name], self._ms[name] = _iterations(run), []
+
+    def measure(self) -> None:
+        """One repeat: every phase once, at n iterations and at n / 2."""
+        for name, run in self._runs.items():
+            n = self._iterations[name]
+            self._ms[name].append((run(n) / n * 1e3, run(n // 2) / (n // 2) * 1e3))
+
+    def split(self) -> RoundSplit:
+        """Medians over the repeats so far."""
+        ms = {name: np.array(samples) for name, samples in self._ms.items()}
+        return _summary(ms, self._iterations, self._streamed_bytes)
 
 
 def split_round(
@@ -68,35 +118,12 @@ def split_round(
     repeats: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> RoundSplit:
-    """Measures both loops from states whose rows are running; the states are donated.
-
-    Raises:
-      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to time.
-    """
-    if jax.config.jax_disable_jit:
-        raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")
-    spec, auto = _Bench(*speculative), _Bench(*autoregressive)
-    runs: dict[str, Run] = {
-        name: spec.run(phase)
-        for name, phase in [
-            ("draft_model", phases.draft_model), ("draft", phases.draft), ("score", phases.score),
-            ("verify", phases.verify), ("commit", phases.commit), ("round", phases.whole_round),
-        ]
-    }  # fmt: skip
-    runs["step"] = auto.run(phases.whole_round)
-    runs["stream_step"], runs["stream_score"] = auto.run_stream(), spec.run_stream()
-    iterations = {}
-    for name, run in runs.items():
-        progress(f"compiling: {name.replace('_', ' ')}")
-        iterations[name] = _iterations(run)
-    seconds = {name: np.zeros((repeats, 2)) for name in runs}  # per iteration, at n and at n / 2
+    """A `PhaseClock` read ``repeats`` times in a row."""
+    clock = PhaseClock(speculative, autoregressive, progress)
     for repeat in range(repeats):
         progress(f"phases: repeat {repeat + 1} of {repeats}")
-        for name, run in runs.items():
-            n = iterations[name]
-            seconds[name][repeat] = run(n) / n, run(n // 2) / (n // 2)
-    streamed = sum(matrix.nbytes for matrix in spec.matrices)
-    return _summary({name: s * 1e3 for name, s in seconds.items()}, iterations, streamed)
+        clock.measure()
+    return clock.split()
 
 
 def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_bytes: int) -> RoundSplit:
@@ -115,6 +142,7 @@ def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_byt
         unexplained=Spread.of(at_n["round"] - at_n["draft_model"] - at_n["score"] - own),
         sampling_share=Spread.of(own / at_n["round"]),
         break_even=Spread.of(at_n["round"] / at_n["step"]),
+        least_round=Spread.of((at_n["draft_model"] + at_n["score"]) / at_n["step"]),
         streamed_bytes=streamed_bytes,
         step_gb_per_s=Spread.of(streamed_bytes / at_n["step"] / 1e6),
         stream_gb_per_s=Spread.of(streamed_bytes / at_n["stream_step"] / 1e6),

@@ -23,7 +23,27 @@ from specsamp.sampling.warp import chain, temperature
 PROMPTS = ((1, 2, 3), (4,), (5, 6))
 WORK = Workload(prompt_length=4, max_new_tokens=9, repeats=3, seed=4, prompts=PROMPTS)
 LENGTHS = (1, 3)
-COSTS = Costs(target_step=4.0, draft_call=0.5, score=5.0, draws_and_verdict=0.25, streaming_share=0.8)
+TIME = lambda ms: types.SimpleNamespace(ms=Spread.of([ms]))
+SPLIT = types.SimpleNamespace(
+    step=TIME(4.0), draft_model=TIME(1.5), score=TIME(5.0), verify=TIME(0.25), commit=TIME(0.5), stream_step=TIME(3.0),
+    draft_sampling=Spread.of([0.125]), least_round=Spread.of([1.7]),
+)  # fmt: skip
+
+
+class Clock:
+    """Counts how often it is read."""
+
+    made: list["Clock"] = []
+
+    def __init__(self, *_):
+        self.reads = 0
+        self.made.append(self)
+
+    def measure(self):
+        self.reads += 1
+
+    def split(self):
+        return SPLIT
 
 
 def test_a_workload_takes_prompts_in_turn():
@@ -58,7 +78,7 @@ def pair():
 
 def measured(pair, heat, rules, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speedup, "_costs", lambda *_: COSTS)
+        patch.setattr(speedup, "PhaseClock", Clock)
         return speedup_curve(
             pair, lambda K: ModelDrafter(pair.draft, K), rules, LENGTHS, chain(temperature(heat)), WORK, passes=2,
             **options,
@@ -87,10 +107,9 @@ def test_there_is_a_point_for_every_rule_and_length(greedy):
 def test_efficiency_is_the_share_of_what_theory_allows(greedy):
     for point in greedy.points:
         K = point.draft_length
-        per_token = 4.0 / (K * 0.5 + 5.0)
-        assert math.isclose(point.allowed, expected_tokens(point.acceptance.rate, K) * per_token)
+        assert math.isclose(point.allowed, expected_tokens(point.acceptance.rate, K) / 1.7)
         assert math.isclose(point.efficiency, point.speedup.median / point.allowed)
-        rounds = point.speedup.median / (point.acceptance.emitted_per_round * per_token)
+        rounds = point.speedup.median / (point.acceptance.emitted_per_round / 1.7)
         assert math.isclose(point.efficiency_of_rounds, rounds)
 
 
@@ -130,7 +149,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(pair, monkeypatch):
             seconds = clocks[self.name][prompt][number]
             return types.SimpleNamespace(loop_seconds=seconds, stats=stats, texts=((1, 2),))
 
-    monkeypatch.setattr(speedup, "_costs", lambda *_: COSTS)
+    monkeypatch.setattr(speedup, "_clock", Clock)
     monkeypatch.setattr(speedup, "decoders", lambda pair, contenders, *_: {name: Side(name) for name in contenders})
     work = Workload(max_new_tokens=4, repeats=2)
     curve = speedup_curve(pair, lambda K: None, {"token": TokenRule()}, [2], chain(), work, passes=3, deterministic=True)
@@ -138,20 +157,11 @@ def test_the_baseline_is_compared_prompt_by_prompt(pair, monkeypatch):
     assert point.speedup == Spread.of([8 / 4, 12 / 2])
     assert curve.ms_per_token == Spread.of([2000.0, 3000.0]) and point.ms_per_token == Spread.of([1000.0, 500.0])
     assert point.acceptance.rounds == 2 * stats.rounds and curve.same_tokens == 2
+    assert Clock.made[-1].reads == 3 * 2  # after every prompt of every pass, on the machine as it then was
 
 
-def test_costs_come_from_the_split(monkeypatch):
+def test_costs_come_from_the_split():
     """One call of the draft is a K-th of the draft's phase."""
-    time = lambda ms: types.SimpleNamespace(ms=Spread.of([ms]))
-    split = types.SimpleNamespace(
-        step=time(4.0), draft_model=time(1.5), score=time(5.0), verify=time(0.25), commit=time(0.5),
-        stream_step=time(3.0), draft_sampling=Spread.of([0.125]),
-    )  # fmt: skip
-    monkeypatch.setattr(speedup, "split_round", lambda *_, **__: split)
-    side = types.SimpleNamespace(
-        loop=types.SimpleNamespace(drafter=types.SimpleNamespace(K=3)), weights=None, request=lambda _: None,
-        warm_state=lambda: None,
-    )  # fmt: skip
-    assert speedup._costs(side, side, print) == Costs(
-        target_step=4.0, draft_call=0.5, score=5.0, draws_and_verdict=0.875, streaming_share=0.75
+    assert speedup._costs(3, SPLIT) == Costs(
+        target_step=4.0, draft_call=0.5, score=5.0, least_round=1.7, draws_and_verdict=0.875, streaming_share=0.75
     )

@@ -10,6 +10,7 @@ import pytest
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Request, Weights
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import draft_1m, target_38m
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rng import row_keys
@@ -48,7 +49,7 @@ def moved(text, operation):
 
 @pytest.mark.parametrize(
     "batch, K, positions, flat",
-    [(batch, K, p, False) for p in ("rotary", "relative") for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (20, 2)]]
+    [(batch, K, p, False) for p in ("rotary", "relative") for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (MAX_UNROLLED_ROWS + 3, 2)]]
     + [(1, 0, "rotary", True), (1, 4, "relative", True), (4, 4, "rotary", True)],
 )
 def test_caches_and_weights_are_not_copied(batch, K, positions, flat):
@@ -89,8 +90,9 @@ def test_memory_grows_with_the_scored_laws_only():
     def temporaries(batch, K, vocab_size):
         return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
 
-    for rule_of_growth in [((2, 2, 8192), (2, 2, 32768)), ((2, 2, 32768), (2, 8, 32768)), ((1, 4, 32768), (8, 4, 32768))]:
-        small, large = rule_of_growth
-        laws = [4 * batch * (K + 1) * vocab_size for batch, K, vocab_size in (small, large)]
-        growth = (temporaries(*large) - temporaries(*small)) / (laws[1] - laws[0])
+    laws = lambda batch, K, vocab_size: 4 * batch * (K + 1) * vocab_size
+    small = (2, 2, 16384)
+    before = temporaries(*small)
+    for large in [(2, 2, 65536), (2, 8, 16384), (8, 2, 16384)]:
+        growth = (temporaries(*large) - before) / (laws(*large) - laws(*small))
         assert growth < 6, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"

@@ -9,6 +9,7 @@ import pytest
 
 from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
@@ -31,16 +32,17 @@ def pairs():
     return {flat: make_pair(flat) for flat in (False, True)}
 
 
-PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i).tolist() for i in range(20)]
+ROWS = MAX_UNROLLED_ROWS + 3
+PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i in range(ROWS)]
 
 
 def test_layouts_rows_and_streams_agree(pairs):
-    """Twenty ragged rows (beyond the unrolled writes) in both layouts, each alone, and as a stream."""
+    """Ragged rows, more than are written one by one, in both layouts, each alone, and as a stream."""
     texts = {
         flat: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)] for flat, pair in pairs.items()
     }
     assert texts[True] == texts[False]
-    assert len({tuple(text) for text in texts[True]}) == 20
+    assert len({tuple(text) for text in texts[True]}) == ROWS
     alone = generate(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
     assert alone[0].tokens == texts[True][7] and alone[1].tokens != texts[True][7]
     chunks = [c.tokens for c in stream(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7])]

@@ -38,7 +38,7 @@ def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLE
         (BlockRule(), 2, FAR, NUCLEUS),
         (BlockRule(), 3, NEAR, FULL),
         (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
-        (CoupledRule(), 3, NEAR, NUCLEUS),
+        (CoupledRule(), 3, NEAR, chain(temperature(0.8), min_p(0.1))),
         (CoupledRule(), 2, FAR, FULL),
     ],
 )

@@ -180,7 +180,7 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     task, frozen = Distill(draft, target), jax.jit(target.init)(jax.random.key(9))
     short = {"recipe": dataclasses.replace(RECIPE, steps=8), "frozen": frozen}
     run(tmp_path / "one", task, **short)
-    for model in (1, 4, 8):
+    for model in (1, 8):
         state = run(tmp_path / f"{model}", task, mesh=mesh_of(8, model), **short)
         np.testing.assert_allclose(losses(tmp_path / f"{model}"), losses(tmp_path / "one"), rtol=2e-5)
         place = lambda *spec: NamedSharding(mesh_of(8, model), PartitionSpec(*spec))
