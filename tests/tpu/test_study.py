@@ -1,5 +1,6 @@
 """Continuing two depths in a straight line, and what the committed answers must hold."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -7,6 +8,7 @@ import pytest
 
 from specsamp.analysis.compile_figures import PICTURES
 from specsamp.tpu import study
+from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.report import Memory, Program
 
 RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
@@ -69,6 +71,42 @@ def test_the_papers_setting_compiles_as_it_should(whole):
     for name, layers in calls.items():
         assert programs[name]["collectives"] == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     assert round_["collectives"] == {"all-reduce": 4 * 17 + 161, "all-gather": 5}
+
+
+def test_straight_lines_agree_with_the_whole(whole):
+    """Eighty layers compiled as they are, against eighty continued from two and four."""
+    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
+    same = next(cell for cell in cells if cell["name"] == {"topology": "v4:2x2x4", "batch": 1})
+    programs = {program["name"]: program for program in whole["report"]["programs"]}
+    lines = {"draft step": 0.04, "target step": 0.04, "score": 0.04, "round": 0.15}  # and how far off cycles may be
+    for name, off in lines.items():
+        made = same["programs"]["round, top-p, token" if name == "round" else name]
+        assert made["hbm_bytes"] == pytest.approx(programs[name]["hbm_bytes"], rel=0.01), name
+        assert made["collectives"] == programs[name]["collectives"], name
+        assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=off), name
+
+
+@pytest.mark.parametrize("study_name", ["slices", "scoring", "shapes", "weights"])
+def test_every_answer_is_there(study_name):
+    """And was given by one compiler, on one calibration."""
+    document = json.loads((RESULTS / f"compile_{study_name}.json").read_text(encoding="utf-8"))
+    assert [cell["name"] for cell in document["cells"]] == [cell.name for cell in study.STUDIES[study_name]()]
+    assert document["calibration"] == pytest.approx(dataclasses.asdict(calibrate()))
+    assert "/tmp" not in document["command"]
+
+
+def test_on_every_slice_the_paper_s_pair_is_as_it_should_be():
+    """At batch 1: traffic near its floor, no copy, nothing to the host, the collectives of its layout alone."""
+    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
+    for cell in cells:
+        for name, program in cell["programs"].items():
+            if not program["fits"]:
+                assert cell["name"] == {"topology": "v5e:4x4", "batch": 32}
+                continue
+            assert program["host_transfers"] == 0
+            if cell["name"]["batch"] == 1:
+                assert program["over_floor"] < 1.05 and program["copies"] == 0, (cell["name"], name)
+                assert sum(program["collectives"].values()) == {"draft step": 18}.get(name, 234 if "round" in name else 162)
 
 
 def test_pictures():
