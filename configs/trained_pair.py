@@ -3,7 +3,7 @@
     python launch/demo.py --config=configs/trained_pair.py
     python launch/benchmark.py --config=configs/trained_pair.py:python --config.rule=block
     python launch/benchmark.py --config=configs/trained_pair.py:runs/my_pair --config.draft_length=6
-    python launch/sweep.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_sweep.json
+    python launch/sweep.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_grid.json
     python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
 
 After the colon comes a pair of the package, or a folder (launch/export_pair.py writes one).

@@ -1,6 +1,6 @@
 """Measures every point that ``get_hyper`` of a configuration asks for, into one file and one table.
 
-    python launch/sweep.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_sweep.json
+    python launch/sweep.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_grid.json
     python launch/sweep.py --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/sweep.json   # prints the commands
     python launch/sweep.py --gather=one.json --gather=other.json                                     # only the table
 
