@@ -93,7 +93,8 @@ class Program:
 
     def wire_ms(self, chip: Chip, devices: int) -> float:
         """What collectives between so many devices carry, in both directions of one axis of the slice."""
-        times = {"all-reduce": 2.0}  # it scatters sums and gathers them
+        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of what it sums.
+        times = {"all-reduce": 2.0, "reduce-scatter": float(devices)}
         carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
         return carried * (devices - 1) / devices / (2 * chip.link_bytes_per_second) * 1e3
 
