@@ -6,7 +6,8 @@ Six programs are compiled: one step of the draft, one of the target (the autoreg
 window the compiler likes best), the scoring of K+1 tokens, both prefills, and the whole loop of generation. For each:
 bytes through HBM (see `specsamp.tpu.hlo`) against the floor, collectives, large copies, transfers to the host,
 cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
-once; what a call does beyond is overhead.
+once; what a call does beyond is overhead. A round can go below that of its calls: where on-chip memory
+holds weights of the draft from one step to the next, they are read once a round.
 
 Everything here is a **compiler estimate**: nothing ran. Collectives have no estimate at all and are
 listed at several latencies, and at one that is fitted on published step times, with its band.
