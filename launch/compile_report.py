@@ -55,6 +55,8 @@ def main() -> None:
     config = _CONFIG.value
     try:
         entry.check_output(_OUTPUT.value)
+        if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
+            raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
         if config.drafter != "model":
             raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
         target, draft = models_of(config)

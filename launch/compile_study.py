@@ -44,6 +44,7 @@ def main() -> None:
         if _FIGURE.value and _STUDY.value not in PICTURES:
             raise ValueError(f"--study={_STUDY.value} has no figure; {', '.join(sorted(PICTURES))} have")
         entry.check_output(_OUTPUT.value)
+        entry.check_output(_FIGURE.value, "figure")
         document = read(_OUTPUT.value, _STUDY.value)
         cells = STUDIES[_STUDY.value]()
     except (ValueError, RuntimeError) as error:
@@ -87,15 +88,15 @@ def read(path: str, study: str) -> dict:
         names = [cell["name"] for cell in found["cells"]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no answers of a study ({error!r}): choose another --output") from error
-    if found.get("calibration") != dataclasses.asdict(calibrate()):
-        raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
-    if gone := [name for name in names if name not in [cell.name for cell in STUDIES[study]()]]:
-        raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
     if not same:
         raise ValueError(
             f"{path} holds answers to {found['study']!r} by libtpu {found['libtpu']}, not to {study!r} by "
             f"{head['libtpu']}: choose another --output"
         )
+    if found.get("calibration") != dataclasses.asdict(calibrate()):
+        raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
+    if gone := [name for name in names if name not in [cell.name for cell in STUDIES[study]()]]:
+        raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
     return head | {"cells": found["cells"]}
 
 

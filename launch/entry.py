@@ -74,7 +74,7 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def check_output(path: str | None) -> None:
+def check_output(path: str | None, flag: str = "output") -> None:
     """Refuses a place that cannot be written: now, not after an hour of measuring.
 
     Raises:
@@ -86,7 +86,7 @@ def check_output(path: str | None) -> None:
             storage.write(probe, "")
             storage.place(probe).unlink()
         except OSError as error:
-            raise ValueError(f"--output={path} cannot be written: {error}") from error
+            raise ValueError(f"--{flag}={path} cannot be written: {error}") from error
 
 
 def write_result(path: str | None, document: dict, console: Console) -> None:

@@ -3,17 +3,18 @@
     traffic = measure(compiled.as_text())
 
 Counted are the bytes that cross between a chip's HBM and the rest of it. A layout with a memory space,
-``S(1)`` or ``S(3)``, is on chip, one without is HBM. An operation reads its operands and writes its
-results, except that
+``S(1)`` or ``S(3)``, is on chip, ``S(5)`` is the host's, one without is HBM. An operation reads its operands and
+writes its results, except that
 
 - asynchronous copies and slices (prefetches) move what they deliver;
 - a fusion that only slices or gathers from an operand reads what it takes, not the table;
-- an update in place writes the update, not the buffer;
+- an update in place writes the update, not the buffer, and reads it only if the same fusion uses it further;
 - what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves nothing.
 
 A loop body counts as often as it runs: its bound is read from its condition. A loop whose bound is data (that
-of decoding) counts once: what is reported is a round. ``bytes accessed`` of XLA's own cost analysis counts
-on-chip reads too, and every body once.
+of decoding) counts once: what is reported is a round. Of branches the one that moves most counts, but copies and
+transfers to the host are looked for in all. A copy that passes through on-chip memory is a copy too. ``bytes
+accessed`` of XLA's own cost analysis counts on-chip reads too, and every body once.
 
 Cycles are the compiler's estimate, summed over operations; collectives, gathers and the transfers that feed
 an operation have none.
@@ -38,6 +39,7 @@ FREE = {
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 HOST = ("infeed", "outfeed", "send", "recv")
+HOST_MEMORY = "S(5)"
 SLICES = ("slice", "dynamic-slice", "gather")
 LARGE = 1_000_000  # bytes; a copy worth the name
 
@@ -52,6 +54,7 @@ class Array:
 
     bytes: float
     in_hbm: bool
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,22 +172,30 @@ class Module:
             return
         if op.opcode == "conditional":
             branches = [self.traffic(name) for name in self._branches(op)]
-            total.add(max(branches, key=lambda traffic: traffic.bytes))
+            most = max(branches, key=lambda traffic: (traffic.bytes, traffic.cycles))
+            total.add(most)
+            for other in branches:
+                if other is not most:
+                    total.copies += other.copies
+                    total.host_transfers += other.host_transfers
             return
         if op.opcode in ("call", "async-start"):
             total.add(self.traffic(op.called("to_apply") or op.called("calls")))
             return
         base = op.opcode.removesuffix("-start")
-        if base in HOST or "is_host_transfer=true" in op.attributes:
-            total.host_transfers += 1
         if op.opcode in FREE or op.opcode.endswith("-done") or 'custom_call_target="ConcatBitcast"' in op.attributes:
             return
         operands = [body[name] for name in op.operands if name in body]
+        on_host = any(array.on_host for x in (op, *operands) for array in x.arrays)
+        total.host_transfers += base in HOST or on_host or "is_host_transfer=true" in op.attributes
         if base in COLLECTIVES:
-            delivered = op.arrays[-1].bytes if op.opcode.endswith("-start") else op.bytes
+            # The type of a start holds what it reads and its flags too; that of its end what it delivers.
+            ends = (x for x in body.values() if x.opcode == f"{base}-done" and op.name in x.operands)
+            delivered = next(ends, op)
             total.collectives[base] += 1
-            total.collective_bytes[base] += delivered
-        if op.opcode in ("copy-start", "slice-start"):
+            total.collective_bytes[base] += delivered.bytes
+            read, written = sum(x.hbm_bytes for x in operands), delivered.hbm_bytes
+        elif op.opcode in ("copy-start", "slice-start"):
             source = operands[0].hbm_bytes > 0
             target = op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
             read, written = target.bytes * source, target.bytes * target.in_hbm
@@ -196,7 +207,7 @@ class Module:
             read, written = op.bytes * (operands[0].hbm_bytes > 0), op.hbm_bytes
         else:
             read, written = sum(x.hbm_bytes for x in operands), op.hbm_bytes
-        if base == "copy" and read >= LARGE and written >= LARGE:
+        if base == "copy" and written >= LARGE and _origin(operands[0], body).hbm_bytes > 0:
             total.copies.append((op.scope or op.name, written))
         total.read += read
         total.written += written
@@ -210,15 +221,17 @@ class Module:
                 users[name].append((user, place))
 
         @functools.cache
-        def taken(name: str) -> float:
-            """Bytes of a parameter (or of a bitcast of it) that are looked at; inf where all may be."""
+        def taken(name: str, updated: bool = False) -> float:
+            """Bytes of a parameter (or of a bitcast or an update of it) that are looked at; inf where all may be."""
             bytes_ = 0.0
             for user, place in users[name]:
                 if user.opcode in SLICES and place == 0:
                     bytes_ += user.bytes
                 elif user.opcode == "bitcast":
-                    bytes_ += taken(user.name)
-                elif not (user.opcode == "dynamic-update-slice" and place == 0):
+                    bytes_ += taken(user.name, updated)
+                elif user.opcode == "dynamic-update-slice" and place == 0:
+                    bytes_ += taken(user.name, True)
+                elif not (updated and user.opcode == "tuple"):  # a result
                     return math.inf
             return bytes_
 
@@ -229,10 +242,12 @@ class Module:
             return read, op.hbm_bytes
         written = 0.0
         for array, result in zip(op.arrays, results):
-            while result.opcode == "bitcast" and result.operands[0] in inner:
+            updates = 0.0
+            while result.opcode in ("bitcast", "dynamic-update-slice"):
+                updates += inner[result.operands[1]].bytes if result.opcode == "dynamic-update-slice" else 0.0
                 result = inner[result.operands[0]]
-            in_place = result.opcode == "dynamic-update-slice"
-            written += (inner[result.operands[1]].bytes if in_place else array.bytes) * array.in_hbm
+            in_place = updates > 0 and result.opcode == "parameter"  # an update of anything else writes all of it
+            written += (updates if in_place else array.bytes) * array.in_hbm
         return read, written
 
     def trips(self, loop: Instruction) -> int | None:
@@ -260,6 +275,13 @@ class Module:
             yield op.called("false_computation")
 
 
+def _origin(op: Instruction, body: dict[str, Instruction]) -> Instruction:
+    """What made a value, before it was copied."""
+    while op.opcode in ("copy", "copy-start", "copy-done", "bitcast") and op.operands[0] in body:
+        op = body[op.operands[0]]
+    return op
+
+
 def _value(constant: Instruction) -> int | None:
     return int(constant.operands[0]) if constant.operands and constant.operands[0].lstrip("-").isdecimal() else None
 
@@ -282,7 +304,7 @@ def _instruction(line: str) -> Instruction:
 def _arrays(type_text: str) -> Iterator[Array]:
     for dtype, sizes, layout in _ARRAY.findall(type_text):
         count = math.prod(int(size) for size in sizes.split(",") if size)
-        yield Array(bytes=count * BYTES[dtype], in_hbm="S(" not in layout)
+        yield Array(bytes=count * BYTES[dtype], in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout)
 
 
 def _closing(text: str, opening: int) -> int:

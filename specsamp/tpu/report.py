@@ -6,7 +6,8 @@ Six programs are compiled: one step of the draft, one of the target (the autoreg
 window the compiler likes best), the scoring of K+1 tokens, both prefills, and the whole loop of generation. For each:
 bytes through HBM (see `specsamp.tpu.hlo`) against the floor, collectives, large copies, transfers to the host,
 cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
-once; what a call does beyond is overhead.
+once; what a call does beyond is overhead. A round can go below that of its calls: where on-chip memory
+holds weights of the draft from one step to the next, they are read once a round.
 
 Everything here is a **compiler estimate**: nothing ran. Collectives have no estimate at all and are
 listed at several latencies, and at one that is fitted on published step times, with its band.
@@ -93,7 +94,8 @@ class Program:
 
     def wire_ms(self, chip: Chip, devices: int) -> float:
         """What collectives between so many devices carry, in both directions of one axis of the slice."""
-        times = {"all-reduce": 2.0}  # it scatters sums and gathers them
+        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of what it sums.
+        times = {"all-reduce": 2.0, "reduce-scatter": float(devices)}
         carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
         return carried * (devices - 1) / devices / (2 * chip.link_bytes_per_second) * 1e3
 

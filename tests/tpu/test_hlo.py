@@ -83,6 +83,93 @@ def test_the_transfer_to_a_host_is_seen():
     assert hlo.measure(PROGRAM.replace(line, sent + line)).host_transfers == 1
 
 
+def entry(*lines, parameters="p0: f32[1000,1000], p1: f32[1,1000], p2: s32[]", before=""):
+    """A program that holds these lines, after three parameters in HBM."""
+    return f"""{before}
+ENTRY %main ({parameters}) -> f32[] {{
+  %p0 = f32[1000,1000]{{1,0}} parameter(0)
+  %p1 = f32[1,1000]{{1,0:S(1)}} parameter(1)
+  %p2 = s32[]{{:S(6)}} parameter(2)
+""" + "".join(f"  {line}\n" for line in lines) + "}\n"
+
+
+def fused(name, *lines):
+    parameters = (
+        "%a = f32[1000,1000]{1,0} parameter(0)", "%b = f32[1,1000]{1,0:S(1)} parameter(1)",
+        "%c = s32[]{:S(6)} parameter(2)",
+    )  # fmt: skip
+    inner = "".join(f"  {line}\n" for line in (*parameters, *lines))
+    return f"%{name} (a: f32[1000,1000], b: f32[1,1000], c: s32[]) -> f32[] {{\n{inner}}}\n"
+
+
+UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
+
+
+@pytest.mark.parametrize(
+    "inner, result, read, written",
+    [
+        ([f"ROOT {UPDATE}"], "f32[1000,1000]{1,0}", 0, 4_000),
+        # Two rows, one after the other.
+        ([UPDATE, f"ROOT {UPDATE}".replace("%u", "%v").replace("%a", "%u")], "f32[1000,1000]{1,0}", 0, 8_000),
+        # What is updated is used further: all of it is read.
+        ([UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"], "f32[1000]{0}", 4_000_000, 4_000),
+        # Not in place: what is updated is made here, and written whole.
+        (
+            ["%z = f32[1000,1000]{1,0} broadcast(%c), dimensions={}",
+             "ROOT %u = f32[1000,1000]{1,0} dynamic-update-slice(%z, %b, %c, %c)"],
+            "f32[1000,1000]{1,0}", 0, 4_000_000,
+        ),
+    ],
+)  # fmt: skip
+def test_updates_in_a_fusion(inner, result, read, written):
+    line = f"ROOT %f = {result} fusion(%p0, %p1, %p2), kind=kLoop, calls=%inner"
+    traffic = hlo.measure(entry(line, before=fused("inner", *inner)))
+    assert (traffic.read, traffic.written) == (read, written)
+
+
+def test_an_asynchronous_collective_carries_what_its_end_delivers():
+    """The type of its start holds what it reads and two flags beside."""
+    both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"
+    traffic = hlo.measure(entry(
+        f"%s = ({both}) collective-permute-start(%p0), source_target_pairs={{{{0,1}}}}",
+        "ROOT %d = f32[1000,1000]{1,0} collective-permute-done(%s)",
+    ))  # fmt: skip
+    assert traffic.collective_bytes == {"collective-permute": 4_000_000}
+    assert (traffic.read, traffic.written) == (4_000_000, 4_000_000)
+
+
+def test_a_copy_through_on_chip_memory_is_a_copy():
+    lines = (
+        "%s = (f32[1000,1000]{1,0:S(3)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
+        "%d = f32[1000,1000]{1,0:S(3)} copy-done(%s)",
+    )
+    assert hlo.measure(entry(*lines)).copies == []  # a prefetch
+    copied = hlo.measure(entry(*lines, "ROOT %c = f32[1000,1000]{1,0} copy(%d)"))
+    assert copied.copies == [("c", 4_000_000)] and copied.read == copied.written == 4_000_000
+    changed = "%m = f32[1000,1000]{1,0:S(3)} negate(%d)"  # what is computed on chip is written, not copied
+    assert hlo.measure(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
+
+
+def test_the_memory_of_a_host_is_seen():
+    traffic = hlo.measure(entry(
+        "%s = (f32[1000,1000]{1,0:S(5)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
+        "ROOT %d = f32[1000,1000]{1,0:S(5)} copy-done(%s)",
+    ))  # fmt: skip
+    assert traffic.host_transfers == 1 and (traffic.read, traffic.written) == (4_000_000, 0)
+
+
+def test_what_must_not_be_is_looked_for_in_every_branch():
+    """The branch that moves most counts; the other has a copy and sends."""
+    branches = (
+        fused("most", "%x = f32[1000,1000]{1,0} negate(%a)", "ROOT %y = f32[1000,1000]{1,0} negate(%x)"),
+        fused("other", "%s = (f32[1,1000]{1,0}, u32[]) send(%b), is_host_transfer=true",
+              "%t = token[] send-done(%s), is_host_transfer=true", "ROOT %x = f32[1000,1000]{1,0} copy(%a)"),
+    )  # fmt: skip
+    line = "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, %most}"
+    traffic = hlo.measure(entry(line, before="".join(branches)))
+    assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
+
+
 def test_what_is_no_program():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.measure("HloModule nothing")
