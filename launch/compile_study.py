@@ -57,16 +57,24 @@ def main() -> None:
             progress.update(task, description=", ".join(f"{key} {value}" for key, value in cell.name.items()))
             start = time.perf_counter()
             answer = cell.answer()
-            document["cells"].append({"name": cell.name, "seconds": time.perf_counter() - start} | answer)
-            document["cells"].sort(key=lambda done: [c.name for c in cells].index(done["name"]))
+            answered = [*document["cells"], {"name": cell.name, "seconds": time.perf_counter() - start} | answer]
+            answered.sort(key=lambda done: [c.name for c in cells].index(done["name"]))
+            document = head(_STUDY.value) | {"cells": answered}
             tables.write_json(_OUTPUT.value, document)
             progress.advance(task)
-    tables.write_json(_OUTPUT.value, document)  # with this command, also where nothing was missing
     tables.show([table(document)], console, _PLAIN.value)
     if _FIGURE.value:
         picture = io.BytesIO()
         PICTURES[_STUDY.value](document["cells"]).savefig(picture, format="png", dpi=140)
         storage.write(_FIGURE.value, picture.getvalue())
+
+
+def head(study: str) -> dict:
+    """What goes before the answers."""
+    return {
+        "command": entry.command(), "environment": tables.environment(), "kind": "compiler estimate", "study": study,
+        "libtpu": tables.version("libtpu"), "calibration": calibrate(),
+    }  # fmt: skip
 
 
 def read(path: str, study: str) -> dict:
@@ -75,29 +83,26 @@ def read(path: str, study: str) -> dict:
     Raises:
       ValueError: something else is there, or answers of another compiler.
     """
-    head = {
-        "command": entry.command(), "environment": tables.environment(), "kind": "compiler estimate", "study": study,
-        "libtpu": tables.version("libtpu"), "calibration": calibrate(), "cells": [],
-    }  # fmt: skip
-    place = storage.place(path)
+    here, place = head(study), storage.place(path)
     if not place.exists():
-        return head
+        return here | {"cells": []}
+    versions = lambda document: (document["libtpu"], document["environment"]["jax"])
     try:
         found = json.loads(place.read_text())
-        same = found["study"] == study and found["libtpu"] == head["libtpu"]
+        same = found["study"] == study and versions(found) == versions(here)
         names = [cell["name"] for cell in found["cells"]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no answers of a study ({error!r}): choose another --output") from error
     if not same:
         raise ValueError(
-            f"{path} holds answers to {found['study']!r} by libtpu {found['libtpu']}, not to {study!r} by "
-            f"{head['libtpu']}: choose another --output"
+            f"{path} holds answers to {found['study']!r} by libtpu and jax {versions(found)}, not to {study!r} by "
+            f"{versions(here)}: choose another --output"
         )
     if found.get("calibration") != dataclasses.asdict(calibrate()):
         raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
     if gone := [name for name in names if name not in [cell.name for cell in STUDIES[study]()]]:
         raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
-    return head | {"cells": found["cells"]}
+    return found
 
 
 def table(document: dict) -> tables.Table:

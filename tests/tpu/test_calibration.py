@@ -44,7 +44,7 @@ def test_published_measurements():
 def test_a_band_holds_the_estimate():
     found = calibrate()
     least, likely, most = found.estimate(9.0, 234 * 5, calls=5)
-    assert likely == found.milliseconds(9.0, 234 * 5)
+    assert likely == found.milliseconds(9.0, 234 * 5, calls=5)
     assert least == pytest.approx((likely - found.call_ms) * (1 - found.error))
     assert most == pytest.approx((likely + 4 * found.call_ms) * (1 + found.error))
     # What is computed for longer than it is streamed takes that long.
