@@ -63,12 +63,13 @@ def main() -> None:
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
         ways = config.mesh.draft_ways or math.gcd(draft.config.num_heads, model_ways)
-        if not config.mesh.draft_ways and ways < model_ways:
-            console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
+        fewer = not config.mesh.draft_ways and ways < model_ways
         ways = None if ways == model_ways else ways
         key_heads = target.config.num_kv_heads
         rows = config.batch // max(config.mesh.data, 1)
         mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads, rows=rows)
+        if fewer:
+            console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
         target = on_mesh(target, Layout.tensor_parallel(mesh))
         draft = on_mesh(draft, draft_layout(mesh, ways))
         programs = Programs(

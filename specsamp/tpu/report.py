@@ -4,7 +4,7 @@
 
 Six programs are compiled: one step of the draft, one of the target (the autoregressive baseline, each at the
 window the compiler likes best), the scoring of K+1 tokens, both prefills, and the whole loop of generation. For each:
-bytes through HBM (see `specsamp.tpu.hlo`) against the floor, collectives, large copies, transfers to the host,
+bytes through HBM (see `specsamp.tpu.traffic`) against the floor, collectives, large copies, transfers to the host,
 cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
 once; what a call does beyond is overhead. A round can go below that of its calls: where on-chip memory
 holds weights of the draft from one step to the next, they are read once a round.
@@ -29,10 +29,10 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
 from specsamp.mesh.on_mesh import DataShares, OnMesh
 from specsamp.models.compiling import FEWEST_COLLECTIVES
-from specsamp.tpu import hlo
 from specsamp.tpu.calibration import calibrate, hops
 from specsamp.tpu.described import Chip, is_out_of_memory, parse
 from specsamp.tpu.programs import Programs
+from specsamp.tpu.traffic import traffic_of
 
 WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all
 STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at its best. With several rows, 1 too
@@ -126,7 +126,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        return all(program.memory is not None for program in self.programs)
+        return all(program.memory is not None and program.memory.fits for program in self.programs)
 
     def ms_per_token(self, emitted_per_round: float, latency_us: float) -> tuple[float, float]:
         """Autoregressive and speculative, at a latency of collectives."""
@@ -238,7 +238,7 @@ def measure(
         outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes, code=sizes.generated_code_size_in_bytes,
         capacity=capacity,
     )  # fmt: skip
-    traffic = hlo.measure(compiled.as_text())
+    traffic = traffic_of(compiled.as_text())
     return Program(
         **known, memory=memory, out_of_memory=None, hbm_bytes=traffic.bytes, cycles=traffic.cycles,
         collectives=dict(traffic.collectives), collective_bytes=dict(traffic.collective_bytes),

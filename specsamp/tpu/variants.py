@@ -51,9 +51,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.sampling.warp import for_rows, top_p
-from specsamp.tpu import hlo
 from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.study import Cell, Stack, facts
+from specsamp.tpu.traffic import traffic_of
 
 TOPOLOGY = "v4:2x2x4"
 WIDTH, HEADS, SIZE, SLOTS, LAYERS, VOCABULARY = 8192, 64, 128, 2048, 4, 32_000
@@ -99,7 +99,7 @@ def _cell(question: str, form: str, answer: Callable[[], dict[str, Any]]) -> Cel
 def _compiled(function: Callable, arguments: tuple, donated: tuple[int, ...] = (), options: dict | None = None):
     options = dict(FEWEST_COLLECTIVES) if options is None else options
     compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options=options)
-    traffic, (chip, _) = hlo.measure(compiled.as_text()), parse(TOPOLOGY)
+    traffic, (chip, _) = traffic_of(compiled.as_text()), parse(TOPOLOGY)
     return {
         "hbm_bytes": traffic.bytes, "cycles": traffic.cycles, "collectives": dict(traffic.collectives),
         "copies": len(traffic.copies), "copied_bytes": sum(size for _, size in traffic.copies),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specsamp.tpu import hlo
+from specsamp.tpu.traffic import traffic_of
 
 PROGRAM = """\
 HloModule jit_f, is_scheduled=true
@@ -59,7 +59,7 @@ ENTRY %main (p0: bf16[1000,8], p1: s32[2], p2: f32[4,16], p3: f32[1000000]) -> (
 
 
 def test_bytes_of_a_program_counted_by_hand():
-    traffic = hlo.measure(PROGRAM)
+    traffic = traffic_of(PROGRAM)
     rows = 2 * 8 * 2  # a gather reads its rows, not the table
     prefetches = 4 * 16 * 4 + 10 * 8 * 2
     per_iteration = 2 * 4  # the counter, by the broadcast and by the fusion: it lies in HBM
@@ -73,14 +73,14 @@ def test_bytes_of_a_program_counted_by_hand():
 
 
 def test_a_loop_whose_bound_is_data_counts_once():
-    traffic = hlo.measure(PROGRAM.replace("constant(5)", "parameter(1)"))
+    traffic = traffic_of(PROGRAM.replace("constant(5)", "parameter(1)"))
     assert traffic.collectives == {"all-reduce": 1}
 
 
 def test_the_transfer_to_a_host_is_seen():
     line = "  %out = f32[4,16]"
     sent = "  %send.1 = (f32[4,16]{1,0}, u32[], token[]) send(%p2, %p2), channel_id=9, is_host_transfer=true\n"
-    assert hlo.measure(PROGRAM.replace(line, sent + line)).host_transfers == 1
+    assert traffic_of(PROGRAM.replace(line, sent + line)).host_transfers == 1
 
 
 def entry(*lines, parameters="p0: f32[1000,1000], p1: f32[1,1000], p2: s32[]", before=""):
@@ -123,14 +123,14 @@ UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
 )  # fmt: skip
 def test_updates_in_a_fusion(inner, result, read, written):
     line = f"ROOT %f = {result} fusion(%p0, %p1, %p2), kind=kLoop, calls=%inner"
-    traffic = hlo.measure(entry(line, before=fused("inner", *inner)))
+    traffic = traffic_of(entry(line, before=fused("inner", *inner)))
     assert (traffic.read, traffic.written) == (read, written)
 
 
 def test_an_asynchronous_collective_carries_what_its_end_delivers():
     """The type of its start holds what it reads and two flags beside."""
     both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"
-    traffic = hlo.measure(entry(
+    traffic = traffic_of(entry(
         f"%s = ({both}) collective-permute-start(%p0), source_target_pairs={{{{0,1}}}}",
         "ROOT %d = f32[1000,1000]{1,0} collective-permute-done(%s)",
     ))  # fmt: skip
@@ -143,15 +143,15 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
         "%s = (f32[1000,1000]{1,0:S(3)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
         "%d = f32[1000,1000]{1,0:S(3)} copy-done(%s)",
     )
-    assert hlo.measure(entry(*lines)).copies == []  # a prefetch
-    copied = hlo.measure(entry(*lines, "ROOT %c = f32[1000,1000]{1,0} copy(%d)"))
+    assert traffic_of(entry(*lines)).copies == []  # a prefetch
+    copied = traffic_of(entry(*lines, "ROOT %c = f32[1000,1000]{1,0} copy(%d)"))
     assert copied.copies == [("c", 4_000_000)] and copied.read == copied.written == 4_000_000
     changed = "%m = f32[1000,1000]{1,0:S(3)} negate(%d)"  # what is computed on chip is written, not copied
-    assert hlo.measure(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
+    assert traffic_of(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
 
 
 def test_the_memory_of_a_host_is_seen():
-    traffic = hlo.measure(entry(
+    traffic = traffic_of(entry(
         "%s = (f32[1000,1000]{1,0:S(5)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
         "ROOT %d = f32[1000,1000]{1,0:S(5)} copy-done(%s)",
     ))  # fmt: skip
@@ -166,10 +166,15 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
               "%t = token[] send-done(%s), is_host_transfer=true", "ROOT %x = f32[1000,1000]{1,0} copy(%a)"),
     )  # fmt: skip
     line = "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, %most}"
-    traffic = hlo.measure(entry(line, before="".join(branches)))
+    traffic = traffic_of(entry(line, before="".join(branches)))
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
 
 
 def test_what_is_no_program():
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        hlo.measure("HloModule nothing")
+        traffic_of("HloModule nothing")
+
+
+def test_an_unknown_type_is_named():
+    with pytest.raises(ValueError, match="an array of f4e2m1fn, whose size is not known"):
+        traffic_of(PROGRAM.replace("bf16[", "f4e2m1fn["))
