@@ -14,6 +14,9 @@ They were launched call by call; a loop that is one program may lose less, and t
 
     python -m specsamp.tpu.calibration     # the fit, and each measurement predicted from the others
 
+At batch 1 every collective waits for the product before it and is waited for by the next: what they overlap with
+shortens the fitted time of a hop, and could not be told from it.
+
 What comes out is a **compiler estimate, calibrated on six points of TPU v4**, of programs of 2022 and 2023.
 Other chips are beyond it: their links are faster or slower, and nothing here has been measured on them.
 """
