@@ -93,6 +93,6 @@ def test_memory_grows_with_the_scored_laws_only():
     laws = lambda batch, K, vocab_size: 4 * batch * (K + 1) * vocab_size
     small = (2, 2, 16384)
     before = temporaries(*small)
-    for large in [(2, 2, 65536), (2, 8, 16384), (8, 2, 16384)]:
+    for large in [(2, 2, 65536), (8, 8, 16384)]:
         growth = (temporaries(*large) - before) / (laws(*large) - laws(*small))
         assert growth < 6, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"
