@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
@@ -271,6 +272,47 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
         begin(TARGET | {"model.vocab_size": 100})
     with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
         begin(TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
+    with pytest.raises(ValueError, match=r"rhythm.log must be >= 1 \(steps\); got 0"):
+        begin(TARGET | {"rhythm.log": 0})
+    with pytest.raises(ValueError, match="data.length 16 is more than the model's 8 positions"):
+        begin(TARGET | {"model.max_positions": 8})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"generated.share": 1.5}, r"generated.share must be in \[0, 1\]; got 1.5"),
+        ({"generated.share": -0.5}, r"generated.share must be in \[0, 1\]; got -0.5"),
+        ({"generated.rows": -1}, r"generated.rows must be in \[1, inf\]; got -1"),
+        ({"generated.batch": 0}, r"generated.batch must be in \[1, inf\]; got 0"),
+        ({"generated.greedy_share": 2.0}, r"generated.greedy_share must be in \[0, 1\]; got 2.0"),
+        ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
+        ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
+        ({"init": "other"}, r"the draft in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
+    ],
+)
+def test_a_distillation_is_checked_before_its_target_writes_anything(
+    train, texts, tmp_path, monkeypatch, fields, message
+):
+    """The target writes for an hour; what it has written would then not fit."""
+    sized = lambda **sizes: train.make_model(training_config("tiny_target", texts, TARGET | sizes))
+    target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
+    (tmp_path / "target").mkdir()
+    tokenizer = train.train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
+    (tmp_path / "target" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+
+    def trained(folder):
+        model = other if folder == "other" else target
+        return types.SimpleNamespace(
+            folder=tmp_path / "target", config=model.config, model_in=lambda dtype: model,
+            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)),
+        )  # fmt: skip
+
+    monkeypatch.setattr(train.run, "open_trained", trained)
+    with pytest.raises(ValueError, match=message):
+        train.start(training_config("tiny_draft", texts, DRAFT | fields), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 
 
