@@ -60,6 +60,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     made_from = {"corpus": corpus.describe()} | ({} if target is None else {"target": target.describe()})
     for name, description in made_from.items():
         run.check_same(folder, name, description)
+    if target is not None:
+        check_split(config, corpus, target)
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -140,6 +142,22 @@ def make_tokenizer(
             return JsonTokenizer(path, config.data.eos)
     trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
     return JsonTokenizer.of(trained, config.data.eos)
+
+
+def check_split(config: ConfigDict, corpus: Corpus, target: run.TrainedModel) -> None:
+    """A target must not have read what its draft is judged by, nor a draft what the pair is judged by.
+
+    Raises:
+      ValueError: both were given the same files, with another share of them held out.
+    """
+    theirs, ours = target.run_config().get("data"), config.data.held_out  # none: a converted public checkpoint
+    if theirs is None or theirs["held_out"] == ours or target.made_from("corpus")["sha256"] != corpus.digest:
+        return
+    raise ValueError(
+        f"data.held_out {ours} is not the {theirs['held_out']} of the target in {config.target}, on the same files: "
+        "one of the two would be judged by text that the other has read. Give "
+        f"--config.data.held_out={theirs['held_out']}"
+    )
 
 
 def check_length(config: ConfigDict, model: TransformerLM, target: run.TrainedModel | None) -> None:

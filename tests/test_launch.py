@@ -23,9 +23,10 @@ from configs import python_pair, random_pair
 from launch import experiment, export_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.pretrained.pair import load_pair
+from specsamp.pretrained.pair import load_pair, load_prompts
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
+from specsamp.training.data import Corpus
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -240,6 +241,12 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert metrics(target) == metrics(tmp_path / "alone")
     assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
 
+    with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of the target in .*, on the same files"):
+        train.start(
+            training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2}),
+            tmp_path / "another_split", quiet(),
+        )  # fmt: skip
+    assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
     train.start(config, tmp_path / "draft", quiet())
     parts = sorted((tmp_path / "draft" / "generated").iterdir())
@@ -253,11 +260,33 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
     provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
     assert provenance["target"]["step"] == 24 and provenance["draft"]["config"]["objective"] == "forward_kl"
+    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(provenance)
+    assert provenance["target"]["config"]["data"]["folder"] == texts.name
+    assert str(texts.parent) not in json.dumps(provenance)
     for weights in ("float32", "int8"):
         measured = provenance["held_out"][weights]
         assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
     last = [record for record in metrics(target) if "held_out/loss" in record][-1]
     np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
+
+    with pytest.raises(ValueError, match="target is no run of a draft: it was not distilled from a target"):
+        export_pair.export(target, target, tmp_path / "none", quiet())
+    run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
+    (target / "run.json").write_text(json.dumps({"model": run_json["model"]}), encoding="utf-8")  # as launch/convert.py
+    with pytest.raises(ValueError, match="was converted from a public checkpoint and stays as it is"):
+        export_pair.export(target, tmp_path / "draft", tmp_path / "none", quiet())
+    assert not (tmp_path / "none").exists()
+
+
+def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
+    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
+    held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
+    corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
+    (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
+    export_pair.write_prompts(tmp_path / "prompts.json", corpus)
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
+    export_pair.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
 
 
 def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path):
@@ -307,7 +336,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
         model = other if folder == "other" else target
         return types.SimpleNamespace(
             folder=tmp_path / "target", config=model.config, model_in=lambda dtype: model,
-            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)),
+            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)), run_config=dict,
         )  # fmt: skip
 
     monkeypatch.setattr(train.run, "open_trained", trained)
