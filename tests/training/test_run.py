@@ -119,6 +119,7 @@ def trained(tmp_path_factory):
     log.write(5, loss=2.0, tokens_per_second=10.0)
     log.write(7, loss=1.0, tokens_per_second=20.0)
     log.write(7, **{"held_out/loss": 3.0})
+    log.write(9, loss=0.5, tokens_per_second=20.0)  # killed before the next checkpoint
     return folder, params
 
 
@@ -127,7 +128,8 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     folder, params = trained
     model = run.open_trained(folder)
     assert model.config == CONFIG and model.step == 7
-    expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0}
+    seconds = 5 * 20 / 10 + 2 * 20 / 20  # steps of 2 rows of 10 tokens, at the pace of either report
+    expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
     assert expected.items() <= model.last_metrics().items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, model.params, params)
