@@ -23,10 +23,12 @@ from configs import python_pair, random_pair
 from launch import experiment, export_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.pretrained.pair import load_pair, load_prompts
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from specsamp.training.data import Corpus
+from specsamp.training.data import Corpus, train_tokenizer
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -134,6 +136,22 @@ def test_the_demo_runs_without_jit():
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" in done.stdout
+
+
+def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
+    """As one of a small corpus has it: once, not an error at the second."""
+    config = tiny(vocab_size=300, num_layers=1, positions="rotary")
+    side = config, TransformerLM(config).init(jax.random.key(0))
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
+    save_pair(tmp_path, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
+    (tmp_path / "prompts.json").write_text('{"prompts": [{"text": "def f"}]}', encoding="utf-8")
+    fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
+    done = run(
+        "launch/demo.py", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,
+        JAX_DISABLE_JIT="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "greedy, speculative = autoregressive: 1 of 1 prompts, 2 tokens" in done.stdout
 
 
 def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
@@ -329,7 +347,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     sized = lambda **sizes: train.make_model(training_config("tiny_target", texts, TARGET | sizes))
     target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
     (tmp_path / "target").mkdir()
-    tokenizer = train.train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
+    tokenizer = train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
     (tmp_path / "target" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
 
     def trained(folder):
