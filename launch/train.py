@@ -61,7 +61,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     for name, description in made_from.items():
         run.check_same(folder, name, description)
     if target is not None:
-        check_split(config, corpus, target)
+        check_split(config.data.held_out, corpus, target)
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -74,7 +74,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_devices(recipe, held_out, mesh)
     check_length(config, model, target)
     check_generated(config, target)
-    init = first_params(config, tokenizer, model)
+    init = first_params(config, corpus, tokenizer, model)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
     epochs = recipe.steps * recipe.batch * data.length / len(windows.stream)
@@ -144,19 +144,18 @@ def make_tokenizer(
     return JsonTokenizer.of(trained, config.data.eos)
 
 
-def check_split(config: ConfigDict, corpus: Corpus, target: run.TrainedModel) -> None:
-    """A target must not have read what its draft is judged by, nor a draft what the pair is judged by.
+def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:
+    """Models that are made from each other must not have read what either is judged by.
 
     Raises:
       ValueError: both were given the same files, with another share of them held out.
     """
-    theirs, ours = target.run_config().get("data"), config.data.held_out  # none: a converted public checkpoint
-    if theirs is None or theirs["held_out"] == ours or target.made_from("corpus")["sha256"] != corpus.digest:
+    theirs = other.run_config().get("data")  # none: a converted public checkpoint
+    if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
         return
     raise ValueError(
-        f"data.held_out {ours} is not the {theirs['held_out']} of the target in {config.target}, on the same files: "
-        "one of the two would be judged by text that the other has read. Give "
-        f"--config.data.held_out={theirs['held_out']}"
+        f"data.held_out {held_out} is not the {theirs['held_out']} of {other.folder}, on the same files: one would be "
+        f"judged by text that the other has read. Give --config.data.held_out={theirs['held_out']}"
     )
 
 
@@ -195,11 +194,12 @@ def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None
         )
 
 
-def first_params(config: ConfigDict, tokenizer: JsonTokenizer, model: TransformerLM):
+def first_params(config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM):
     """Of the run named by ``init``, None for random ones."""
     if not config.get("init"):
         return None
     first = run.open_trained(config.init)
+    check_split(config.data.held_out, corpus, first)
     if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
         raise ValueError(f"the draft in {config.init} was trained with another tokenizer than this target's")
     check_shapes(f"the draft in {config.init}", first.params, jax.eval_shape(model.init, jax.random.key(0)))
