@@ -94,6 +94,17 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved, damage):
     np.testing.assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
 
 
+def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
+    """Killed in the middle: what lies there under Orbax's temporary name is passed over, and written anew."""
+    cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
+    truncate(largest(cut / "params"))
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
+    with opened(saved) as checkpoints:
+        assert checkpoints.latest == 6
+        checkpoints.save(9, jax.tree.map(lambda x: 9 * x, PARAMS), REST)
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
+
+
 def test_a_checkpoint_of_another_model_lists_both_shapes(saved):
     other = {"matrix": jnp.zeros((2, 4)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
     with opened(saved) as checkpoints, pytest.raises(ValueError) as caught:
