@@ -3,10 +3,11 @@
     python launch/demo.py --config=configs/hf.py:gpt2 --prompt='The meaning of life is'
     python launch/benchmark.py --config=configs/hf.py:llama-8b --distributed --output=gs://BUCKET/llama-8b.json
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
-    python launch/benchmark.py --config=configs/hf.py:runs/target,runs/draft --config.hugging_face.dtype=float32
+    python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon: a name below, or a target and a draft, each a folder, a gs:// folder or the id of a model of
-the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token.
+the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token. What was
+trained here becomes such a folder by launch/export_hugging_face.py.
 """
 
 import dataclasses

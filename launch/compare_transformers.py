@@ -29,15 +29,20 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON
 
 def main() -> None:
     console = entry.make_console(highlight=False)
-    entry.check_output(_OUTPUT.value)
-    experiment = build(_CONFIG.value)
+    try:
+        entry.check_output(_OUTPUT.value)
+        experiment = build(_CONFIG.value)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"--config: {error}")
     console.print(headline(experiment))
     work = experiment.workload
     if not work.prompts or work.batch != 1:
         sys.exit("--config: compare a pair with prompts, at batch 1")
     ours = decoders(experiment.pair, {"ours": (NoDrafter(), TokenRule())}, greedy(), work)["ours"]
     theirs = same_shape(experiment.pair.target.config)
-    parameters = sum(p.numel() for p in theirs.parameters())
+    parameters, own = sum(p.numel() for p in theirs.parameters()), experiment.pair.target.config.num_parameters
+    if abs(parameters - own) > own / 100:  # their norms have biases
+        sys.exit(f"--config: {own} parameters, but theirs of this shape has {parameters}: nothing to compare")
     ms: dict[str, list[float]] = {"ours": [], "transformers": []}
     for repeat in range(-1, work.repeats):  # the first one warms up
         prompt = work.prompts[max(repeat, 0) % len(work.prompts)]

@@ -46,7 +46,7 @@ def main() -> None:
         sys.exit("--prompt: this pair has no tokenizer")
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
-    prompts = len(_PROMPT.value) or NUM_PROMPTS
+    prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
     # Numbers of a warp are data: the greedy and the sampled law run the same programs.
     laws = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
@@ -73,8 +73,8 @@ def main() -> None:
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """The prompt and what followed, each token by who wrote it."""
-    stats, tokenizer = timing.stats, experiment.pair.tokenizer
+    """The prompt and what followed, each token by who wrote it; of a batch, its first row."""
+    stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     console.print(
         f"\n[bold]prompt {prompt}[/bold], sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
@@ -83,7 +83,7 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     if tokenizer is None:
         console.print(Text().join(Text("█", style=DRAFTED) if d else Text("░") for d in drafted))
         return
-    text = Text(tokenizer.decode(experiment.workload.prompts[prompt]), style=PROMPT)
+    text = Text(tokenizer.decode(work.prompts[prompt * work.batch % len(work.prompts)]), style=PROMPT)
     pieces = TextStream(tokenizer)
     for i, by_draft in enumerate(drafted):
         if tokens[i] == tokenizer.eos_id:

@@ -37,6 +37,13 @@ def main() -> None:
 
 def export(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
     target, draft = open_trained(target_run), open_trained(draft_run)
+    if "data" not in target.run_config():
+        raise ValueError(
+            f"{target_run} was converted from a public checkpoint and stays as it is: launch/export_hugging_face.py "
+            f"--run={draft_run} gives a draft that configs/hf.py takes beside it"
+        )
+    if "target" not in draft.run_config():
+        raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
     if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
@@ -84,8 +91,9 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
 
 
 def without_paths(config: dict) -> dict:
-    """Where runs lay on this machine is nobody else's business; their names are enough."""
-    return config | {name: pathlib.Path(config[name]).name for name in ("target", "init") if config.get(name)}
+    """Where runs and texts lay on this machine is nobody else's business; their names are enough."""
+    shorten = lambda fields, *names: fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
+    return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
@@ -96,7 +104,8 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     if path.exists():
         return
     beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
-    prompts = [{"file": name, "line": 1, "text": beginning(text)} for name, text in corpus.held_out.items()]
+    texts = {name: beginning(text) for name, text in corpus.held_out.items()}
+    prompts = [{"file": name, "line": 1, "text": text} for name, text in texts.items() if text]  # not of blank lines
     storage.write(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
 
 

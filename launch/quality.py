@@ -14,7 +14,7 @@ from specsamp import generate
 from specsamp.evaluation.python_syntax import parses
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_COMPLETIONS = flags.DEFINE_integer("completions", 200, "How many, in equal parts for every prompt.")
+_COMPLETIONS = flags.DEFINE_integer("completions", 200, "How many, in equal parts for every prompt.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 
 

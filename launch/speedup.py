@@ -18,7 +18,7 @@ from specsamp.analysis.speedup import speedup_curve
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
 _LENGTHS = flags.DEFINE_multi_integer("draft_length", [1, 2, 3, 4, 5, 6, 7, 8], "K; may be repeated.", lower_bound=1)
 _RULES = flags.DEFINE_multi_enum("rule", ["token", "block"], sorted(RULES), "Acceptance rule; may be repeated.")
-_PASSES = flags.DEFINE_integer("passes", 3, "Over all prompts and contenders.")
+_PASSES = flags.DEFINE_integer("passes", 3, "Over all prompts and contenders.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 

@@ -21,9 +21,10 @@ from specsamp import storage
 from specsamp.mesh import processes
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig, human_count
+from specsamp.models.params import check_shapes
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import JsonTokenizer
-from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training import run
 from specsamp.training.data import (
     Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
@@ -59,6 +60,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     made_from = {"corpus": corpus.describe()} | ({} if target is None else {"target": target.describe()})
     for name, description in made_from.items():
         run.check_same(folder, name, description)
+    if target is not None:
+        check_split(config.data.held_out, corpus, target)
     tokenizer = make_tokenizer(config, folder, corpus, target)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -69,7 +72,9 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_all_processes(folder, config, corpus, tokenizer)
     mesh = train_mesh(config)
     check_devices(recipe, held_out, mesh)
-    init = first_params(config, tokenizer)
+    check_length(config, model, target)
+    check_generated(config, target)
+    init = first_params(config, corpus, tokenizer, model)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
     epochs = recipe.steps * recipe.batch * data.length / len(windows.stream)
@@ -139,13 +144,65 @@ def make_tokenizer(
     return JsonTokenizer.of(trained, config.data.eos)
 
 
-def first_params(config: ConfigDict, tokenizer: JsonTokenizer):
+def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:
+    """Models that are made from each other must not have read what either is judged by.
+
+    Raises:
+      ValueError: both were given the same files, with another share of them held out.
+    """
+    theirs = other.run_config().get("data")  # none: a converted public checkpoint
+    if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
+        return
+    raise ValueError(
+        f"data.held_out {held_out} is not the {theirs['held_out']} of {other.folder}, on the same files: one would be "
+        f"judged by text that the other has read. Give --config.data.held_out={theirs['held_out']}"
+    )
+
+
+def check_length(config: ConfigDict, model: TransformerLM, target: run.TrainedModel | None) -> None:
+    """Refuses windows that a model has no positions for: learned ones would silently repeat their last.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    models = {"model": model.config} | ({} if target is None else {"target": target.config})
+    for name, shape in models.items():
+        if config.data.length > shape.max_positions:
+            raise ValueError(
+                f"data.length {config.data.length} is more than the {name}'s {shape.max_positions} positions"
+            )
+
+
+def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None:
+    """Refuses numbers of generated text that make none: now, not after the hours in which the target writes.
+
+    Raises:
+      ValueError: with the number, and what it may be.
+    """
+    fields, length = config.get("generated"), config.data.length
+    if target is None or not fields.rows or not fields.share:
+        return
+    ranges = {"rows": (1, np.inf), "batch": (1, np.inf), "share": (0, 1), "greedy_share": (0, 1)}
+    for name, (least, most) in (ranges | {"prompt_length": (1, length)}).items():
+        if not least <= fields[name] <= most:
+            raise ValueError(f"generated.{name} must be in [{least}, {most}]; got {fields[name]}")
+    generated_law(fields)
+    if length + 1 > target.config.max_positions:
+        raise ValueError(
+            f"to write windows of data.length {length} + 1 tokens the target has too few positions, "
+            f"{target.config.max_positions}: shorten them, or set generated.rows to 0"
+        )
+
+
+def first_params(config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM):
     """Of the run named by ``init``, None for random ones."""
     if not config.get("init"):
         return None
     first = run.open_trained(config.init)
+    check_split(config.data.held_out, corpus, first)
     if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
         raise ValueError(f"the draft in {config.init} was trained with another tokenizer than this target's")
+    check_shapes(f"the draft in {config.init}", first.params, jax.eval_shape(model.init, jax.random.key(0)))
     return first.params
 
 
@@ -162,7 +219,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
             part = complete_windows(
                 target.model_in(config.compute_dtype), target.params, rows[first : first + fields.batch],
                 prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, first_id=first,
-                sampling=chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p)),
+                sampling=generated_law(fields),
             )  # fmt: skip
             run.write_array(path, part)
         progress.report(min(first + fields.batch, len(rows)))
@@ -174,6 +231,11 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
 def data_tokens(config: ConfigDict) -> int:
     """Tokens that the target writes into a window."""
     return config.data.length + 1 - config.generated.prompt_length
+
+
+def generated_law(fields: ConfigDict) -> Warp:
+    """Under which the target writes a batch of rows."""
+    return chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p))
 
 
 def mixed_temperatures(fields: ConfigDict) -> list[float]:

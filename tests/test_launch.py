@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 from absl import flags
@@ -22,9 +23,12 @@ from configs import python_pair, random_pair
 from launch import experiment, export_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.pretrained.pair import load_pair
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
+from specsamp.training.data import Corpus, train_tokenizer
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -134,6 +138,22 @@ def test_the_demo_runs_without_jit():
     assert "the timings are left out" in done.stdout
 
 
+def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
+    """As one of a small corpus has it: once, not an error at the second."""
+    config = tiny(vocab_size=300, num_layers=1, positions="rotary")
+    side = config, TransformerLM(config).init(jax.random.key(0))
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
+    save_pair(tmp_path, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
+    (tmp_path / "prompts.json").write_text('{"prompts": [{"text": "def f"}]}', encoding="utf-8")
+    fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
+    done = run(
+        "launch/demo.py", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,
+        JAX_DISABLE_JIT="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "greedy, speculative = autoregressive: 1 of 1 prompts, 2 tokens" in done.stdout
+
+
 def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     output = tmp_path / "result.json"
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
@@ -239,6 +259,12 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert metrics(target) == metrics(tmp_path / "alone")
     assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
 
+    with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files: one would"):
+        train.start(
+            training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2}),
+            tmp_path / "another_split", quiet(),
+        )  # fmt: skip
+    assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
     train.start(config, tmp_path / "draft", quiet())
     parts = sorted((tmp_path / "draft" / "generated").iterdir())
@@ -252,11 +278,33 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
     provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
     assert provenance["target"]["step"] == 24 and provenance["draft"]["config"]["objective"] == "forward_kl"
+    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(provenance)
+    assert provenance["target"]["config"]["data"]["folder"] == texts.name
+    assert str(texts.parent) not in json.dumps(provenance)
     for weights in ("float32", "int8"):
         measured = provenance["held_out"][weights]
         assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
     last = [record for record in metrics(target) if "held_out/loss" in record][-1]
     np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
+
+    with pytest.raises(ValueError, match="target is no run of a draft: it was not distilled from a target"):
+        export_pair.export(target, target, tmp_path / "none", quiet())
+    run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
+    (target / "run.json").write_text(json.dumps({"model": run_json["model"]}), encoding="utf-8")  # as launch/convert.py
+    with pytest.raises(ValueError, match="was converted from a public checkpoint and stays as it is"):
+        export_pair.export(target, tmp_path / "draft", tmp_path / "none", quiet())
+    assert not (tmp_path / "none").exists()
+
+
+def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
+    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
+    held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
+    corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
+    (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
+    export_pair.write_prompts(tmp_path / "prompts.json", corpus)
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
+    export_pair.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
+    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
 
 
 def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path):
@@ -271,6 +319,47 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
         begin(TARGET | {"model.vocab_size": 100})
     with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
         begin(TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
+    with pytest.raises(ValueError, match=r"rhythm.log must be >= 1 \(steps\); got 0"):
+        begin(TARGET | {"rhythm.log": 0})
+    with pytest.raises(ValueError, match="data.length 16 is more than the model's 8 positions"):
+        begin(TARGET | {"model.max_positions": 8})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"generated.share": 1.5}, r"generated.share must be in \[0, 1\]; got 1.5"),
+        ({"generated.share": -0.5}, r"generated.share must be in \[0, 1\]; got -0.5"),
+        ({"generated.rows": -1}, r"generated.rows must be in \[1, inf\]; got -1"),
+        ({"generated.batch": 0}, r"generated.batch must be in \[1, inf\]; got 0"),
+        ({"generated.greedy_share": 2.0}, r"generated.greedy_share must be in \[0, 1\]; got 2.0"),
+        ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
+        ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
+        ({"init": "other"}, r"the draft in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
+    ],
+)
+def test_a_distillation_is_checked_before_its_target_writes_anything(
+    train, texts, tmp_path, monkeypatch, fields, message
+):
+    """The target writes for an hour; what it has written would then not fit."""
+    sized = lambda **sizes: train.make_model(training_config("tiny_target", texts, TARGET | sizes))
+    target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
+    (tmp_path / "target").mkdir()
+    tokenizer = train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
+    (tmp_path / "target" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+
+    def trained(folder):
+        model = other if folder == "other" else target
+        return types.SimpleNamespace(
+            folder=tmp_path / "target", config=model.config, model_in=lambda dtype: model,
+            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)), run_config=dict,
+        )  # fmt: skip
+
+    monkeypatch.setattr(train.run, "open_trained", trained)
+    with pytest.raises(ValueError, match=message):
+        train.start(training_config("tiny_draft", texts, DRAFT | fields), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 
 

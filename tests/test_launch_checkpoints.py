@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 from checkpoint_shapes import CONFIG, random_params
 
@@ -14,6 +16,7 @@ from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
+from specsamp.training.run import open_trained
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -51,6 +54,10 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     done = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
+    target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
+    assert target.config == CONFIG and "data" not in target.run_config()
+    jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
+    assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
     again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 1 and "holds a model already: choose another folder" in again.stderr
     (tmp_path / "orbax" / "run.json").unlink()

@@ -21,8 +21,8 @@ def parses(prompt: str, completion: str, ended: bool = False) -> bool:
 
     The prompt must begin a top-level statement. What the budget cut (a last line without its end, a
     statement still open at the end) is not held against the completion; any error before that is, and
-    at least one line of the completion must survive the cut. A completion that ``ended`` itself, with the
-    end-of-text token, was not cut: all of it must parse.
+    at least one line of the completion that is not blank must survive the cut. A completion that ``ended``
+    itself, with the end-of-text token, was not cut: all of it must parse.
     """
     text = prompt + completion
     if ended:
@@ -32,9 +32,10 @@ def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     if verdict is Verdict.ERROR:
         return False
     lines = [line + "\n" for line in whole.split("\n")[:-1]]  # not splitlines: a form feed ends no line
-    # The shortest cut that holds a line of the completion alone.
-    first = prompt.count("\n") + (1 if prompt.endswith("\n") else 2)
-    return any(parse("".join(lines[:n])) is Verdict.COMPLETE for n in range(len(lines), first - 1, -1))
+    # The shortest cut that holds a line of the completion alone; blank ones say nothing.
+    of_prompt = prompt.count("\n") + (not prompt.endswith("\n"))
+    shortest = next((n + 1 for n in range(of_prompt, len(lines)) if lines[n].strip()), len(lines) + 1)
+    return any(parse("".join(lines[:n])) is Verdict.COMPLETE for n in range(len(lines), shortest - 1, -1))
 
 
 def parse(text: str) -> Verdict:

@@ -132,6 +132,8 @@ class Windows:
     seed: int = 0
 
     def __post_init__(self):
+        if self.length < 1:
+            raise ValueError(f"the length of windows must be >= 1; got {self.length}")
         if self.per_epoch < 1:
             raise ValueError(f"{len(self.stream)} tokens are too few for windows of {self.length} + 1: shorten them")
 

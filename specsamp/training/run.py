@@ -100,12 +100,14 @@ class TrainedModel:
         return {"step": self.step, "sha256": digest.hexdigest()}
 
     def last_metrics(self) -> dict:
-        """The last value of every number in the log, and the seconds that the steps took."""
+        """The last value of every number in the log up to the checkpoint, and the seconds that its steps took."""
         last: dict = {}
         seconds, before = 0.0, 0
         config = self.run_config()
         tokens_per_step = config["recipe"]["batch"] * config["data"]["length"]
         for record in read_metrics(self.folder / "metrics.jsonl"):
+            if record["step"] > self.step:  # a run that was killed, or is still under way
+                break
             if "tokens_per_second" in record:
                 seconds += (record["step"] - before) * tokens_per_step / record["tokens_per_second"]
                 before = record["step"]

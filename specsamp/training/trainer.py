@@ -98,6 +98,11 @@ class Rhythm:
     evaluate: int = 500
     checkpoint: int = 500
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"rhythm.{field.name} must be >= 1 (steps); got {getattr(self, field.name)}")
+
 
 def data_mesh() -> Mesh:
     """All devices along ``data``: each has all parameters and its share of the rows."""

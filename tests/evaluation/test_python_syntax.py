@@ -55,6 +55,8 @@ def test_verdicts(text, verdict):
         ("def f(", "x, x y):\n    return x\n", False),
         ("x = 1", "\ny = (\n", False),  # the prompt's own line does not count
         ("x = 1", "\ny = 2\n", True),
+        ("x = 1", "\n\n\ny = (\n", False),  # blank lines are nothing of it
+        ("x = 1", "\n\n\ny = 2\nz = (\n", True),
         ("x = (\n", "1,\n", False),  # no complete statement at all
         (DEF, '    """Text that goes on\n    and on\n', False),
         (DEF, "    pass\n" + '"""Text that goes on\n    and on\n', True),

@@ -159,6 +159,8 @@ def test_too_short_a_stream():
     assert Windows(STREAM[:17], 8).per_epoch == 1
     with pytest.raises(ValueError, match=r"16 tokens are too few for windows of 8 \+ 1"):
         Windows(STREAM[:16], 8)
+    with pytest.raises(ValueError, match="length of windows must be >= 1; got 0"):
+        Windows(STREAM, 0)
 
 
 def test_held_out_windows_spread_over_the_texts(tmp_path):

@@ -94,6 +94,17 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved, damage):
     np.testing.assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
 
 
+def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
+    """Killed in the middle: what lies there under Orbax's temporary name is passed over, and written anew."""
+    cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
+    truncate(largest(cut / "params"))
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
+    with opened(saved) as checkpoints:
+        assert checkpoints.latest == 6
+        checkpoints.save(9, jax.tree.map(lambda x: 9 * x, PARAMS), REST)
+    np.testing.assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
+
+
 def test_a_checkpoint_of_another_model_lists_both_shapes(saved):
     other = {"matrix": jnp.zeros((2, 4)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
     with opened(saved) as checkpoints, pytest.raises(ValueError) as caught:
@@ -119,6 +130,7 @@ def trained(tmp_path_factory):
     log.write(5, loss=2.0, tokens_per_second=10.0)
     log.write(7, loss=1.0, tokens_per_second=20.0)
     log.write(7, **{"held_out/loss": 3.0})
+    log.write(9, loss=0.5, tokens_per_second=20.0)  # killed before the next checkpoint
     return folder, params
 
 
@@ -127,7 +139,8 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     folder, params = trained
     model = run.open_trained(folder)
     assert model.config == CONFIG and model.step == 7
-    expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0}
+    seconds = 5 * 20 / 10 + 2 * 20 / 20  # steps of 2 rows of 10 tokens, at the pace of either report
+    expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
     assert expected.items() <= model.last_metrics().items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, model.params, params)

@@ -256,6 +256,13 @@ def test_recipes_are_checked(changes, message):
         dataclasses.replace(RECIPE, **changes)
 
 
+@pytest.mark.parametrize("name", ["log", "evaluate", "checkpoint"])
+def test_a_rhythm_needs_a_beat(name):
+    """Now, not as a division by zero after the first step."""
+    with pytest.raises(ValueError, match=rf"rhythm.{name} must be >= 1 \(steps\); got 0"):
+        Rhythm(**{name: 0})
+
+
 @pytest.fixture(scope="module")
 def target():
     """A larger model whose law is far from uniform."""
