@@ -92,6 +92,7 @@ class Tally:
         return total
 
     def count(self, op: Instruction, body: dict[str, Instruction], total: Traffic) -> None:
+        """Adds one instruction of a computation to ``total``."""
         total.cycles += op.cycles
         if op.opcode == "while":
             bound = self.module.trips(op)
@@ -143,6 +144,7 @@ class Tally:
         total.written += written
 
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
+        """Bytes that a fusion reads from HBM and writes there."""
         inner = self.module.computations[op.called("calls")]
         parameters = {int(p.operands[0]): p for p in inner.values() if p.opcode == "parameter"}
         users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)

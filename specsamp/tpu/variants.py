@@ -58,6 +58,7 @@ from specsamp.tpu.traffic import traffic_of
 TOPOLOGY = "v4:2x2x4"
 WIDTH, HEADS, SIZE, SLOTS, LAYERS, VOCABULARY = 8192, 64, 128, 2048, 4, 32_000
 bf16 = jnp.bfloat16
+NO_EVICTIONS = {"xla_msa_max_outstanding_evictions": "0"}  # nothing on chip is carried back to HBM
 
 
 def variants() -> list[Cell]:
@@ -85,7 +86,8 @@ def variants() -> list[Cell]:
     for batch in (8, 32):
         for tokens in (2, 5):
             for form, options in (("as the compiler likes", {}), ("never carried back", NO_EVICTIONS)):
-                answer = lambda b=batch, n=tokens, o=options: _compiled(*_layers(n, b), options=dict(FEWEST_COLLECTIVES) | o)
+                options = dict(FEWEST_COLLECTIVES) | options
+                answer = lambda b=batch, n=tokens, o=options: _compiled(*_layers(n, b), options=o)
                 cells.append(_cell("caches on chip", f"{form}, {tokens} tokens, batch {batch}", answer))
     for form in ("apart", "fused"):
         cells.append(_cell("projections", form, lambda f=form: _compiled(*_projections(f == "fused"))))
@@ -267,9 +269,6 @@ def _layers(tokens: int, batch: int = 1) -> tuple:
         return output.logits_BTV, output.cache
 
     return run, (programs.weights(target), tokens, start, programs.cache(target)), (3,)
-
-
-NO_EVICTIONS = {"xla_msa_max_outstanding_evictions": "0"}
 
 
 def _projections(fused: bool) -> tuple:

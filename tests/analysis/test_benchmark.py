@@ -137,6 +137,7 @@ def test_the_parts_and_the_unexplained_make_the_round():
     assert summary.unexplained == Spread(median=1.0, lower=1.0, upper=1.0)
     assert summary.sampling_share.median == (1 / 8 + 1 / 10) / 2
     assert summary.break_even.median == 2.0
+    assert summary.least_round.median == (6 / 4 + 8 / 5) / 2  # of one repeat each, not of medians
     assert summary.stream_gb_per_s.median == 4.0
     assert summary.score.linearity == 0.5
 
