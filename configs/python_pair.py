@@ -9,7 +9,7 @@ and "tiny_draft" show the whole way in a minute. "llama_target" and "llama_draft
 engines know: gated, without tables of n-grams (launch/export_hugging_face.py).
 """
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 KINDS = ("target", "draft", "tiny_target", "tiny_draft", "llama_target", "llama_draft")
 

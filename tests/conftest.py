@@ -17,7 +17,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)  # nothing outside the checkout is read or written
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def compilation(request):
     """A third of the time is the compiler's, for speed that no test needs.

@@ -1,39 +1,28 @@
 """The launch boundary: what is wrong in a configuration is named, and the demo runs without compiling."""
 
-import importlib
-import io
 import json
 import os
-import pathlib
-import shutil
-import signal
-import subprocess
 import sys
-import time
-import types
 
 import jax
-import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from rich.console import Console
+from run_script import ROOT, run
 
-from configs import python_pair, random_pair
-from launch import experiment, export_pair
+from configs import random_pair
+from launch import experiment
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
+from specsamp.pretrained.pair import save_pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from specsamp.training.data import Corpus, train_tokenizer
+from specsamp.training.data import train_tokenizer
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -123,16 +112,9 @@ def test_every_size_describes_a_pair(size):
     assert draft.config.num_parameters < target.config.num_parameters
 
 
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
-
-
 def test_the_demo_runs_without_jit():
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    done = run("launch/demo.py", "--config=configs/random_pair.py:tiny", "--passes=1", *fields, JAX_DISABLE_JIT="1")
+    done = run("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields, JAX_DISABLE_JIT="1")
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" in done.stdout
@@ -147,7 +129,7 @@ def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
     (tmp_path / "prompts.json").write_text('{"prompts": [{"text": "def f"}]}', encoding="utf-8")
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
     done = run(
-        "launch/demo.py", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,
+        "demo", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,
         JAX_DISABLE_JIT="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,7 +141,7 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
     fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
     done = run(
-        "launch/benchmark.py", "--config=configs/random_pair.py:tiny", f"--output={output}", "--plain",
+        "benchmark", "--config=configs/random_pair.py:tiny", f"--output={output}", "--plain",
         *(f"--config.{name}={value}" for name, value in fields.items()), JAX_DISABLE_JIT="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -173,232 +155,6 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
 
 
 def test_a_wrong_configuration_ends_the_command_with_its_message():
-    done = run("launch/benchmark.py", "--config=configs/random_pair.py:tiny", "--config.rule=lucky")
+    done = run("benchmark", "--config=configs/random_pair.py:tiny", "--config.rule=lucky")
     assert done.returncode == 1
     assert "no rule 'lucky'" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A corpus of a few files."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        body = "\n\n".join(f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
-        (folder / f"module_{i}.py").write_text(body, encoding="utf-8")
-    return folder
-
-
-SMALL = {
-    "data.pattern": "*.py", "data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 16, "model.vocab_size": 300, "model.width": 16,
-    "model.num_layers": 1, "recipe.warmup_steps": 2, "rhythm.log": 1, "compute_dtype": "float32",
-}  # fmt: skip
-TARGET = {**SMALL, "recipe.steps": 24, "rhythm.evaluate": 8, "rhythm.checkpoint": 4}
-DRAFT = {
-    **SMALL, "recipe.steps": 4, "rhythm.evaluate": 4, "rhythm.checkpoint": 4, "generated.rows": 8,
-    "generated.prompt_length": 4, "generated.batch": 8,
-}  # fmt: skip
-
-
-@pytest.fixture
-def train(monkeypatch):
-    """The script as a module; on its first import it reads its default configuration."""
-    monkeypatch.chdir(ROOT)
-    return importlib.import_module("launch.train")
-
-
-def training_config(kind, texts, fields):
-    config = python_pair.get_config(kind)
-    config.update_from_flattened_dict({**fields, "data.folder": str(texts)})
-    return config
-
-
-def quiet():
-    return Console(file=io.StringIO())
-
-
-def metrics(folder):
-    """All records but for what depends on the clock; a line that is being written is left out."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
-
-
-def killed_once_it_has_reached(step, folder, command, environment):
-    """Runs a training until it has logged a step, then kills it for good."""
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        until = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < until:
-            if any(record["step"] >= step for record in metrics(folder)):
-                break
-            time.sleep(0.005)
-    finally:
-        process.kill()
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors
-
-
-def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
-    """Killed without a chance to clean up: the losses are those of a run that was left alone."""
-    target = tmp_path / "target"
-    flags_of = [f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()]
-    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
-    as_here = {
-        "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "float32",
-    }  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_here}
-    killed_once_it_has_reached(10, target, command, environment)
-    assert not (target / "checkpoints" / "24").exists()
-    done = run(*command, **as_here)
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step" in done.stdout
-
-    train.start(training_config("tiny_target", texts, TARGET | {"rhythm.checkpoint": 24}), tmp_path / "alone", quiet())
-    assert metrics(target) == metrics(tmp_path / "alone")
-    assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
-
-    with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files: one would"):
-        train.start(
-            training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2}),
-            tmp_path / "another_split", quiet(),
-        )  # fmt: skip
-    assert not (tmp_path / "another_split").exists()
-    config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
-    train.start(config, tmp_path / "draft", quiet())
-    parts = sorted((tmp_path / "draft" / "generated").iterdir())
-    assert sum(len(np.load(part)) for part in parts) == 8
-    last_part = parts[-1].read_bytes()
-    parts[-1].unlink()  # as if killed before it was written
-    train.start(config, tmp_path / "draft", quiet())
-    assert parts[-1].read_bytes() == last_part
-    export_pair.export(target, tmp_path / "draft", tmp_path / "pair", quiet())
-    pair = load_pair(tmp_path / "pair")
-    assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
-    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
-    assert provenance["target"]["step"] == 24 and provenance["draft"]["config"]["objective"] == "forward_kl"
-    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(provenance)
-    assert provenance["target"]["config"]["data"]["folder"] == texts.name
-    assert str(texts.parent) not in json.dumps(provenance)
-    for weights in ("float32", "int8"):
-        measured = provenance["held_out"][weights]
-        assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
-    last = [record for record in metrics(target) if "held_out/loss" in record][-1]
-    np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
-
-    with pytest.raises(ValueError, match="target is no run of a draft: it was not distilled from a target"):
-        export_pair.export(target, target, tmp_path / "none", quiet())
-    run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
-    (target / "run.json").write_text(json.dumps({"model": run_json["model"]}), encoding="utf-8")  # as launch/convert.py
-    with pytest.raises(ValueError, match="was converted from a public checkpoint and stays as it is"):
-        export_pair.export(target, tmp_path / "draft", tmp_path / "none", quiet())
-    assert not (tmp_path / "none").exists()
-
-
-def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
-    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
-    held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
-    corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
-    (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
-    export_pair.write_prompts(tmp_path / "prompts.json", corpus)
-    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
-    export_pair.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
-    assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
-
-
-def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path):
-    begin = lambda fields, kind="tiny_target": train.start(training_config(kind, texts, fields), tmp_path / "run", quiet())
-    with pytest.raises(FileNotFoundError, match="no training run at '.*nothing'"):
-        begin(DRAFT | {"target": str(tmp_path / "nothing")}, "tiny_draft")
-    with pytest.raises(ValueError, match="microbatches must be >= 1; got 0"):
-        begin(TARGET | {"recipe.microbatches": 0})
-    with pytest.raises(ValueError, match=r"nothing to train on: .*'\*.txt'"):
-        begin(TARGET | {"data.pattern": "*.txt"})
-    with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model a vocabulary of 100"):
-        begin(TARGET | {"model.vocab_size": 100})
-    with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
-        begin(TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
-    with pytest.raises(ValueError, match=r"rhythm.log must be >= 1 \(steps\); got 0"):
-        begin(TARGET | {"rhythm.log": 0})
-    with pytest.raises(ValueError, match="data.length 16 is more than the model's 8 positions"):
-        begin(TARGET | {"model.max_positions": 8})
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"generated.share": 1.5}, r"generated.share must be in \[0, 1\]; got 1.5"),
-        ({"generated.share": -0.5}, r"generated.share must be in \[0, 1\]; got -0.5"),
-        ({"generated.rows": -1}, r"generated.rows must be in \[1, inf\]; got -1"),
-        ({"generated.batch": 0}, r"generated.batch must be in \[1, inf\]; got 0"),
-        ({"generated.greedy_share": 2.0}, r"generated.greedy_share must be in \[0, 1\]; got 2.0"),
-        ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
-        ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-        ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
-        ({"init": "other"}, r"the draft in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
-    ],
-)
-def test_a_distillation_is_checked_before_its_target_writes_anything(
-    train, texts, tmp_path, monkeypatch, fields, message
-):
-    """The target writes for an hour; what it has written would then not fit."""
-    sized = lambda **sizes: train.make_model(training_config("tiny_target", texts, TARGET | sizes))
-    target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
-    (tmp_path / "target").mkdir()
-    tokenizer = train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
-    (tmp_path / "target" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-
-    def trained(folder):
-        model = other if folder == "other" else target
-        return types.SimpleNamespace(
-            folder=tmp_path / "target", config=model.config, model_in=lambda dtype: model,
-            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)), run_config=dict,
-        )  # fmt: skip
-
-    monkeypatch.setattr(train.run, "open_trained", trained)
-    with pytest.raises(ValueError, match=message):
-        train.start(training_config("tiny_draft", texts, DRAFT | fields), tmp_path / "run", quiet())
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "train", lambda *_, **__: None)
-    mine = tmp_path / "texts"
-    shutil.copytree(texts, mine)
-    begin = lambda fields: train.start(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
-    begin(TARGET)
-    begin(TARGET)
-    with pytest.raises(ValueError, match="another configuration: recipe.seed was 0, is 1. Give the old values"):
-        begin(TARGET | {"recipe.seed": 1})
-    begin(TARGET | {"rhythm.log": 7})
-    (mine / "new.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="begun with another corpus: .* now "):
-        begin(TARGET)
-
-
-def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
-    model = train.make_model(training_config("tiny_target", texts, TARGET))
-    trained = types.SimpleNamespace(model_in=lambda dtype: model)
-    monkeypatch.setattr(train.run, "open_trained", lambda folder: trained)
-    with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
-        train.start(training_config("tiny_draft", texts, DRAFT | {"objective": "kl"}), tmp_path / "run", quiet())
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_training_without_its_target_ends_with_a_message(tmp_path):
-    done = run("launch/train.py", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 1
-    assert "no training run at" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_unknown_kinds_of_training_fail():
-    with pytest.raises(ValueError, match="no 'huge' .*choose one of target, draft, tiny_target, tiny_draft"):
-        python_pair.get_config("huge")
-
-
-def test_rows_of_a_batch_are_written_at_several_temperatures(train):
-    fields = python_pair.get_config("draft").generated
-    temperatures = train.mixed_temperatures(fields)
-    assert len(temperatures) == 64 and temperatures.count(0.0) == 16 and temperatures.count(0.8) == 48

@@ -1,14 +1,10 @@
 """Public checkpoints on the command line."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 from checkpoint_shapes import CONFIG, random_params
+from run_script import run
 
 from configs import hf
 from launch import experiment
@@ -18,22 +14,12 @@ from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
 from specsamp.training.run import open_trained
 
-ROOT = pathlib.Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("public") / "model"
     export(place, CONFIG, random_params(CONFIG), JsonTokenizer.of(train_tokenizer(["some text"] * 3, 300), eos=EOS))
     return place
-
-
-def run(*command):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
 
 
 def test_two_names_become_an_experiment(folder, capsys):
@@ -51,22 +37,22 @@ def test_two_names_become_an_experiment(folder, capsys):
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
-    done = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
+    done = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
     target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
     assert target.config == CONFIG and "data" not in target.run_config()
     jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
-    again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    again = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 1 and "holds a model already: choose another folder" in again.stderr
     (tmp_path / "orbax" / "run.json").unlink()
-    again = run("launch/convert.py", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    again = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 1 and "a conversion that did not end: delete the folder" in again.stderr
 
 
 def test_exporting_the_shipped_target(tmp_path):
-    done = run("launch/export_hugging_face.py", "--pair=python", f"--output={tmp_path}")
+    done = run("export_hugging_face", "--pair=python", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensors and checkpoint.config.activation == "gelu"

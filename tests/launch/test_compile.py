@@ -1,28 +1,17 @@
 """launch/compile_report.py and launch/compile_study.py: what they write, and what they refuse before they compile."""
 
 import json
-import os
-import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
+from run_script import ROOT, run
 
-ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "notebooks" / "results"
-
-
-def run(script, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, f"launch/{script}.py", "--plain", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"
-    done = run("compile_report", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--slots=64",
+    done = run("compile_report", "--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--slots=64",
                "--acceptance=0.8", f"--output={output}")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
@@ -35,7 +24,7 @@ def test_a_report_of_a_small_pair(tmp_path):
 
 def test_what_fits(tmp_path):
     output = tmp_path / "fits.json"
-    done = run("compile_report", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--fits",
+    done = run("compile_report", "--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--fits",
                f"--output={output}")  # fmt: skip
     assert done.returncode == 0, done.stderr
     for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
@@ -52,7 +41,7 @@ def test_what_fits(tmp_path):
     ],
 )
 def test_what_has_no_report(arguments, message):
-    done = run("compile_report", *arguments)
+    done = run("compile_report", "--plain", *arguments)
     assert done.returncode == 1 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -61,12 +50,12 @@ def test_answers_to_another_study_are_left_alone(tmp_path):
     """And nobody is told to remove them."""
     output = tmp_path / "compile_slices.json"
     shutil.copy(RESULTS / output.name, output)
-    done = run("compile_study", "--study=shapes", f"--output={output}")
+    done = run("compile_study", "--plain", "--study=shapes", f"--output={output}")
     assert done.returncode == 1 and "answers to 'slices'" in done.stderr and "remove" not in done.stderr, done.stderr
     assert output.read_bytes() == (RESULTS / output.name).read_bytes()
 
 
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
-    done = run("compile_study", "--study=shapes", f"--output={tmp_path / 'shapes.json'}", "--figure=/proc/none/x.png")
+    done = run("compile_study", "--plain", "--study=shapes", f"--output={tmp_path / 'shapes.json'}", "--figure=/proc/none/x.png")
     assert done.returncode == 1 and "--figure=/proc/none/x.png cannot be written" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())

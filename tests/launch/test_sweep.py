@@ -1,24 +1,12 @@
 """Sweeps from the command line: what they ask for, print, resume and refuse."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from run_script import ROOT, run
 
 from configs import chinchilla, trained_pair
 from specsamp.analysis import hyper
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_DISABLE_JIT": "1"},
-    )  # fmt: skip
 
 
 def test_the_shipped_sweeps():
@@ -29,7 +17,7 @@ def test_the_shipped_sweeps():
 
 
 def test_pod_commands_hold_what_was_set_for_all():
-    done = run("launch/sweep.py", "--config=configs/chinchilla.py:v4-32", "--config.repeats=5", "--pod=pod", "--output=gs://b/s.json")
+    done = run("sweep", "--config=configs/chinchilla.py:v4-32", "--config.repeats=5", "--pod=pod", "--output=gs://b/s.json")
     lines = done.stdout.strip().splitlines()
     assert done.returncode == 0 and len(lines) == 16, done.stderr
     assert lines[9] == (
@@ -70,16 +58,16 @@ def swept(tmp_path):
 def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     output = tmp_path / "sweep.json"
     output.write_text("half a fi", encoding="utf-8")
-    done = run("launch/sweep.py", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
+    done = run("sweep", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain", JAX_DISABLE_JIT="1")
     assert done.returncode == 0, done.stderr
     assert "set aside as" in done.stdout.replace("\n", " ")
     assert (tmp_path / "sweep.json.aside-1").read_text() == "half a fi"
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
-    gathered = run("launch/sweep.py", f"--gather={output}", f"--gather={output}", "--plain")
+    gathered = run("sweep", f"--gather={output}", f"--gather={output}", "--plain")
     assert gathered.stdout.count("greedy, K = 0, batch 1") == 2
 
 
 def test_a_file_without_cells_is_not_gathered(tmp_path):
     (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
-    done = run("launch/sweep.py", f"--gather={tmp_path / 'cells.json'}")
+    done = run("sweep", f"--gather={tmp_path / 'cells.json'}")
     assert done.returncode == 1 and "holds no cells" in done.stderr and "Traceback" not in done.stderr
