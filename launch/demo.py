@@ -139,7 +139,7 @@ def streaming_share(side: Decoder) -> float:
     iterations, ratios = 8, []
     for number in range(6):
         start = time.perf_counter()
-        jax.block_until_ready(phases.stream(matrices, iterations, rows=side.workload.batch))
+        jax.block_until_ready(phases.stream(side.loop, matrices, iterations, rows=side.workload.batch))
         middle = time.perf_counter()
         board = phases.repeat(phases.whole_round, side.loop, side.weights, request, board, iterations)
         jax.block_until_ready(board)

@@ -151,11 +151,14 @@ def repeat(
     return loop.shares(times, by_rows)(weights, request, board, iterations)
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-def stream(matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
-    """Multiplies ``rows`` rows by every matrix, one after the other: the least a call of the model can take.
+@functools.partial(
+    compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
+)
+def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
+    """Multiplies ``rows`` rows by every matrix, one after the other: the least a call of the target can take.
 
-    Matrices keep the layout they have; each product waits for the one before.
+    Matrices keep the layout they have; each product waits for the one before. The compiler is asked what the
+    loop asks of it.
     """
 
     def step(_: Any, x: Array) -> Array:
