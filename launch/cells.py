@@ -114,6 +114,7 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
     return {
         "pair": experiment.pair_name,
+        "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
         "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
         "config": fields,

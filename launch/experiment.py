@@ -24,7 +24,7 @@ from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh, pla
 from specsamp.mesh.processes import Replica, my_replica
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import load_pair, load_prompts
+from specsamp.pretrained.pair import fingerprint, load_pair, load_prompts
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.training.checkpoint import Checkpoints
@@ -47,6 +47,7 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
+    weights: str | None = None  # the `fingerprint` of a pair in a folder
     drafter: Drafter
     rule: Rule
     sampling: Warp
@@ -91,7 +92,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
-        pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload
+        pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload,
+        weights=fingerprint(config.pair) if config.get("pair") else None,
     )  # fmt: skip
 
 

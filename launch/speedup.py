@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import sys
 
 from absl import flags
@@ -36,19 +37,23 @@ def main() -> None:
         sys.exit("--config.drafter: without a drafter there is no curve")
     use_compilation_cache()
     console.print(headline(experiment))
+    make = functools.partial(DRAFTERS[_CONFIG.value.drafter], experiment.pair)
+    rules = {name: RULES[name]() for name in _RULES.value}
     curves = {}
     with console.status("starting") as status:
         for law, warp in LAWS.items():
-            curves[law] = speedup_curve(
-                experiment.pair, lambda K: DRAFTERS[_CONFIG.value.drafter](experiment.pair, K),
-                {name: RULES[name]() for name in _RULES.value}, _LENGTHS.value,
-                warp, experiment.workload,
-                passes=_PASSES.value, deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
-            )  # fmt: skip
+            try:
+                curves[law] = speedup_curve(
+                    experiment.pair, make, rules, _LENGTHS.value, warp, experiment.workload, passes=_PASSES.value,
+                    deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
+                )  # fmt: skip
+            except ValueError as error:
+                sys.exit(f"--config: {error}")
     report.show([report.curve_table(law, curve) for law, curve in curves.items()], console, _PLAIN.value)
     document = {
         "config": {k: v for k, v in _CONFIG.value.to_dict().items() if k not in ("sampling", "rule", "draft_length")},
         "pair": experiment.pair_name,
+        "weights": experiment.weights,
         "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
         "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
         "curves": {law: dataclasses.asdict(curve) for law, curve in curves.items()},

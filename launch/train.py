@@ -41,7 +41,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existin
 def main() -> None:
     try:
         start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(str(error))
 
 

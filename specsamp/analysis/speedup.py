@@ -12,8 +12,8 @@ reach (Leviathan et al., arXiv 2211.17192, theorem 3.8, with its own time for sc
 
     E(alpha, K) t_target / (K t_draft + t_score),      E = (1 - alpha^(K+1)) / (1 - alpha)
 
-`Point.efficiency` is the measured speedup over that. E takes acceptances as independent, so beside it
-stands the same with the measured number of tokens per round.
+`Point.efficiency` is the measured speedup over that, of all prompts together, as alpha is of all together. E
+takes acceptances as independent, so beside it stands the same with the measured number of tokens per round.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class Point:
     rule: str
     draft_length: int
     speedup: Spread  # over prompts
+    overall: float  # speedup of all prompts together: seconds over seconds
     ms_per_token: Spread
     acceptance: Acceptance
     costs: Costs
     allowed: float  # by theory, from alpha and the costs
-    efficiency: float  # median speedup / allowed
+    efficiency: float  # overall / allowed
     efficiency_of_rounds: float  # the same with the measured tokens per round for E
 
 
@@ -124,7 +125,7 @@ def speedup_curve(
         counts = functools.reduce(operator.add, (prompt[0].stats for prompt in timings[label]))
         points.append(
             _point(
-                rule, K, Spread.of(seconds[BASELINE] / seconds[label]), Spread.of(seconds[label] / tokens * 1e3),
+                rule, K, seconds[BASELINE], seconds[label], Spread.of(seconds[label] / tokens * 1e3),
                 Acceptance.of(counts), costs[K],
             )
         )  # fmt: skip
@@ -137,13 +138,15 @@ def speedup_curve(
 
 
 def _point(
-    rule: str, draft_length: int, speedup: Spread, ms_per_token: Spread, acceptance: Acceptance, costs: Costs
-) -> Point:
+    rule: str, draft_length: int, plain_P: np.ndarray, drafted_P: np.ndarray, ms_per_token: Spread,
+    acceptance: Acceptance, costs: Costs,
+) -> Point:  # fmt: skip
+    overall = float(plain_P.sum() / drafted_P.sum())
     allowed = expected_tokens(acceptance.rate or 0.0, draft_length) / costs.least_round
     return Point(
-        rule=rule, draft_length=draft_length, speedup=speedup, ms_per_token=ms_per_token, acceptance=acceptance,
-        costs=costs, allowed=allowed, efficiency=speedup.median / allowed,
-        efficiency_of_rounds=speedup.median / (acceptance.emitted_per_round / costs.least_round),
+        rule=rule, draft_length=draft_length, speedup=Spread.of(plain_P / drafted_P), overall=overall,
+        ms_per_token=ms_per_token, acceptance=acceptance, costs=costs, allowed=allowed, efficiency=overall / allowed,
+        efficiency_of_rounds=overall / (acceptance.emitted_per_round / costs.least_round),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from typing import Any
@@ -69,6 +70,14 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"the pair {str(name_or_path)!r} comes without prompts: {path} is missing")
     return [prompt["text"] for prompt in json.loads(path.read_text(encoding="utf-8"))["prompts"]]
+
+
+def fingerprint(name_or_path: str | pathlib.Path) -> str:
+    """Tells the weights of a pair from those of another: the beginning of a sha256 over both files."""
+    digest = hashlib.sha256()
+    for side in ("target", "draft"):
+        digest.update((pair_folder(name_or_path) / f"{side}.safetensors").read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:

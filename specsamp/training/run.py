@@ -134,6 +134,8 @@ def open_trained(folder: str | os.PathLike) -> TrainedModel:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
     )
+    if not (folder / "checkpoints").exists():  # opening it would make it
+        raise FileNotFoundError(f"no checkpoint in {folder}: its training has not saved one yet")
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
     if jax.process_count() > 1:

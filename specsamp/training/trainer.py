@@ -185,6 +185,7 @@ def train(
     Raises:
       ValueError: rows do not divide over the shares of ``data`` or do not fill them, the model does not divide
         over ``model``, or a checkpoint or ``params`` do not fit.
+      FloatingPointError: the loss or its gradient is no longer finite; nothing of that is saved.
     """
     folder, console, mesh = storage.place(folder), console or Console(), mesh or data_mesh()
     per_microbatch = recipe.batch // recipe.microbatches
@@ -222,20 +223,39 @@ def train(
             rows_ABT = jax.make_array_from_callback(rows.shape, rows_ABT_sharding, rows.__getitem__)
             state, numbers = step_function(task, recipe, state, frozen, rows_ABT)
             now = step + 1
-            if now % rhythm.log == 0 or now == recipe.steps:
+            last = now == recipe.steps
+            if now % rhythm.log == 0 or now % rhythm.checkpoint == 0 or last:
                 numbers = {name: float(value) for name, value in numbers.items()}
+                check_finite(now, numbers, checkpoints.latest)
+            if now % rhythm.log == 0 or last:
                 pace = progress.report(now, **numbers)
                 if log is not None:
                     rate = float(recipe.learning_rates()(step))
                     log.write(now, **numbers, learning_rate=rate, tokens_per_second=pace)
-            if now % rhythm.evaluate == 0 or now == recipe.steps:
+            if now % rhythm.evaluate == 0 or last:
                 measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
                 if log is not None:
                     log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
-            if now % rhythm.checkpoint == 0 or now == recipe.steps:
+            if now % rhythm.checkpoint == 0 or last:
                 checkpoints.save(now, state.params, (state.step, state.opt_state))
     return state
+
+
+def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
+    """Ends a training that has nothing more to learn, before it is saved over what it had learned.
+
+    Raises:
+      FloatingPointError: with the numbers, and what can be done.
+    """
+    if not np.isfinite(list(numbers.values())).all():
+        raise FloatingPointError(
+            f"training diverged: at step {step} "
+            + ", ".join(f"{name} is {value:g}" for name, value in numbers.items())
+            + ("; nothing was saved yet" if saved is None else f"; the checkpoint of step {saved} is as it was")
+            + ". Begin again in another --workdir with a lower recipe.learning_rate, a longer recipe.warmup_steps, or "
+            "compute_dtype float32"
+        )
 
 
 def check_devices(recipe: Recipe, held_out: np.ndarray, mesh: Mesh) -> None:

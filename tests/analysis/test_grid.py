@@ -11,7 +11,7 @@ import pytest
 import fakes
 from configs import random_pair, trained_pair
 from launch import cells as launch_cells
-from launch.experiment import Experiment
+from launch.experiment import Experiment, build
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, hyper, tables
 from specsamp.analysis.decoder import Workload
@@ -232,6 +232,17 @@ def test_a_grid_becomes_cells(experiment):
     (made_up,) = launch_cells.make_cells(config, points("synthetic_acceptance=0.7"), experiment)
     assert made_up.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
     assert "synthetic_acceptance" not in heated.key
+
+
+def test_cells_of_other_weights_make_another_file(tmp_path):
+    """The same pair trained once more: nothing but its weights tells."""
+    path, config = str(tmp_path / "cells.json"), random_pair.get_config("tiny")
+    built = build(config)
+    identity = lambda weights: launch_cells.identity_of(config, dataclasses.replace(built, weights=weights))
+    grid.Results.open(path, identity("first")).add({"key": key(), "result": {}}, {})
+    assert grid.Results.open(path, identity("first")).find(key())
+    with pytest.raises(ValueError, match="weights was 'first', is 'second'. Give another --output"):
+        grid.Results.open(path, identity("second"))
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def test_efficiency_is_the_share_of_what_theory_allows(greedy):
     for point in greedy.points:
         K = point.draft_length
         assert math.isclose(point.allowed, expected_tokens(point.acceptance.rate, K) / 1.7)
-        assert math.isclose(point.efficiency, point.speedup.median / point.allowed)
-        rounds = point.speedup.median / (point.acceptance.emitted_per_round / 1.7)
+        assert math.isclose(point.efficiency, point.overall / point.allowed)
+        rounds = point.overall / (point.acceptance.emitted_per_round / 1.7)
         assert math.isclose(point.efficiency_of_rounds, rounds)
 
 
@@ -154,7 +154,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(pair, monkeypatch):
     work = Workload(max_new_tokens=4, repeats=2)
     curve = speedup_curve(pair, lambda K: None, {"token": TokenRule()}, [2], chain(), work, passes=3, deterministic=True)
     (point,) = curve.points
-    assert point.speedup == Spread.of([8 / 4, 12 / 2])
+    assert point.speedup == Spread.of([8 / 4, 12 / 2]) and point.overall == (8 + 12) / (4 + 2)
     assert curve.ms_per_token == Spread.of([2000.0, 3000.0]) and point.ms_per_token == Spread.of([1000.0, 500.0])
     assert point.acceptance.rounds == 2 * stats.rounds and curve.same_tokens == 2
     assert Clock.made[-1].reads == 3 * 2  # after every prompt of every pass, on the machine as it then was

@@ -13,7 +13,7 @@ from specsamp.models.config import tiny
 from specsamp.models.params import named, nested
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained import pair as pairs
-from specsamp.pretrained.pair import load_pair, load_prompts, save_pair
+from specsamp.pretrained.pair import fingerprint, load_pair, load_prompts, save_pair
 from specsamp.pretrained.quantise import SCALE_SUFFIX, SUMMED_AXES, dequantise, quantise
 from specsamp.training.data import train_tokenizer
 
@@ -123,6 +123,14 @@ def test_a_pair_is_its_dequantised_weights(original, params):
     assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
     assert load_pair(original, dtype="bfloat16").target.config.dtype == "bfloat16"
     assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {"of": "a test"}
+
+
+def test_pairs_of_one_shape_are_told_apart_by_their_weights(original, params, saved):
+    assert fingerprint(saved) == fingerprint(original)  # a copy
+    tokenizer = (saved / "tokenizer.json").read_text(encoding="utf-8")
+    other = {**params["draft"], "embedding": params["draft"]["embedding"] + 1}
+    save_pair(saved, target=(TARGET, params["target"]), draft=(DRAFT, other), tokenizer_json=tokenizer, provenance={})
+    assert fingerprint(saved) != fingerprint(original)
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):

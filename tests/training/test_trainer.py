@@ -232,6 +232,35 @@ def test_weight_decay_leaves_scales_alone():
     np.testing.assert_array_equal(updates["scale"], 0)
 
 
+def test_gradients_are_clipped_together():
+    """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that is allowed."""
+    grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
+    optimizer = RECIPE.optimizer()
+    moments = lambda grads: optimizer.update(grads, optimizer.init(grads), grads)[1][1][0].mu
+    np.testing.assert_allclose(moments(grads)["matrix"] / (1 - RECIPE.beta1), 2 / 5, rtol=1e-5)
+    np.testing.assert_allclose(moments(grads)["scale"] / (1 - RECIPE.beta1), 3 / 5, rtol=1e-5)
+    small = jax.tree.map(lambda x: x / 10, grads)  # a norm of 1/2 is left alone
+    np.testing.assert_allclose(moments(small)["scale"] / (1 - RECIPE.beta1), 0.3, rtol=1e-5)
+
+
+def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
+    model = TransformerLM(dataclasses.replace(MODEL.config, dtype="bfloat16"))
+    state = run(tmp_path, task=Pretrain(model), recipe=dataclasses.replace(RECIPE, steps=4))
+    kept = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
+    assert len(kept) == 3 * len(jax.tree.leaves(state.params)) and {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
+    products = jax.make_jaxpr(Pretrain(model).loss)(state.params, None, jnp.asarray(HELD_OUT))
+    assert "bf16" in str(products) and "bf16" not in str(jax.make_jaxpr(TASK.loss)(state.params, None, jnp.asarray(HELD_OUT)))
+
+
+def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path):
+    broken = jax.tree.map(lambda x: x * jnp.nan, params)
+    with pytest.raises(FloatingPointError, match="diverged: at step 1 loss is nan.*nothing was saved yet.*learning_rate"):
+        run(tmp_path / "nan", params=broken)
+    assert not [path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()]
+    with pytest.raises(FloatingPointError, match="at step 8 loss is nan"):  # also where nothing is logged
+        run(tmp_path / "rare", params=broken, rhythm=Rhythm(log=100, evaluate=100, checkpoint=8))
+
+
 def test_learning_rates_rise_and_fall():
     recipe = Recipe(steps=100, batch=1, warmup_steps=10, learning_rate=2.0, final_share=0.1)
     rates = np.array([recipe.learning_rates()(step) for step in (0, 5, 10, 55, 100)])
