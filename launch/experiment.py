@@ -16,7 +16,7 @@ from specsamp import storage
 from specsamp.analysis.decoder import Workload
 from specsamp.checkpoints.pair import read_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.generate import decode_window
+from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.mesh.layout import Layout, make_mesh

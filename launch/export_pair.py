@@ -16,9 +16,9 @@ from specsamp.analysis import report
 from specsamp.pretrained.pair import load_pair, save_pair
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
+from specsamp.training.evaluate import COMPARED_LAWS, evaluate
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import COMPARED_LAWS, evaluate
 
 _TARGET = flags.DEFINE_string("target", None, "Folder of the target's run.", required=True)
 _DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft's run.", required=True)

@@ -29,10 +29,11 @@ from specsamp.training import run
 from specsamp.training.data import (
     Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
 )  # fmt: skip
+from specsamp.training.evaluate import COMPARED_LAWS
 from specsamp.training.generated import complete_windows
 from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import COMPARED_LAWS, Recipe, Rhythm, check_devices, train
+from specsamp.training.trainer import Recipe, Rhythm, check_devices, train
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)

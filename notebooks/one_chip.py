@@ -57,7 +57,7 @@ from specsamp.analysis.planner import make_plan
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.pair import read_pair
 from specsamp.checkpoints.published import published_config
-from specsamp.decoding.generate import decode_window
+from specsamp.decoding.loop import decode_window
 from specsamp.models.config import human_count
 from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.report import USABLE, WINDOW

@@ -60,7 +60,7 @@ from specsamp.analysis.agreement import agreement
 from specsamp.analysis.benchmark import Acceptance
 from specsamp.analysis.costs import per_call
 from specsamp.analysis.planner import make_plan
-from specsamp.decoding.generate import decode_window
+from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
 from specsamp.models.config import human_count
 from specsamp.pretrained.pair import load_prompts, pair_folder

@@ -4,9 +4,10 @@
 """
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.generate import Chunk, Completion, RowStats, generate, stream, use_compilation_cache
+from specsamp.decoding.generate import generate, stream, use_compilation_cache
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import Chunk, Completion, RowStats
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM

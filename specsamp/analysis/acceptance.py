@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.decoding.generate import RowStats
+from specsamp.decoding.results import RowStats
 
 NORMAL_95 = 1.96  # standard errors on either side
 

@@ -23,8 +23,8 @@ from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.planner import DRAFT_LENGTHS, make_plan
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.generate import RowStats
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
 

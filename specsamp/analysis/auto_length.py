@@ -28,9 +28,10 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.split import of_first_process
-from specsamp.decoding.generate import RowStats, to_host
+from specsamp.decoding.job import to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import DecodeState, Drafter, Request, Weights
 
 LONGEST = 8

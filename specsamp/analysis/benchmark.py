@@ -25,8 +25,8 @@ from specsamp.analysis.device import MemoryUse, memory_use, streaming_gb_per_s
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.generate import RowStats
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.generate import SLOTS_MULTIPLE, RowStats, decode_window, to_host
-from specsamp.decoding.loop import Loop
+from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
+from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Weights
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
-from specsamp.decoding.generate import decode_window
-from specsamp.decoding.loop import Loop
+from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.types import Request, Rule, Weights
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM

@@ -11,7 +11,6 @@ chain of warps (not their numbers) and ``return_log_probs``, and kept on disk be
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import sys
@@ -19,96 +18,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
-from specsamp.decoding.loop import Loop
+from specsamp.decoding.job import Job, to_host
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.text import TextStream
-from specsamp.decoding.types import DecodeState, Drafter, Finish, Request, Rule, Stats, Weights
-from specsamp.sampling.rng import row_keys
+from specsamp.decoding.types import Drafter, Finish, Rule
 from specsamp.sampling.rules import TokenRule
-from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows, greedy
-
-SMALLEST_BUCKET = 16
-SLOTS_MULTIPLE = 128
-STOPS_MULTIPLE = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowStats:
-    """What one row (or the sum of several) did; only emitted tokens count."""
-
-    rounds: int
-    emitted: int
-    drafted: int
-    reached: tuple[int, ...]  # per drafted position, rounds in which it was judged
-    accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
-
-    @property
-    def accepted(self) -> int:
-        return sum(n * rounds for n, rounds in enumerate(self.accepted_counts))
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted per judged drafted token (the alpha of the theory); nan if nothing was drafted."""
-        return self.accepted / sum(self.reached) if sum(self.reached) else float("nan")
-
-    @property
-    def acceptance_by_position(self) -> tuple[float, ...]:
-        """The share of drafted tokens accepted at each position, given that the position was reached."""
-        accepted = [sum(self.accepted_counts[i + 1 :]) for i in range(len(self.reached))]
-        return tuple(a / r if r else float("nan") for a, r in zip(accepted, self.reached))
-
-    @property
-    def emitted_per_round(self) -> float:
-        return self.emitted / self.rounds if self.rounds else float("nan")
-
-    @classmethod
-    def of(cls, stats: Stats, row: int) -> RowStats:
-        """One row of what the loop counted, on the host."""
-        return cls(
-            rounds=int(stats.rounds_B[row]), emitted=int(stats.emitted_B[row]), drafted=int(stats.drafted_B[row]),
-            reached=tuple(stats.reached_BK[row].tolist()), accepted_counts=tuple(stats.accepted_BT[row].tolist()),
-        )  # fmt: skip
-
-    def __add__(self, other: RowStats) -> RowStats:
-        add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
-        return RowStats(
-            rounds=self.rounds + other.rounds, emitted=self.emitted + other.emitted,
-            drafted=self.drafted + other.drafted, reached=add(self.reached, other.reached),
-            accepted_counts=add(self.accepted_counts, other.accepted_counts),
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One row of a result."""
-
-    prompt_index: int
-    sample_index: int
-    text: str | None  # without the stop token; None if the pair has no tokenizer
-    tokens: list[int]  # the stop token included
-    from_draft: list[bool]  # whether each token had been drafted
-    log_probs: list[float] | None  # under the target at temperature 1, unfiltered
-    finish: str  # "stop", "length", or "invalid" where the target's logits are no law (NaN, inf)
-    exact: bool  # whether rule and drafter are lossless
-    stats: RowStats
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """What a row gained in one slice of a stream."""
-
-    prompt_index: int
-    sample_index: int
-    text: str | None
-    tokens: list[int]
-    from_draft: list[bool]
-    finish: str | None  # None while the row is running
+from specsamp.sampling.warp import Warp
 
 
 def generate(
@@ -203,127 +123,16 @@ def use_compilation_cache() -> str | None:
     return jax.config.jax_compilation_cache_dir
 
 
-def to_host(tree: Any) -> Any:
-    """The whole of every array as numpy, also of what lies on devices of other processes (which must call it too)."""
-    elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
-    gather = lambda x: multihost_utils.process_allgather(x, tiled=True) if elsewhere(x) else x
-    return jax.device_get(jax.tree.map(gather, tree))
-
-
-def decode_window() -> int:
-    """The fewest tokens per call that this platform likes: see `Loop.window`."""
-    return 2 if jax.default_backend() == "tpu" else 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A checked call: static loop, arrays, and the way back to completions."""
-
-    pair: Pair
-    loop: Loop
-    weights: Weights
-    request: Request
-    tokens_BP: jax.Array
-    lengths_B: np.ndarray
-    rows: int  # that were asked for; any beyond are idle
-    slots: int
-    num_samples: int
-    stop_ids: frozenset[int]
-
-    @classmethod
-    def make(
-        cls, *, pair, prompts, max_new_tokens, sampling, draft_sampling, draft_length, rule, drafter, seed, stop,
-        num_samples, return_log_probs, prompt_ids,
-    ) -> _Job:  # fmt: skip
-        use_compilation_cache()
-        window = decode_window()
-        drafter = checks.choose_drafter(pair, draft_length, drafter, window)
-        loop = Loop(
-            target=pair.target, drafter=drafter, rule=checks.choose_rule(rule), window=window,
-            keep_log_probs=return_log_probs, shares=pair.shares,
-        )  # fmt: skip
-        token_lists = checks.encode(pair, prompts)
-        lengths = [len(tokens) for tokens in token_lists]
-        limits = checks.limits(pair, drafter, lengths, max_new_tokens)
-        num_samples = checks.integer("num_samples", num_samples, 1)
-        seed = checks.integer("seed", seed, 0, 2**32)
-        ids = range(len(lengths)) if prompt_ids is None else checks.integers("prompt_ids", prompt_ids, 0)
-        if len(ids) != len(lengths):
-            raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
-        stop_ids = checks.stop_ids(pair, stop)
-
-        def rows(values: Sequence[int]) -> jax.Array:
-            return jnp.asarray(np.repeat(np.asarray(values, np.int32), num_samples))
-
-        def warp(given: Warp) -> Warp:
-            per_row = for_rows(given, len(lengths), num_samples)
-            if pair.tokenizer is None or pair.tokenizer.vocab_size == pair.target.vocab_size:
-                return per_row
-            return chain(for_rows(first_tokens(pair.tokenizer.vocab_size), len(lengths), num_samples), per_row)
-
-        sampling = warp(greedy() if sampling is None else sampling)
-        request = Request(
-            sampling=sampling,
-            draft_sampling=sampling if draft_sampling is None else warp(draft_sampling),
-            row_keys_B=row_keys(seed, rows(ids), jnp.asarray(np.tile(np.arange(num_samples), len(lengths)), jnp.int32)),
-            limits_B=rows(limits),
-            stop_ids=_padded(sorted(stop_ids), STOPS_MULTIPLE, -1),
-        )
-        padded_length = _bucket(max(lengths))
-        if pair.target.max_positions is not None:
-            padded_length = min(padded_length, pair.target.max_positions)
-        slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
-        tokens_BP = jnp.stack([_padded(tokens, padded_length, 0) for tokens in token_lists])
-        lengths_B = np.asarray(lengths, np.int32)
-        idle = -len(lengths) % pair.shares.ways  # prompts, so that all shares are equal
-        if idle:
-            request = _with_idle_rows(request, idle * num_samples, lengths[-1])
-            tokens_BP, lengths_B = (_last_again(x, idle) for x in (tokens_BP, lengths_B))
-        return cls(
-            pair=pair, loop=loop, weights=pair.weights(drafter, slots), request=request, tokens_BP=tokens_BP,
-            lengths_B=lengths_B, rows=len(lengths) * num_samples, slots=slots, num_samples=num_samples, stop_ids=stop_ids,
-        )  # fmt: skip
-
-    def prefill(self) -> DecodeState:
-        return self.loop.prefill(
-            self.weights, self.request, self.tokens_BP, jnp.asarray(self.lengths_B),
-            slots=self.slots, num_samples=self.num_samples,
-        )  # fmt: skip
-
-    def row_index(self, row: int) -> dict[str, int]:
-        return {"prompt_index": row // self.num_samples, "sample_index": row % self.num_samples}
-
-    def before_stop(self, tokens: list[int]) -> list[int]:
-        return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
-
-    def completions(self, state: DecodeState) -> list[Completion]:
-        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
-        return [self._completion(state, row) for row in range(self.rows)]
-
-    def _completion(self, state: DecodeState, row: int) -> Completion:
-        emitted = slice(self.lengths_B[row // self.num_samples], state.lengths_B[row])
-        tokens = state.tokens_BS[row, emitted].tolist()
-        return Completion(
-            **self.row_index(row),
-            text=None if self.pair.tokenizer is None else self.pair.tokenizer.decode(self.before_stop(tokens)),
-            tokens=tokens,
-            from_draft=state.from_draft_BS[row, emitted].tolist(),
-            log_probs=None if state.log_probs_BS is None else state.log_probs_BS[row, emitted].tolist(),
-            finish=Finish(int(state.finish_B[row])).name.lower(),
-            exact=self.loop.rule.exact and self.loop.drafter.exact,
-            stats=RowStats.of(state.stats, row),
-        )  # fmt: skip
-
-
-def _make_job(arguments: dict[str, Any]) -> _Job:
+def _make_job(arguments: dict[str, Any]) -> Job:
+    use_compilation_cache()
     if arguments["draft_length"] == "auto":
         from specsamp.analysis.auto_length import choose  # it measures what is above it, hence not at the top
 
-        arguments = {**arguments, **choose(_Job.make, arguments)}
-    return _Job.make(**arguments)
+        arguments = {**arguments, **choose(Job.make, arguments)}
+    return Job.make(**arguments)
 
 
-def _chunks(job: _Job, rounds_per_chunk: int) -> Iterator[Chunk]:
+def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
     state = job.prefill()
     rows = job.rows
     starts = np.repeat(job.lengths_B, job.num_samples)[:rows]
@@ -347,39 +156,5 @@ def _chunks(job: _Job, rounds_per_chunk: int) -> Iterator[Chunk]:
             shown[row], ended[row] = lengths_B[row], finish is not None
 
 
-def _with_idle_rows(request: Request, rows: int, length: int) -> Request:
-    """With ``rows`` more like the last, but without a budget: they have ended before they begin."""
-    last = lambda tree: jax.tree.map(lambda x: _last_again(x, rows), tree)
-    return Request(
-        sampling=last(request.sampling), draft_sampling=last(request.draft_sampling),
-        row_keys_B=last(request.row_keys_B), stop_ids=request.stop_ids,
-        limits_B=last(request.limits_B).at[-rows:].set(length),
-    )  # fmt: skip
-
-
-def _last_again(x: Any, times: int) -> Any:
-    return x[np.minimum(np.arange(len(x) + times), len(x) - 1)]
-
-
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != "rounds_per_chunk"}
-
-
-def _bucket(size: int) -> int:
-    """16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as asked for."""
-    power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
-    return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
-
-
-def _slots(pair: Pair, loop: Loop, padded_length: int, budget: int) -> int:
-    """Slots for any prompt and budget of the same buckets; never many more than the model has positions."""
-    longest = padded_length + _bucket(budget)
-    if pair.target.max_positions is not None:
-        longest = max(min(longest, pair.target.max_positions), padded_length)
-    return -(-max(longest + loop.headroom, loop.window) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-
-
-def _padded(values: Sequence[int], multiple: int, filler: int) -> jax.Array:
-    """``values`` as int32, filled up to a multiple of ``multiple``, at least once that."""
-    size = max(-(-len(values) // multiple), 1) * multiple
-    return jnp.asarray(list(values) + [filler] * (size - len(values)), jnp.int32)

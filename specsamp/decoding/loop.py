@@ -246,6 +246,11 @@ class Loop:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
 
 
+def decode_window() -> int:
+    """The fewest tokens per call that this platform likes: see `Loop.window`."""
+    return 2 if jax.default_backend() == "tpu" else 1
+
+
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
     num_tokens = draft.tokens_BK.shape[1]
     active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid

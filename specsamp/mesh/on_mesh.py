@@ -132,7 +132,8 @@ class OnMesh:
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
     ) -> Output:
         # Tokens that were sampled row by row: a model wants all of them.
-        tokens_BT, start_B = self.layout.constrain((PartitionSpec(None, None), PartitionSpec(None)), (tokens_BT, start_B))
+        whole = (PartitionSpec(None, None), PartitionSpec(None))
+        tokens_BT, start_B = self.layout.constrain(whole, (tokens_BT, start_B))
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
         return dataclasses.replace(
             output, logits_BTV=self._by_rows(output.logits_BTV), cache=self._constrain_cache(output.cache)

@@ -67,7 +67,8 @@ def variants() -> list[Cell]:
     for rows in (1, 2, 4, 8):
         for name, config in (("target", chinchilla_70b()), ("draft", draft_4b())):
             stack = lambda config=config: Stack(config, described_mesh(TOPOLOGY), TOPOLOGY)
-            cells.append(_cell("rows of a call", f"{name}, {rows}", lambda s=stack, n=rows: facts(s().call(n), TOPOLOGY)))
+            call = lambda s=stack, n=rows: facts(s().call(n), TOPOLOGY)
+            cells.append(_cell("rows of a call", f"{name}, {rows}", call))
     for form in LAYOUTS:
         cells.append(_cell("layout of heads", form, lambda f=form: _compiled(*_heads(f))))
     for batch in (1, 8):
@@ -115,7 +116,9 @@ def _mesh() -> Mesh:
     return described_mesh(TOPOLOGY)
 
 
-def _shape(mesh: Mesh, sizes: tuple[int, ...], *axes: str | tuple[str, ...] | None, dtype: Any = bf16) -> jax.ShapeDtypeStruct:
+def _shape(
+    mesh: Mesh, sizes: tuple[int, ...], *axes: str | tuple[str, ...] | None, dtype: Any = bf16
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 

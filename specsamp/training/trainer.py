@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from typing import Any, Protocol
 
@@ -20,18 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp import storage
-from specsamp.mesh.layout import DATA, Layout, make_mesh, put
+from specsamp.mesh.layout import DATA, Layout, put
 from specsamp.models.params import check_shapes
-from specsamp.sampling.warp import Warp, chain, temperature, top_p
+from specsamp.sampling.warp import Warp
 from specsamp.training.checkpoint import Checkpoints
+from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch, frozen_shardings
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 
 Array = jax.Array
-
-# Under which a draft is compared with its target on held-out text.
-COMPARED_LAWS = {"temperature 1": chain(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -104,11 +100,6 @@ class Rhythm:
                 raise ValueError(f"rhythm.{field.name} must be >= 1 (steps); got {getattr(self, field.name)}")
 
 
-def data_mesh() -> Mesh:
-    """All devices along ``data``: each has all parameters and its share of the rows."""
-    return make_mesh(data=jax.device_count(), model=1)
-
-
 def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
     """At step 0, from random parameters or from the given ones."""
     key = jax.random.key(recipe.seed, impl="threefry2x32")
@@ -129,12 +120,6 @@ def state_shardings(task: Task, recipe: Recipe, mesh: Mesh) -> TrainState:
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
     return TrainState(step=everywhere, params=params, opt_state=opt_state)
-
-
-def frozen_shardings(task: Task, frozen: Any, mesh: Mesh) -> Any:
-    """The same for a target that is only looked at."""
-    target = getattr(task, "target", None)
-    return Layout.tensor_parallel(mesh).shardings(target and target.param_axes(), frozen)
 
 
 def train_step(
@@ -270,45 +255,4 @@ def check_devices(recipe: Recipe, held_out: np.ndarray, mesh: Mesh) -> None:
             f"{per_microbatch} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "
             f"'{DATA}': change batch"
         )
-    _evaluation_batch(held_out, per_microbatch, mesh)
-
-
-def evaluate(
-    task: Task,
-    params: Any,
-    frozen: Any,
-    rows: np.ndarray,
-    batch: int,
-    mesh: Mesh | None = None,
-    warps: dict[str, Warp] | None = None,
-) -> dict[str, float]:
-    """Averages of `Task.measure` over ``rows`` (the last few that fill no batch are left out)."""
-    mesh = mesh or data_mesh()
-    batch = _evaluation_batch(rows, batch, mesh)
-    params = put(params, Layout.tensor_parallel(mesh).shardings(task.model.param_axes(), params))
-    frozen = put(frozen, frozen_shardings(task, frozen, mesh))
-    sharding = NamedSharding(mesh, PartitionSpec(DATA))
-    results: dict[str, list[float]] = {}
-    for name, warp in (warps or {"": chain()}).items():
-        for start in range(0, len(rows) - batch + 1, batch):
-            rows_BT = rows[start : start + batch]
-            on_mesh = jax.make_array_from_callback(rows_BT.shape, sharding, rows_BT.__getitem__)
-            for key, value in _measure(mesh)(task, params, frozen, on_mesh, warp).items():
-                label = key if not name or key == "loss" else f"{key} ({name})"
-                results.setdefault(label, []).append(value)
-    return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
-
-
-def _evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
-    shares = mesh.shape[DATA]
-    batch = max(min(batch, len(rows)) // shares, 1) * shares
-    if batch > len(rows):
-        raise ValueError(f"{len(rows)} held-out rows do not fill {shares} devices: hold out more text")
-    return batch
-
-
-@functools.cache
-def _measure(mesh):
-    """On every process: averages are whole everywhere."""
-    measure = lambda task, *arguments: task.measure(*arguments)
-    return jax.jit(measure, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    evaluation_batch(held_out, per_microbatch, mesh)

@@ -12,7 +12,7 @@ from specsamp.analysis import agreement as module
 from specsamp.analysis import tables
 from specsamp.analysis.agreement import agreement
 from specsamp.analysis.decoder import Timing
-from specsamp.decoding.generate import RowStats
+from specsamp.decoding.results import RowStats
 
 PROMPTS = [(1, 2)] * 80
 TOKENS = 96

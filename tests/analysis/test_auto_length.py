@@ -7,7 +7,7 @@ import pytest
 import fakes
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature
 from specsamp.analysis import auto_length
-from specsamp.decoding.generate import _Job
+from specsamp.decoding.job import Job
 
 V = 8
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -99,7 +99,7 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
     generate(pair, PROMPTS, 8, draft_length="auto", sampling=chain(temperature(1.0)))
     calibrating = {tuple(key) for keys in seen for key in keys.tolist()}
     assert len(calibrating) == 2 * auto_length.REPEATS
-    job = _Job.make(
+    job = Job.make(
         pair=pair, prompts=PROMPTS, max_new_tokens=8, sampling=None, draft_sampling=None, draft_length=2,
         rule=TokenRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=False,
         prompt_ids=None,

@@ -18,9 +18,9 @@ from specsamp.analysis.benchmark import Acceptance, benchmark
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.generate import RowStats
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Request, Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM

@@ -10,7 +10,7 @@ from specsamp.analysis import published
 from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
 from specsamp.analysis.costs import CostTable, Model, Roofline, Round, compiled_costs, per_call
 from specsamp.analysis.planner import make_plan, rounds_per_token
-from specsamp.decoding.generate import RowStats
+from specsamp.decoding.results import RowStats
 
 BEST_LENGTH = {"HumanEval": 7, "XSum": 3}  # in the figure of Chen et al.
 EXPECTED = {  # alpha: tokens per round at K = 1, 2, 3, 4, 5, 6, 8

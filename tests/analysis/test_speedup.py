@@ -15,8 +15,8 @@ from specsamp.analysis.decoder import Workload
 from specsamp.analysis.speedup import BASELINE, Costs, speedup_curve
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.generate import RowStats
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 

@@ -174,11 +174,11 @@ def test_within_buckets_nothing_is_compiled_again():
     assert Loop.prefill._cache_size() == compiled[1] + 1, "the control: another bucket"
 
 
-@pytest.mark.parametrize("size, bucket", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)])
-def test_buckets_waste_at_most_half(size, bucket):
-    from specsamp.decoding.generate import _bucket
+@pytest.mark.parametrize("size, wanted", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)])
+def test_buckets_waste_at_most_half(size, wanted):
+    from specsamp.decoding.job import bucket
 
-    assert _bucket(size) == bucket
+    assert bucket(size) == wanted
 
 
 def test_weights_share_memory_with_parameters_and_are_kept():

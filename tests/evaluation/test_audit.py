@@ -18,7 +18,7 @@ from specsamp import BlockRule, CoupledRule, NgramDrafter, NoDrafter, Pair, Toke
 from specsamp import temperature, top_p
 from specsamp.analysis import report, tables
 from specsamp.analysis.synthetic import SyntheticAcceptance
-from specsamp.decoding import generate
+from specsamp.decoding import job
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.evaluation.audit import Settings, Subject, Verdict, audit, law, streams
@@ -53,7 +53,7 @@ def failed(check):
 
 @pytest.fixture
 def with_loop(monkeypatch):
-    return lambda loop: monkeypatch.setattr(generate, "Loop", loop)
+    return lambda loop: monkeypatch.setattr(job, "Loop", loop)
 
 
 # Sound pairs.

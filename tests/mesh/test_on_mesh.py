@@ -14,7 +14,7 @@ from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, 
 from specsamp.analysis import phases
 from specsamp.analysis.decoder import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.generate import _Job
+from specsamp.decoding.job import Job
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh, shard
 from specsamp.models.config import tiny
@@ -77,7 +77,7 @@ def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
     sampling, prompts = chain(temperature(0.8), top_p(0.9)), (PROMPTS + PROMPTS)[: data * rows]
     mesh = make_mesh(data, model, rows=rows)
     pair = shard(transformer_pair, mesh)
-    job = _Job.make(
+    job = Job.make(
         pair=pair, prompts=prompts, max_new_tokens=16, sampling=sampling, draft_sampling=None, drafter=None,
         seed=0, stop=None, num_samples=1, prompt_ids=None, **CALL,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_w
     """Parameters, weights, caches before and after the loop, and what comes out of it."""
     mesh = make_mesh(data, model, draft_ways=draft_ways)
     pair = shard(transformer_pair, mesh, draft_ways=draft_ways)
-    job = _Job.make(
+    job = Job.make(
         pair=pair, prompts=PROMPTS, max_new_tokens=BUDGETS, sampling=SAMPLING, draft_sampling=None, drafter=None,
         seed=0, stop=None, num_samples=1, prompt_ids=None, **CALL,
     )  # fmt: skip

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.generate import SMALLEST_BUCKET, Completion
+from specsamp.decoding.job import SMALLEST_BUCKET
+from specsamp.decoding.results import Completion
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Subject, Verdict
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.rules import CoupledRule

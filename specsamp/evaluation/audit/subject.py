@@ -15,8 +15,9 @@ from scipy import stats
 
 from specsamp.decoding import checks
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.generate import Completion, generate
+from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import Completion
 from specsamp.decoding.types import Drafter, LanguageModel, Rule
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.on_mesh import OnMesh

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.generate import SLOTS_MULTIPLE, to_host
+from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import LanguageModel, Shares
 from specsamp.sampling.rng import RoundKeys, row_keys
