@@ -4,7 +4,8 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds. From these the planner forecasts ms per token on the other prompts, for every draft length.
+from the same rounds; beyond the longest K, a round's parts and the prefill tell how costs go on
+(`specsamp.analysis.costs.Beyond`). From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
 noise floor, below which no forecast can be expected to come.
 """
@@ -19,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from specsamp.analysis.acceptance import Band, Profile
-from specsamp.analysis.costs import CostTable, Round
+from specsamp.analysis.costs import Beyond, CostTable, Round, last_slope
 from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.planner import DRAFT_LENGTHS, make_plan
+from specsamp.analysis.split import split_round
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
@@ -29,6 +31,7 @@ from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
 
 FEWEST_BATCHES = 6  # of texts: how slow the slowest row is varies a lot
+SPLITS = 9  # repeats of the parts of a round
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,7 @@ class Texts:
     """What one draft length took for the texts of one half."""
 
     seconds_PR: np.ndarray  # pass, batch of texts
+    prefill_ms: float
     rounds_R: np.ndarray
     rows: tuple[RowStats, ...]  # of all texts
     tokens: int  # of one row
@@ -63,6 +67,7 @@ class Agreement:
     fit_batches: tuple[int, ...]
     check_batch: int
     prompts: tuple[int, int]  # fitted to, checked on
+    costs: CostTable  # as fitted
     checks: tuple[Check, ...]
     worst_error: float  # over the checks whose cost was not fitted
     worst_noise: float
@@ -117,8 +122,11 @@ def agreement(
         add("fit", 0, batch, sorted({0, *fit_lengths}))
     add("check", 1, check_batch, sorted({0, *check_lengths}))
     measured = _decode(sides, passes, progress)
-    costs = CostTable(rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"))
     longest = max(fit_lengths)
+    costs = CostTable(
+        rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"),
+        beyond=tuple(_beyond(sides, measured, batch, longest, progress) for batch in fit_batches),
+    )
     drafted = [texts.rows for (name, _, K), texts in measured.items() if name == "fit" and K]
     plan = make_plan(
         Profile.of_texts(_by_text(drafted, longest)), costs, draft_lengths=check_lengths, batch=check_batch,
@@ -128,7 +136,7 @@ def agreement(
         _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
         for (name, _, K), texts in measured.items() if name == "check"
     ]  # fmt: skip
-    return _summary(checks, fit_lengths, fit_batches, check_batch, (len(halves[0]), len(halves[1])))
+    return _summary(checks, costs, fit_lengths, fit_batches, check_batch, (len(halves[0]), len(halves[1])))
 
 
 def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str], None]) -> dict[tuple, Texts]:
@@ -137,6 +145,7 @@ def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str
         side.decode(0)
     seconds = {name: np.zeros((passes, side.workload.repeats)) for name, side in sides.items()}
     rounds = {name: np.zeros(side.workload.repeats) for name, side in sides.items()}
+    prefills: dict[tuple, list[float]] = {name: [] for name in sides}
     rows: dict[tuple, list[RowStats]] = {name: [] for name in sides}
     for number in range(passes):
         for repeat in range(max(side.workload.repeats for side in sides.values())):
@@ -146,12 +155,14 @@ def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str
                     continue
                 timing = side.decode(repeat)
                 seconds[name][number, repeat], rounds[name][repeat] = timing.loop_seconds, timing.rounds
+                prefills[name].append(timing.prefill_seconds)
                 if number == 0:
                     rows[name] += timing.rows
     return {
         name: Texts(
-            seconds_PR=seconds[name], rounds_R=rounds[name], rows=tuple(rows[name]), tokens=side.workload.max_new_tokens
-        )
+            seconds_PR=seconds[name], rounds_R=rounds[name], rows=tuple(rows[name]),
+            tokens=side.workload.max_new_tokens, prefill_ms=float(np.median(prefills[name])) * 1e3,
+        )  # fmt: skip
         for name, side in sides.items()
     }
 
@@ -159,6 +170,21 @@ def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str
 def _round(draft_length: int, batch: int, texts: Texts) -> Round:
     ms = np.median(texts.seconds_PR, axis=0).sum() / texts.rounds_R.sum() * 1e3
     return Round(draft_length=draft_length, batch=batch, ms=float(ms))
+
+
+def _beyond(
+    sides: Mapping[tuple, Decoder], measured: Mapping[tuple, Texts], batch: int, longest: int,
+    progress: Callable[[str], None],
+) -> Beyond:  # fmt: skip
+    plain, drafted = sides["fit", batch, 0], sides["fit", batch, longest]
+    running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in (drafted, plain)]
+    split = split_round(*running, SPLITS, lambda text: progress(f"parts of a round, batch {batch}: {text}"))
+    known = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch) and K}
+    known = known if len(known) > 1 else {0: split.step.ms.median, **known}
+    return Beyond.between(
+        last_slope(known), split.draft.ms.median / longest, (longest + 1, split.score.ms.median),
+        (drafted.workload.prompt_length, measured["fit", batch, longest].prefill_ms), batch,
+    )  # fmt: skip
 
 
 def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats]:
@@ -190,13 +216,13 @@ def _check(forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:
     )  # fmt: skip
 
 
-def _summary(checks, fit_lengths, fit_batches, check_batch, prompts) -> Agreement:
+def _summary(checks, costs, fit_lengths, fit_batches, check_batch, prompts) -> Agreement:
     unseen = [check for check in checks if not check.cost_was_fitted] or checks
     by_forecast = min(checks, key=lambda check: check.forecast.value)
     by_clock = min(checks, key=lambda check: check.measured)
     return Agreement(
         fit_lengths=tuple(fit_lengths), fit_batches=tuple(fit_batches), check_batch=check_batch, prompts=prompts,
-        checks=tuple(checks), worst_error=max(abs(check.error) for check in unseen),
+        costs=costs, checks=tuple(checks), worst_error=max(abs(check.error) for check in unseen),
         worst_noise=max(check.noise for check in checks), best_forecast=by_forecast.draft_length,
         best_measured=by_clock.draft_length, lost=by_forecast.measured / by_clock.measured - 1,
     )  # fmt: skip

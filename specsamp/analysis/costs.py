@@ -45,15 +45,46 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """What one more drafted token adds to a round beyond the longest K that is known."""
+
+    ms: float
+    batch: int = 1
+
+    @classmethod
+    def between(cls, last_ms: float, draft_ms: float, score: tuple[int, float], prefill: tuple[int, float], batch: int):
+        """Halfway between going on as before and as if scoring led straight to the prefill.
+
+        A call of many tokens uses a processor better than one of a dozen, so tokens cost less and less: the truth lies
+        between the two. Where scoring streams weights they are the same.
+
+        Args:
+          last_ms: what one token more added between the two longest K that are known.
+          draft_ms: of one call of the drafter, which every token needs.
+          score, prefill: tokens of a row, and ms, of the longest call that scores and of one that reads prompts.
+          batch: rows of all these.
+        """
+        (scored, score_ms), (read, prefill_ms) = score, prefill
+        if read <= scored:
+            return cls(ms=last_ms, batch=batch)
+        towards_prefill = draft_ms + max(prefill_ms - score_ms, 0.0) / (read - scored)
+        return cls(ms=(last_ms + min(towards_prefill, last_ms)) / 2, batch=batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CostTable:
     """Known rounds, and straight lines between them; along the draft length also beyond the last.
 
     Draft calls are added one by one and scored rows nearly so, hence lines. Along batch and context nothing is
     extrapolated: a new regime (arithmetic instead of streaming) would not be seen coming.
+
+    Attributes:
+      beyond: by batch, how a line goes on beyond the longest K; where it is not known, as between the last two.
     """
 
     rounds: tuple[Round, ...]
     error: float = 0.0
+    beyond: tuple[Beyond, ...] = ()
 
     def __post_init__(self):
         if not self.rounds:
@@ -76,7 +107,11 @@ class CostTable:
         by_batch: dict[int, dict[int, float]] = {}
         for known in here:
             by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
-        at = {size: lambda ms=ms: _line(ms, draft_length) for size, ms in sorted(by_batch.items())}
+        slopes = {one.batch: one.ms for one in self.beyond}
+        at = {
+            size: lambda ms=ms, size=size: _line(ms, draft_length, slopes.get(size))
+            for size, ms in sorted(by_batch.items())
+        }
         return _between("batch", batch, at)
 
 
@@ -173,15 +208,23 @@ def _between(name: str, value: int, known: dict[int, Any]) -> float:
     return (1 - share) * known[low]() + share * known[high]()
 
 
-def _line(ms: dict[int, float], draft_length: int) -> float:
-    """Linear between known draft lengths, and beyond the longest two."""
+def _line(ms: dict[int, float], draft_length: int, beyond: float | None = None) -> float:
+    """Linear between known draft lengths, and beyond the longest two unless a slope is given."""
     lengths = sorted(ms)
-    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1):
+    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1 and beyond is None):
         raise ValueError(f"no cost at draft_length {draft_length}: known are {', '.join(map(str, lengths))}")
     if draft_length <= lengths[-1]:
         return float(np.interp(draft_length, lengths, [ms[n] for n in lengths]))
-    near, far = lengths[-2:]
-    return ms[far] + (draft_length - far) * (ms[far] - ms[near]) / (far - near)
+    far = lengths[-1]
+    if beyond is None:
+        beyond = last_slope(ms)
+    return ms[far] + (draft_length - far) * beyond
+
+
+def last_slope(ms: dict[int, float]) -> float:
+    """What a drafted token adds between the two longest K."""
+    near, far = sorted(ms)[-2:]
+    return (ms[far] - ms[near]) / (far - near)
 
 
 def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:

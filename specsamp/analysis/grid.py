@@ -26,7 +26,7 @@ from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import CostTable, Round, median_rounds
+from specsamp.analysis.costs import Beyond, CostTable, Round, last_slope, median_rounds
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
@@ -177,13 +177,26 @@ def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, 
 
 def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
     """Of a round, from measured cells; both of their sides count."""
-    rounds = []
+    rounds, longest = [], {}
     for cell in cells:
         result, batch = cell["result"], cell["key"]["batch"]
+        longest[batch] = max(longest.get(batch, cell), cell, key=lambda one: one["key"]["draft_length"])
         for side in ("autoregressive", "speculative"):
             one = result[side]
             rounds.append(Round(draft_length=one["draft_length"], batch=batch, ms=one["ms_per_round"]["median"]))
-    return CostTable(rounds=median_rounds(rounds))
+    rounds = median_rounds(rounds)
+    beyond = [_beyond(cell, {r.draft_length: r.ms for r in rounds if r.batch == b}) for b, cell in longest.items()]
+    return CostTable(rounds=rounds, beyond=tuple(one for one in beyond if one is not None))
+
+
+def _beyond(cell: Mapping[str, Any], ms: Mapping[int, float]) -> Beyond | None:
+    """How costs go on beyond this cell; None where its rounds were not taken apart."""
+    result, K = cell["result"], cell["key"]["draft_length"]
+    if result["split"] is None or K == 0:
+        return None
+    part = lambda name: result["split"][name]["ms"]["median"]
+    prefill = cell["workload"]["prompt_length"], result["speculative"]["prefill_ms"]["median"]
+    return Beyond.between(last_slope(ms), part("draft") / K, (K + 1, part("score")), prefill, cell["key"]["batch"])
 
 
 def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 
 import numpy as np
 import pytest
@@ -16,15 +17,20 @@ from specsamp.decoding.results import RowStats
 
 PROMPTS = [(1, 2)] * 80
 TOKENS = 96
+DRAFT_MS = 0.2
 
 
-def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0):
-    """Replaces decoding by rounds whose acceptance is drawn, on a clock of ``round_ms(K, batch)``."""
+def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, prefill_ms=1e9):
+    """Replaces decoding by rounds whose acceptance is drawn, on a clock of ``round_ms(K, batch)``.
+
+    A call of the draft takes `DRAFT_MS`; by default the prefill takes so long that tokens get no cheaper towards it.
+    """
     clock, decoded, sides = np.random.default_rng(0), [], []
 
     class Side:
         def __init__(self, K, workload):
             self.K, self.workload, self.number = K, workload, len(sides)
+            self.loop, self.weights, self.request, self.warm_state = self, None, lambda _: None, lambda: None
             sides.append(self)
 
         def decode(self, repeat):
@@ -34,7 +40,7 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0):
             rounds = max(row.rounds for row in rows)
             seconds = rounds * round_ms(self.K, self.workload.batch) / 1e3 * (1 + noise * clock.normal())
             return Timing(
-                prefill_seconds=0.0, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(), from_draft=()
+                prefill_seconds=prefill_ms / 1e3, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(), from_draft=()
             )
 
         def row(self, random):
@@ -52,6 +58,12 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0):
                 accepted_counts=tuple(counts.tolist()),
             )  # fmt: skip
 
+    def parts(speculative, *_):
+        side, ms = speculative[0], lambda value: types.SimpleNamespace(ms=types.SimpleNamespace(median=value))
+        whole, draft = round_ms(side.K, side.workload.batch), side.K * DRAFT_MS
+        return types.SimpleNamespace(draft=ms(draft), score=ms(whole - draft), step=ms(round_ms(0, 1)))
+
+    monkeypatch.setattr(module, "split_round", parts)
     monkeypatch.setattr(
         module, "decoders", lambda pair, contenders, sampling, work: {K: Side(K, work) for K in contenders}
     )
@@ -86,6 +98,20 @@ def test_costs_that_bend_where_nothing_was_fitted_are_not(monkeypatch):
     found = found_with(passes=2)
     assert found.worst_error > 0.25
     assert all(abs(check.round_ms_error) > 0.3 for check in found.checks if check.draft_length > 9)
+
+
+def test_tokens_that_get_cheaper_are_foreseen_from_the_prefill(monkeypatch):
+    """Beyond nine tokens one more costs 0.6 ms: between the 1 ms of the last two known and 0.3 towards the prefill."""
+    flatter = lambda K, batch: linear(min(K, 8), batch) + 0.6 * max(K - 8, 0)
+    emulate(monkeypatch, flatter, prefill_ms=flatter(8, 1) - 8 * DRAFT_MS + 0.1 * (109 - 9))
+    options = {"prompts": [(1,) * 109] * 80, "max_new_tokens": TOKENS}
+    found = agreement(None, lambda K: K, RULES["token"](), None, **options)
+    assert [one.batch for one in found.costs.beyond] == [1]
+    np.testing.assert_allclose(found.costs.beyond[0].ms, (1.0 + 0.3) / 2)
+    assert max(abs(check.round_ms_error) for check in found.checks) < 0.02
+    emulate(monkeypatch, flatter)  # the control: a prefill as slow as if they did not
+    found = agreement(None, lambda K: K, RULES["token"](), None, **options)
+    assert max(abs(check.round_ms_error) for check in found.checks) > 0.07
 
 
 def test_a_batch_between_two_that_were_fitted(monkeypatch):

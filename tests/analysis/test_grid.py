@@ -25,7 +25,10 @@ from specsamp.sampling.warp import chain, greedy, temperature
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
-SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes"])(Spread.of([1.0]), 8)
+PART = dataclasses.make_dataclass("Part", ["ms"])(Spread.of([1.0]))
+SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes", "draft", "score"])(
+    Spread.of([1.0]), 8, PART, PART
+)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +223,7 @@ def test_a_grid_becomes_cells(experiment):
     assert all(one.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
     assert {type(one.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
     assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
-    assert config.draft_length == 4  # the configuration itself is not turned
+    assert config == trained_pair.get_config()  # the configuration itself is not turned
     (heated,) = launch_cells.make_cells(config, points("draft_temperature=0.5"), experiment)
     laws = [float(law.warps[0].value) for law in (heated.sampling, heated.draft_sampling)]
     np.testing.assert_allclose(laws, [0.8, 0.5])

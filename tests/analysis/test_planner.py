@@ -8,7 +8,7 @@ import pytest
 
 from specsamp.analysis import published
 from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
-from specsamp.analysis.costs import CostTable, Model, Roofline, Round, compiled_costs, per_call
+from specsamp.analysis.costs import Beyond, CostTable, Model, Roofline, Round, compiled_costs, per_call
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.results import RowStats
 
@@ -202,6 +202,15 @@ def test_lines_between_known_rounds():
         table.round_ms(0, 4, 100)
     with pytest.raises(ValueError, match="context 50 lies beyond the measured 100, 300"):
         table.round_ms(0, 1, 50)
+
+
+def test_beyond_the_longest_known_round():
+    between = lambda prefill: Beyond.between(2.0, 0.5, (9, 10.0), prefill, batch=1).ms
+    assert between((59, 35.0)) == (2.0 + 1.0) / 2  # 0.5 ms of the draft, 25 ms of reading 50 tokens
+    assert between((59, 5.0)) == (2.0 + 0.5) / 2  # a prefill that is no longer than scoring
+    assert between((59, 1e6)) == 2.0 == between((9, 1.0))  # never dearer than before, nor from a prefill as short
+    table = CostTable(rounds=(Round(draft_length=0, ms=1), Round(draft_length=8, ms=5)), beyond=(Beyond(ms=0.25),))
+    assert [table.round_ms(K) for K in (4, 8, 12)] == [3, 5, 6]
 
 
 def test_the_roofline_of_chinchilla_on_16_chips():
