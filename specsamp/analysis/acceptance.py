@@ -40,7 +40,8 @@ def mirrored_block_survival(alpha: float, draft_length: int) -> np.ndarray:
     A rate alone does not settle how much the block rule gains. Nothing, where a ratio is either 0 or at least 1;
     much, for two tokens whose chances target and draft exchange, the example of Sun et al. (arXiv 2403.10444,
     section 2; alpha = 2/3 is its figure). This is the latter: the ratio is alpha / (2 - alpha) with chance
-    (2 - alpha) / 2, and its inverse otherwise.
+    (2 - alpha) / 2, and its inverse otherwise. It is no bound: laws that differ from one position to the next can gain
+    more.
     """
     alpha = _chance("the acceptance rate", alpha)
     if alpha in (0.0, 1.0):

@@ -80,12 +80,26 @@ class CostTable:
         return _between("batch", batch, at)
 
 
-def per_call(target_ms: float, draft_ms: float, batch: int = 1) -> CostTable:
-    """Rounds of ``target_ms + K draft_ms``: scoring takes as long as a step (the assumption of Chen et al.)."""
-    if not (target_ms > 0 and draft_ms >= 0):
-        raise ValueError(f"calls take time: target {target_ms!r} ms, draft {draft_ms!r} ms")
-    rounds = tuple(Round(draft_length=K, ms=target_ms + K * draft_ms, batch=batch) for K in (0, 1))
-    return CostTable(rounds=rounds)
+@dataclasses.dataclass(frozen=True)
+class PerCall:
+    """A round takes ``target_ms + K draft_ms``, whatever it scores: a call streams weights (as Chen et al. assume).
+
+    Batch and context do not count, so these are milliseconds at the ones that are meant.
+
+    Raises:
+      ValueError: a call that takes no time, or no end of it.
+    """
+
+    target_ms: float
+    draft_ms: float
+    error: float = 0.0
+
+    def __post_init__(self):
+        if not (0 < self.target_ms < math.inf and 0 <= self.draft_ms < math.inf):
+            raise ValueError(f"calls take time: target {self.target_ms!r} ms, draft {self.draft_ms!r} ms")
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        return self.target_ms + draft_length * self.draft_ms
 
 
 def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
@@ -104,7 +118,8 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
         compiled = Report(**{**report, "programs": programs})
         named = {name: compiled[name] for name in ("target step", "round")}
     except (KeyError, TypeError, StopIteration) as error:
-        raise ValueError(f"no compile report with a target step and a round ({type(error).__name__}: {error})") from error
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"no compile report with a target step and a round ({told})") from error
     if any(program.hbm_bytes is None for program in named.values()):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
     lengths, error = (0, compiled.draft_length), 0.0

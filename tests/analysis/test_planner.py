@@ -8,7 +8,7 @@ import pytest
 
 from specsamp.analysis import published
 from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
-from specsamp.analysis.costs import CostTable, Model, Roofline, Round, compiled_costs, per_call
+from specsamp.analysis.costs import CostTable, Model, PerCall, Roofline, Round, compiled_costs
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.generate import RowStats
 
@@ -61,7 +61,7 @@ def test_the_table_of_tokens_per_round(alpha):
 @pytest.mark.parametrize("draft_ms", BEST)
 def test_the_table_of_best_draft_lengths(draft_ms):
     for alpha, (K, speedup) in zip(ALPHAS, BEST[draft_ms], strict=True):
-        plan = make_plan(Profile.of_rate(alpha), per_call(1.0, draft_ms), draft_lengths=range(31))
+        plan = make_plan(Profile.of_rate(alpha), PerCall(1.0, draft_ms), draft_lengths=range(31))
         assert abs(plan.best.speedup.value - speedup) < 6e-3
         # Neighbours may be equal to the last published digit.
         assert plan.best.draft_length == K or abs(plan[K].speedup.value - plan.best.speedup.value) < 2e-3
@@ -86,6 +86,17 @@ def test_the_block_rule_of_two_mirrored_tokens(K):
     token, block = BLOCK_ACCEPTED[K]
     assert math.isclose(Profile.of_rate(2 / 3).survival(K).sum(), token, rel_tol=1e-4)
     assert math.isclose(mirrored_block_survival(2 / 3, K).sum(), block, rel_tol=1e-4)
+
+
+def test_mirrored_tokens_are_no_bound_of_the_block_rule():
+    """Both positions have the rate 2/3: first a ratio that is nearly always the same, then one that is 0 or 3/2."""
+    rate, rare = 2 / 3, 0.01
+    first = ((1 - rare, (rate - rare) / (1 - rare)), (rare, (1 - rate + rare) / rare))  # chance, ratio
+    second = ((1 - rate, 0.0), (rate, 1 / rate))
+    for law in (first, second):
+        np.testing.assert_allclose([sum(p * r for p, r in law), sum(p * min(1, r) for p, r in law)], [1, rate])
+    both = sum(p * q * min(1, min(1, r) * s) for p, r in first for q, s in second)
+    assert both > mirrored_block_survival(rate, 2)[1] + 0.1
 
 
 def test_the_block_rule_against_drawn_blocks():
@@ -130,7 +141,8 @@ def test_rounds_against_simulation(batch, exponents):
 
 
 def test_a_batch_takes_longer_and_endless_rows_do_not():
-    profile, costs = Profile.of_rate(0.8), CostTable(rounds=per_call(1, 0.1, 1).rounds + per_call(1, 0.1, 8).rounds)
+    known = tuple(Round(draft_length=K, ms=1 + 0.1 * K, batch=batch) for batch in (1, 8) for K in (0, 1))
+    profile, costs = Profile.of_rate(0.8), CostTable(rounds=known)
     at = lambda batch, n: make_plan(profile, costs, batch=batch, new_tokens=n)[4].ms_per_token.value * batch
     assert at(8, 64) > at(1, 64) > at(1, None)
     assert math.isclose(at(8, None), at(1, None))
@@ -138,8 +150,17 @@ def test_a_batch_takes_longer_and_endless_rows_do_not():
     assert at(4, None) == pytest.approx(at(1, None))  # between two measured batches
 
 
+def test_milliseconds_of_a_call_serve_any_batch_and_context():
+    """As in the docstrings of the planner and of launch/plan.py."""
+    plan = make_plan(Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128)
+    assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
+    for calls in ((0, 1), (1, -1), (math.inf, 1), (1, math.nan)):
+        with pytest.raises(ValueError, match="calls take time: target"):
+            PerCall(*calls)
+
+
 def test_speculation_that_does_not_pay_is_not_planned():
-    plan = make_plan(Profile.of_rate(0.2), per_call(1.0, 0.5))
+    plan = make_plan(Profile.of_rate(0.2), PerCall(1.0, 0.5))
     assert plan.best.draft_length == 0 and plan.best.speedup.value == 1
     assert plan.best_speculative.draft_length == 1 and plan.best_speculative.speedup.value < 1
 
@@ -184,9 +205,10 @@ def test_bands_cover_the_truth_as_often_as_they_say():
 def test_a_rate_that_was_counted_has_a_band():
     assert Profile.of_rate(0.7).tokens_per_round(4).upper == Profile.of_rate(0.7).tokens_per_round(4).value
     band = Profile.of_rate(0.7, judged=1000).tokens_per_round(4)
-    low, high = expected_tokens(0.7 - 1.96 * math.sqrt(0.21 / 1000), 4), expected_tokens(0.7 + 1.96 * math.sqrt(0.21 / 1000), 4)
+    half = 1.96 * math.sqrt(0.21 / 1000)
+    low, high = expected_tokens(0.7 - half, 4), expected_tokens(0.7 + half, 4)
     np.testing.assert_allclose([band.lower, band.upper], [low, high], rtol=2e-3)
-    sure, unsure = per_call(1, 0.1), dataclasses.replace(per_call(1, 0.1), error=0.05)
+    sure, unsure = PerCall(1, 0.1), dataclasses.replace(PerCall(1, 0.1), error=0.05)
     width = lambda costs: (lambda b: b.upper / b.lower)(make_plan(Profile.of_rate(0.7), costs)[4].speedup)
     assert width(sure) == 1 and math.isclose(width(unsure), math.exp(2 * 1.96 * 0.05 * math.sqrt(2)))
 
@@ -194,7 +216,10 @@ def test_a_rate_that_was_counted_has_a_band():
 def test_lines_between_known_rounds():
     at = lambda K, ms, batch, context: Round(draft_length=K, ms=ms, batch=batch, context=context)
     table = CostTable(
-        rounds=(at(0, 1, 1, 100), at(1, 2, 1, 100), at(4, 5, 1, 100), at(8, 13, 1, 100), at(0, 3, 3, 100), at(0, 5, 1, 300))
+        rounds=(
+            at(0, 1, 1, 100), at(1, 2, 1, 100), at(4, 5, 1, 100), at(8, 13, 1, 100),
+            at(0, 3, 3, 100), at(0, 5, 1, 300),
+        )
     )
     assert [table.round_ms(K, 1, 100) for K in (0, 1, 2, 4, 6, 12)] == [1, 2, 3, 5, 9, 21]
     assert table.round_ms(0, 2, 100) == 2 and table.round_ms(0, 1, 200) == 3
@@ -258,15 +283,13 @@ def test_histograms_that_are_none(counts):
 
 
 def test_numbers_out_of_range():
-    profile, costs = Profile.of_rate(0.5), per_call(1, 0.1)
+    profile, costs = Profile.of_rate(0.5), PerCall(1, 0.1)
     with pytest.raises(ValueError, match="a draft length must be an integer >= 0; got -1"):
         make_plan(profile, costs, draft_lengths=(1, -1))
     with pytest.raises(ValueError, match="batch must be an integer >= 1; got 0"):
         make_plan(profile, costs, batch=0)
     with pytest.raises(ValueError, match="new_tokens must be an integer >= 1; got 0"):
         make_plan(profile, costs, new_tokens=0)
-    with pytest.raises(ValueError, match="calls take time: target 0 ms"):
-        per_call(0, 1)
     with pytest.raises(ValueError, match="judged .* times cannot have accepted"):
         Profile.of_histogram((1, 2, 3), reached=(6, 2))
     with pytest.raises(ValueError, match="the acceptance by position is empty"):
