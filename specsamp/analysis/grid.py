@@ -28,11 +28,12 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.costs import CostTable, Round, median_rounds
 from specsamp.analysis.decoder import Workload
+from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
-from specsamp.tpu.described import is_out_of_memory
 from specsamp.sampling.warp import Warp
+from specsamp.tpu.described import is_out_of_memory
 
 Key = Mapping[str, Any]  # names and numbers
 CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
@@ -76,14 +77,11 @@ class Results:
         if path is None or jax.process_index() or not storage.place(path).exists():
             return fresh  # the first process writes, and says to all which cells are missing
         try:
-            document = json.loads(storage.place(path).read_text())
-            known = document["identity"]
-            keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
-            if not isinstance(known, dict) or not all(isinstance(key, dict) and ended for key, ended in keys):
-                raise ValueError("cells without key or result")
-        except (ValueError, KeyError, TypeError) as error:
-            say(f"{path} holds no cells ({type(error).__name__}: {error}): set aside as {set_aside(path)}")
+            document = read_document(path)
+        except ValueError as error:
+            say(f"{error}: set aside as {set_aside(path)}")
             return fresh
+        known = document["identity"]
         there, here = _flat(known), _flat(identity)
         changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if changed:
@@ -99,12 +97,38 @@ class Results:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        """Keeps the cell, and writes all of them; ``header`` goes before."""
-        self.cells.append(json.loads(report.to_json(cell)))
-        kept = {name: self.document[name] for name in ("identity", "cells")}
-        self.document = json.loads(report.to_json(header)) | kept
-        if self.path is not None and jax.process_index() == 0:
+        """Keeps the cell, and writes all of them; ``header`` goes before.
+
+        What another run has added to the file since it was read is kept, too.
+
+        Raises:
+          ValueError: the file has come to hold cells of another identity; it is left alone.
+        """
+        identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
+        added = Results.open(self.path, identity).cells if writes else []
+        cells = [*self.cells, json.loads(report.to_json(cell))]
+        cells += [other for other in added if all(other["key"] != one["key"] for one in cells)]
+        self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": cells}
+        if writes:
             report.write_json(self.path, self.document)
+
+
+def read_document(path: str | os.PathLike) -> dict[str, Any]:
+    """A file of cells as it was written: "identity", "cells", and what went before.
+
+    Raises:
+      ValueError: it is no such file.
+      FileNotFoundError: there is none.
+    """
+    try:
+        document = json.loads(storage.place(path).read_text())
+        keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
+        sound = all(isinstance(key, dict) and ended for key, ended in keys)
+        if not (isinstance(document["identity"], dict) and sound):
+            raise ValueError("cells without key or result")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
+    return document
 
 
 def measure_cells(
@@ -176,18 +200,27 @@ def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, 
 
 
 def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
-    """Of a round, from measured cells; both of their sides count."""
-    rounds = []
-    for cell in cells:
-        result, batch = cell["result"], cell["key"]["batch"]
-        for side in ("autoregressive", "speculative"):
-            one = result[side]
-            rounds.append(Round(draft_length=one["draft_length"], batch=batch, ms=one["ms_per_round"]["median"]))
-    return CostTable(rounds=median_rounds(rounds))
+    """Of a round, from measured cells.
+
+    Cells are measured minutes apart, on a machine that may be busier by then; the two sides of one take turns. So a
+    round counts in plain rounds of its own cell, and these as the median over all cells of the batch.
+    """
+    rounds, errors = [], []
+    for batch in sorted({cell["key"]["batch"] for cell in cells}):
+        here = [cell for cell in cells if cell["key"]["batch"] == batch]
+        spread = lambda cell, side: Spread(**cell["result"][side]["ms_per_round"])
+        step_ms = float(np.median([spread(cell, "autoregressive").median for cell in here]))
+        rounds.append(Round(draft_length=0, batch=batch, ms=step_ms))
+        for cell in (cell for cell in here if cell["key"]["draft_length"]):
+            plain, drafted = spread(cell, "autoregressive"), spread(cell, "speculative")
+            ms = drafted.median * (step_ms / plain.median)
+            rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
+            errors.append(drafted.relative_error(cell["workload"]["repeats"]))
+    return CostTable(rounds=median_rounds(rounds), error=float(np.median(errors)) if errors else 0.0)
 
 
 def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:
-    """Acceptance of the measured cell with the longest draft."""
+    """Acceptance of the measured cell with the longest draft; the cells do not tell its texts apart."""
     drafted = [cell for cell in cells if cell["key"]["draft_length"]]
     if not drafted:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
