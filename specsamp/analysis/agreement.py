@@ -97,10 +97,15 @@ def agreement(
       passes: at least two, over all texts and draft lengths.
 
     Raises:
-      ValueError: too few prompts or passes.
+      ValueError: too few prompts or passes, or a check that nothing fitted could foresee.
     """
     if len(prompts) < 4 or passes < 2:
-        raise ValueError(f"agreement takes two passes or more and four prompts or more; got {passes} and {len(prompts)}")
+        raise ValueError(f"two passes or more and four prompts or more are needed; got {passes} and {len(prompts)}")
+    if not min(fit_batches) <= check_batch <= max(fit_batches):
+        fitted = ", ".join(map(str, fit_batches))
+        raise ValueError(f"the batch to check, {check_batch}, must lie within those that are fitted, {fitted}")
+    if min(fit_lengths) < 1 or min(check_lengths) < 0:
+        raise ValueError(f"fitted K must be >= 1 and checked ones >= 0; got {[*fit_lengths]} and {[*check_lengths]}")
     halves = [tuple(tuple(prompt) for prompt in prompts[start::2]) for start in (0, 1)]
     sides = {}
 
@@ -120,10 +125,8 @@ def agreement(
     costs = CostTable(rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"))
     longest = max(fit_lengths)
     drafted = [texts.rows for (name, _, K), texts in measured.items() if name == "fit" and K]
-    plan = make_plan(
-        Profile.of_texts(_by_text(drafted, longest)), costs, draft_lengths=check_lengths, batch=check_batch,
-        new_tokens=max_new_tokens,
-    )  # fmt: skip
+    profile = Profile.of_texts(_by_text(drafted, longest, len(halves[0])))
+    plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
     checks = [
         _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
         for (name, _, K), texts in measured.items() if name == "check"
@@ -161,8 +164,11 @@ def _round(draft_length: int, batch: int, texts: Texts) -> Round:
     return Round(draft_length=draft_length, batch=batch, ms=float(ms))
 
 
-def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats]:
-    """Counts of each text over all draft lengths; what a short draft could not reach counts as not judged."""
+def _by_text(sides: Sequence[Sequence[RowStats]], longest: int, count: int) -> list[RowStats]:
+    """Counts of each of ``count`` texts over all draft lengths; what a short draft could not reach was not judged.
+
+    The last batch begins again with the first text: the rows of a text count together.
+    """
 
     def padded(row: RowStats) -> RowStats:
         more = (0,) * (longest - len(row.reached))
@@ -171,7 +177,7 @@ def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats
     by_number: dict[int, list[RowStats]] = {}
     for rows in sides:
         for number, row in enumerate(rows):
-            by_number.setdefault(number, []).append(padded(row))
+            by_number.setdefault(number % count, []).append(padded(row))
     return [functools.reduce(operator.add, rows) for rows in by_number.values()]
 
 

@@ -116,9 +116,27 @@ def test_prompts_are_not_shared_by_the_halves(monkeypatch):
     assert {K for K, _, prompt in decoded if prompt == (1,)} == {0, 3}
 
 
-def test_too_little_is_refused():
-    with pytest.raises(ValueError, match="two passes or more and four prompts or more; got 1 and 80"):
-        found_with(passes=1)
+def test_a_text_that_fills_up_the_last_batch_counts_once():
+    row = RowStats(rounds=2, emitted=3, drafted=2, reached=(2,), accepted_counts=(1, 1))
+    texts = module._by_text([[row] * 3, [row] * 4], longest=2, count=3)  # alone; two batches of two
+    assert [text.rounds for text in texts] == [6, 4, 4]
+    assert texts[0].reached == (6, 0) and texts[0].accepted_counts == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"passes": 1}, "two passes or more and four prompts or more are needed; got 1 and 80"),
+        ({"fit_batches": (1, 2), "check_batch": 4}, "batch to check, 4, must lie within those that are fitted, 1, 2"),
+        ({"fit_lengths": (0, 4)}, r"fitted K must be >= 1 and checked ones >= 0; got \[0, 4\]"),
+        ({"check_lengths": (-1, 4)}, r"checked ones >= 0; got .* and \[-1, 4\]"),
+    ],
+)
+def test_what_is_refused_before_anything_is_decoded(monkeypatch, options, message):
+    decoded = emulate(monkeypatch, linear)
+    with pytest.raises(ValueError, match=message):
+        found_with(**options)
+    assert not decoded
 
 
 def test_the_table(monkeypatch):
@@ -126,3 +144,4 @@ def test_the_table(monkeypatch):
     table = tables.agreement_table("greedy, batch 1", found_with(check_lengths=(0, 3)), 0.1)
     assert len(table.rows) == 2 and all(len(row) == len(table.header) for row in table.rows)
     assert table.rows[0][0] == "K = 0 (fitted)" and "allowed 10%" in table.note
+    assert "forecast from K = 0, 1, 4, 8 at batch 1 on other prompts" in table.title
