@@ -68,7 +68,8 @@ class Side:
 class Acceptance:
     """Counts over all rows and repeats; only what was emitted counts. Errors are standard errors.
 
-    Whether a drafted token is accepted is one coin flip given the past, so errors are binomial.
+    Whether a drafted token is accepted is one coin flip given the past, so errors are binomial: of the rate on these
+    texts. Other texts may differ by more (`specsamp.analysis.acceptance` tells texts apart).
     """
 
     rounds: int

@@ -221,6 +221,13 @@ def test_workloads_are_checked(pair):
         benchmark(pair, NoDrafter(), TokenRule(), SAMPLING, long)
 
 
+def test_a_target_that_has_no_law_is_not_a_quick_one(pair):
+    """Its rows end before the first token."""
+    broken = dataclasses.replace(pair, target_params=jnp.full_like(pair.target_params, jnp.nan))
+    with pytest.raises(ValueError, match="the target's logits hold NaN"):
+        benchmark(broken, NoDrafter(), TokenRule(), SAMPLING, WORK)
+
+
 @pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])
 def test_what_has_no_json_form_leaves_the_old_file(tmp_path, document):
     path = tmp_path / "result.json"
@@ -250,7 +257,7 @@ def test_tables_hold_the_numbers(result, plain):
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.round.ms.median:.3g}" in text
-    for words in ("draft: warp and draw", "unexplained", "the whole round"):
+    for words in ("draft: warp and draw", "unexplained", "the whole round", "GB: weights, caches, peak"):
         assert words in text
 
 
