@@ -164,19 +164,18 @@ class Profile:
         if self.without:  # jackknife over texts
             values = np.array([part.survival(draft_length).sum() for part in self.without])
             return math.sqrt((len(values) - 1) / len(values) * ((values - values.mean()) ** 2).sum())
+        seen, pooled = len(self.judged), self.judged[1:] or self.judged  # `beyond` is the rate of the pooled
+        deeper = range(1, draft_length - seen + 1)
+        of_beyond = math.prod(self.by_position) * sum(n * self.beyond ** (n - 1) for n in deeper)
         variance = 0.0
         for i, judged in enumerate(self.judged[:draft_length]):
             chance, up = self.by_position[i], list(self.by_position)
             up[i] = 1.0
-            # A rate was counted over all positions, so it moves them together.
-            moved = dataclasses.replace(self, by_position=tuple(up)).survival(draft_length)
-            slope = moved[i:].sum() if len(self.judged) > 1 else _rate_slope(chance, draft_length)
+            slope = dataclasses.replace(self, by_position=tuple(up)).survival(draft_length)[i:].sum()
+            if i or seen == 1:
+                slope += of_beyond * judged / sum(pooled)
             variance += slope**2 * chance * (1 - chance) / judged
         return math.sqrt(variance)
-
-
-def _rate_slope(alpha: float, draft_length: int) -> float:
-    return sum(n * alpha ** (n - 1) for n in range(1, draft_length + 1))
 
 
 def _exponents(stats: Sequence[RowStats]) -> tuple[float, ...]:
