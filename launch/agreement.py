@@ -46,7 +46,7 @@ def main() -> None:
         if not experiment.workload.prompts:
             raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
     except (ValueError, OSError) as error:
-        sys.exit(f"--config: {error}")
+        sys.exit(str(error))
     use_compilation_cache()
     console.print(headline(experiment))
     work = experiment.workload

@@ -53,6 +53,7 @@ _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lowe
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
+ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
 MIRRORED = (
     ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
     "column is its tokens per round if target and draft exchange the chances of two tokens"
@@ -182,7 +183,7 @@ def plan_table(plan: Plan) -> report.Table:
         header=(*header, "block rule, mirrored") if rate else header,
         rows=rows,
         note="* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks "
-        "behind the costs" + (MIRRORED if rate else ""),
+        "behind the costs" + (MIRRORED if rate else "") + (ROOFLINE if _CHIP.value else ""),
     )
 
 

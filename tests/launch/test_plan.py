@@ -16,7 +16,7 @@ REPORT = "--compile_report=notebooks/results/compile_chinchilla_v4.json"
     [
         ((RATE, *CALLS, "--longest=4"), ["block rule, mirrored", "rows that never end: K = 4, 2.23x"]),
         (("--by_position=0.85,0.8,0.7", *CALLS, "--new_tokens=128", "--batch=8"), ["batch 8, 128 tokens each"]),
-        ((HISTOGRAM, *ROOFLINE), ["batch 1, 2048 slots, rows that never end: K ="]),
+        ((HISTOGRAM, *ROOFLINE), ["batch 1, 2048 slots, rows that never end: K =", "at the full rate of the chip"]),
         ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
         (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
     ],
