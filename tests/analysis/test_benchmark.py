@@ -191,6 +191,25 @@ def without_parts(monkeypatch):
     monkeypatch.setattr(benchmark_module, "jax", types.SimpleNamespace(config=config))
 
 
+def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
+    """Decoding holds the caches of one side, the phases hold both: what was decoded counts all the same."""
+
+    def fail(message):
+        def split(*_):
+            raise jax.errors.JaxRuntimeError(message)
+
+        monkeypatch.setattr(benchmark_module, "split_round", split)
+
+    fail("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    said = []
+    result = benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK, said.append)
+    assert result.split is None and result.streaming_share is None and result.acceptance.emitted
+    assert "left out" in said[-1]
+    fail("INTERNAL: something else")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK)
+
+
 def test_prompt_lookup(pair, monkeypatch):
     """Proposals without laws, and sometimes none."""
     without_parts(monkeypatch)
