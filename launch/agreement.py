@@ -2,8 +2,8 @@
 
     python launch/agreement.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_agreement.json
 
-Greedy and at the configuration's temperature: costs fitted at K = 1, 4, 8 and batch 1 forecast K = 0 .. 12 at batch 1;
-fitted at batch 1 and 8 they forecast batch 4.
+Greedy and at the configuration's temperature: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
+forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4.
 """
 
 import sys
@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 import entry
 from cells import read_prompts
-from experiment import DRAFTERS, RULES, build, choose, config_mesh, headline
+from experiment import DRAFTERS, RULES, build, choose, config_mesh, headline, refuse
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
 from specsamp.analysis.agreement import Agreement, agreement
@@ -36,12 +36,17 @@ def main() -> None:
     config = _CONFIG.value
     try:
         entry.check_output(_OUTPUT.value)
+        refuse(config, "draft_temperature", "synthetic_acceptance")
+        if config.drafter == "none":
+            raise ValueError("without a drafter there is nothing to forecast")
+        if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
+            raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
         experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
         make = choose("drafter", config.drafter, DRAFTERS)
         if not experiment.workload.prompts:
             raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"--config: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
     use_compilation_cache()
     console.print(headline(experiment))
     work = experiment.workload
@@ -65,8 +70,8 @@ def main() -> None:
                     sys.exit(str(error))
                 report.show([tables.agreement_table(where, found[where], ALLOWED)], console, _PLAIN.value)
     document = {
-        "config": config.to_dict(), "pair": experiment.pair_name, "allowed": ALLOWED, "agreements": found,
-        "within": {where: one.worst_error <= ALLOWED for where, one in found.items()},
+        "config": config.to_dict(), "pair": experiment.pair_name, "weights": experiment.weights, "allowed": ALLOWED,
+        "agreements": found, "within": {where: one.worst_error <= ALLOWED for where, one in found.items()},
     }  # fmt: skip
     entry.write_result(_OUTPUT.value, document, console)
 

@@ -37,7 +37,7 @@ def main() -> None:
         points = parse_grid(_GRID.value)
         prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
         experiment = build(config, prompts, mesh=config_mesh(config))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"{config_flags.get_config_filename(flags.FLAGS['config'])}: {error}")
     console.print(headline(experiment), highlight=False)
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)

@@ -19,6 +19,7 @@ import entry
 from experiment import RULES, Experiment, choose, make_drafter, make_sampling
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
+from specsamp.analysis.decoder import check_fits
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.hyper import Point, product, sweep
 from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
@@ -30,6 +31,7 @@ from specsamp.sampling.warp import chain, temperature
 LAW = ("temperature", "top_k", "top_p", "min_p")
 TURNED = {"draft_length", "drafter", "rule", "batch", "repeats", "draft_temperature", "synthetic_acceptance"}
 TURNED |= {f"sampling.{name}" for name in LAW}
+
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
     """``["draft_length=0,1,4", "rule=token,block"]`` -> every combination.
@@ -53,6 +55,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
         sweeps.append(sweep(field, map(value, listed)))
     return product(sweeps)
 
+
 def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experiment) -> list[Cell]:
     """A cell for each point, the first of equal ones; all are checked before any is measured.
 
@@ -64,6 +67,7 @@ def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experime
         cell = _cell(_turned(config, point), experiment)
         cells.setdefault(json.dumps(cell.key), cell)
     return list(cells.values())
+
 
 def _turned(config: ConfigDict, point: Point) -> ConfigDict:
     turned = copy.deepcopy(config)  # ConfigDict(config) would share what is still to be filled in
@@ -77,6 +81,7 @@ def _turned(config: ConfigDict, point: Point) -> ConfigDict:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{field} = {value!r} does not fit this configuration: {error}") from error
     return turned
+
 
 def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     K = integer("draft_length", config.draft_length, 0)
@@ -107,6 +112,7 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
         workload=dataclasses.replace(experiment.workload, **work),
     )  # fmt: skip
 
+
 def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
     """What all cells of a file share."""
     device, work = jax.devices()[0], experiment.workload
@@ -123,13 +129,23 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
         "jax": jax.__version__,
     }
 
-def run_cells(config: ConfigDict, points: Sequence[Point], experiment: Experiment, output: str | None, console: Console,
-              plain: bool) -> None:  # fmt: skip
+
+def run_cells(
+    config: ConfigDict,
+    points: Sequence[Point],
+    experiment: Experiment,
+    output: str | None,
+    console: Console,
+    plain: bool,
+) -> None:
     """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it."""
     try:
         cells = make_cells(config, points, experiment)
-        results = Results.open(output, identity_of(config, experiment), lambda text: console.print(text, style="yellow"))
-    except ValueError as error:
+        for cell in cells:
+            check_fits(experiment.pair, [cell.drafter], cell.workload)
+        say = lambda text: console.print(text, style="yellow", soft_wrap=True)
+        results = Results.open(output, identity_of(config, experiment), say)
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
     if made_up:
@@ -139,9 +155,10 @@ def run_cells(config: ConfigDict, points: Sequence[Point], experiment: Experimen
         console.print(f"{there} of {len(cells)} cells are in {output} already", soft_wrap=True)
     header = lambda: {"command": entry.command(), "environment": report.environment()}
     with console.status("starting") as status:
-        measured = grid.measure_cells(
-            experiment.pair, cells, results, header=header, progress=lambda text: status.update(text)
-        )
+        try:
+            measured = grid.measure_cells(experiment.pair, cells, results, header=header, progress=status.update)
+        except ValueError as error:
+            sys.exit(str(error))
     if not entry.is_first():
         return
     rows = [results.find(cell.key) for cell in cells]
@@ -153,6 +170,7 @@ def run_cells(config: ConfigDict, points: Sequence[Point], experiment: Experimen
         report.show(report.result_tables(measured[0][1], label), console, plain)
     if output:
         console.print(f"\nwritten to {output}", soft_wrap=True)
+
 
 def read_prompts(path: str) -> list[str]:
     """Prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line, \\n for a break.
@@ -166,7 +184,9 @@ def read_prompts(path: str) -> list[str]:
         try:
             listed = json.loads(text)
             listed = listed["prompts"] if isinstance(listed, dict) else listed
-            prompts = [entry if isinstance(entry, str) else entry["text"] for entry in listed]
+            prompts = [one if isinstance(one, str) else one["text"] for one in listed]
+            if not isinstance(listed, list) or not all(isinstance(prompt, str) for prompt in prompts):
+                raise TypeError("not a list of texts")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no JSON list of prompts ({type(error).__name__}: {error})") from error
     else:

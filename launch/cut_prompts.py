@@ -38,7 +38,8 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
     source = f"held-out files of the Python {platform.python_version()} standard library (PSF licence version 2)"
-    storage.write(_OUTPUT.value, json.dumps({"source": source, "prompts": prompts}, indent=1) + "\n")
+    document = {"command": entry.command(), "source": source, "prompts": prompts}
+    storage.write(_OUTPUT.value, json.dumps(document, indent=1) + "\n")
     console.print(f"{len(prompts)} prompts of {len(files)} files, written to {_OUTPUT.value}", soft_wrap=True)
 
 

@@ -27,7 +27,7 @@ from specsamp.analysis.decoder import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "To complete, \\n for a line break (not at the end); may be repeated.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "To complete; \\n for a line break, not at the end; may be repeated.")
 _PLAIN = flags.DEFINE_bool("plain", False, "No colours: the target's own tokens stand in brackets.")
 _PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.", lower_bound=1)
 

@@ -75,12 +75,14 @@ def command() -> str:
 
 
 def check_output(path: str | None, flag: str = "output") -> None:
-    """Refuses a place that cannot be written: now, not after an hour of measuring.
+    """Refuses a place that cannot be written, or is a folder: now, not after an hour of measuring.
 
     Raises:
       ValueError: with the reason.
     """
     if path and is_first():
+        if storage.place(path).is_dir():
+            raise ValueError(f"--{flag}={path} is a folder: name a file in it")
         probe = f"{path}.probe"
         try:
             storage.write(probe, "")

@@ -251,3 +251,14 @@ def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
     if name not in known:
         raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
     return known[name]
+
+
+def refuse(config: ConfigDict, *names: str) -> None:
+    """Fields that a script does not heed must not be set.
+
+    Raises:
+      ValueError: one is.
+    """
+    for name in names:
+        if config.get(name) is not None:
+            raise ValueError(f"{name} = {config[name]!r} would not be heeded here; launch/benchmark.py takes it")

@@ -7,7 +7,6 @@ Ours are lines, with quartiles; the points are those of Chen et al. Nothing is m
 """
 
 import io
-import json
 import os
 import sys
 
@@ -15,7 +14,7 @@ from absl import flags
 
 import entry
 from specsamp import storage
-from specsamp.analysis import figures
+from specsamp.analysis import figures, grid
 
 GRID = "notebooks/results/python_pair_grid.json"
 _CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
@@ -29,10 +28,9 @@ _LENGTHS = flags.DEFINE_multi_integer("draft_length", [], "K in the figure by ba
 def main() -> None:
     console = entry.make_console(highlight=False)
     try:
-        cells = [cell for path in _CELLS.value for cell in json.loads(storage.place(path).read_text())["cells"]]
-        drawn = {"figure_1": figures.draw_paper(
-            figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
-        )}  # fmt: skip
+        cells = [cell for path in _CELLS.value for cell in grid.read_document(path)["cells"]]
+        curves = figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
+        drawn = {"figure_1": figures.draw_paper(curves)}
         wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
         shown = [cell for cell in cells if wanted.items() <= cell["key"].items()]
         shown = [cell for cell in shown if not _LENGTHS.value or cell["key"]["draft_length"] in _LENGTHS.value]

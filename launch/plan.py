@@ -1,10 +1,10 @@
 """Whether speculation pays, and with which K: from acceptance and costs, without decoding anything.
 
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
-    python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=1 --batch=8
+    python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
     python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
     python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/REPORT.json
-    python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --batch=4 --new_tokens=128
+    python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 
 Acceptance is a rate, one chance for each drafted position (given that those before were accepted), or rounds by
 number of accepted tokens (0, 1, ..., K). Costs are milliseconds per call, what launch/compile_report.py wrote, or
@@ -24,22 +24,24 @@ from experiment import make_model
 from specsamp import storage
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile, mirrored_block_survival
-from specsamp.analysis.costs import Costs, Model, Roofline, compiled_costs, per_call
+from specsamp.analysis.costs import Costs, Model, PerCall, Roofline, compiled_costs
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.tpu.described import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")
 _BY_POSITION = flags.DEFINE_list("by_position", None, "Chances by drafted position; the last one holds on.")
 _HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted tokens, 0 .. K.")
-_TARGET_MS = flags.DEFINE_float("target_ms", None, "Of a call of the target.")
-_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Of a call of the draft.")
+_TARGET_MS = flags.DEFINE_float("target_ms", None, "Of a call of the target, at the batch and context that are meant.")
+_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Of a call of the draft, likewise.")
 _COMPILE_REPORT = flags.DEFINE_string("compile_report", None, "JSON of launch/compile_report.py.")
-_LATENCY = flags.DEFINE_float("latency_us", None, "Of a collective, with --compile_report; default: calibrated.", lower_bound=0)
+_LATENCY = flags.DEFINE_float(
+    "latency_us", None, "Of a collective, with --compile_report; default: calibrated.", lower_bound=0
+)
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", "Models, with --chip.", lock_config=True)
 _CHIP = flags.DEFINE_enum("chip", None, sorted(CHIPS), "For a roofline.")
 _DEVICES = flags.DEFINE_integer("devices", 1, "Chips that hold the models together, with --chip.", lower_bound=1)
 _CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant time of a call, with --chip.", lower_bound=0)
-_MEASURED = flags.DEFINE_string("measured", None, "JSON of launch/benchmark.py: costs, and acceptance if none is given.")
+_MEASURED = flags.DEFINE_string("measured", None, "JSON of launch/benchmark.py: costs, and acceptance if none is given")
 _RULE = flags.DEFINE_string("rule", "token", "Cells to take, with --measured.")
 _DRAFTER = flags.DEFINE_string("drafter", "model", "Cells to take, with --measured.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Cells to take, with --measured; needed if there are several.")
@@ -50,6 +52,12 @@ _NEW_TOKENS = flags.DEFINE_integer("new_tokens", None, "Of every row; default: r
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+
+ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
+MIRRORED = (
+    ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
+    "column is its tokens per round if target and draft exchange the chances of two tokens"
+)
 
 
 def main() -> None:
@@ -74,18 +82,18 @@ def main() -> None:
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": profile, "costs": costs, "plans": plans}
     if _ACCEPTANCE.value is not None:
-        document["block_rule_at_most"] = {K: block_at_most(K) for K in range(_LONGEST.value + 1)}
+        document["block_rule_mirrored"] = {K: block_mirrored(K) for K in range(_LONGEST.value + 1)}
     entry.write_result(_OUTPUT.value, document, console)
 
 
 def measured_cells() -> list[Mapping[str, Any]]:
-    """Those of one rule, drafter and law."""
-    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
+    """Those of one rule, drafter and law; a draft with a temperature of its own is another drafter."""
+    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None}
     if _TEMPERATURE.value is not None:
         wanted["temperature"] = _TEMPERATURE.value
     made_up = lambda cell: "synthetic_acceptance" in cell["key"]
     fits = lambda cell: cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
-    cells = [cell for cell in grid.chosen(read_json(_MEASURED.value).get("cells", []), **wanted) if fits(cell)]
+    cells = [cell for cell in grid.chosen(grid.read_document(_MEASURED.value)["cells"], **wanted) if fits(cell)]
     laws = sorted({grid.law_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if len(laws) != 1:
         known = "; ".join(laws) or "none"
@@ -123,7 +131,7 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     calls = (_TARGET_MS.value, _DRAFT_MS.value)
-    given = [any(ms is not None for ms in calls), _COMPILE_REPORT.value is not None, _CHIP.value is not None, bool(cells)]
+    given = [calls != (None, None), _COMPILE_REPORT.value is not None, _CHIP.value is not None, bool(cells)]
     if sum(given) != 1 or None in calls and given[0]:
         raise ValueError(
             "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with --config, or --measured"
@@ -131,7 +139,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if cells:
         return grid.measured_costs(cells)
     if given[0]:
-        return per_call(*calls)
+        return PerCall(*calls)
     if given[1]:
         return compiled_costs(read_json(_COMPILE_REPORT.value).get("report", {}), _LATENCY.value)
     config = _CONFIG.value
@@ -168,19 +176,19 @@ def plan_table(plan: Plan) -> report.Table:
             f"K = {one.draft_length}{star}", report.band(one.tokens_per_round), f"{one.round_ms:.3g}",
             report.band(one.ms_per_token), report.band(one.speedup, "x"),
         ]  # fmt: skip
-        rows.append((*row, f"{block_at_most(one.draft_length):.2f}") if rate else tuple(row))
+        rows.append((*row, f"{block_mirrored(one.draft_length):.2f}") if rate else tuple(row))
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
     return report.Table(
         title=f"Forecast: {where(plan)}",
-        header=(*header, "block rule, at most") if rate else header,
+        header=(*header, "block rule, mirrored") if rate else header,
         rows=rows,
-        note="* is best; in brackets, 95% of what the counts behind the acceptance leave open"
-        + (", none for a bare rate. A rate does not settle what the block rule gains: at least nothing" if rate else ""),
+        note="* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks "
+        "behind the costs" + (MIRRORED if rate else "") + (ROOFLINE if _CHIP.value else ""),
     )
 
 
-def block_at_most(draft_length: int) -> float:
-    """Tokens per round where the rule gains much; see `mirrored_block_survival`."""
+def block_mirrored(draft_length: int) -> float:
+    """Tokens per round where the rule gains much, though not all that it could; see `mirrored_block_survival`."""
     return 1 + float(mirrored_block_survival(_ACCEPTANCE.value, draft_length).sum())
 
 

@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import entry
-from experiment import DRAFTERS, RULES, build, config_mesh, headline
+from experiment import DRAFTERS, RULES, build, config_mesh, headline, refuse
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.speedup import speedup_curve
@@ -30,6 +30,7 @@ def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value, highlight=False)
     try:
         entry.check_output(_OUTPUT.value)
+        refuse(_CONFIG.value, "draft_temperature", "synthetic_acceptance")
         experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"--config: {error}")

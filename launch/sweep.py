@@ -1,15 +1,14 @@
 """Measures every point that ``get_hyper`` of a configuration asks for, into one file and one table.
 
     python launch/sweep.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_grid.json
-    python launch/sweep.py --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/sweep.json   # prints the commands
-    python launch/sweep.py --gather=one.json --gather=other.json                                     # only the table
+    python launch/sweep.py --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/s.json   # prints commands
+    python launch/sweep.py --gather=one.json --gather=other.json                             # only the table
 
 The same command goes on where it was interrupted. On a pod, points are commands for launch/tpu/run.sh, to be run one
 after the other: all add their cell to the same file.
 """
 
 import importlib.util
-import json
 import shlex
 import sys
 
@@ -17,10 +16,10 @@ from absl import flags
 from ml_collections import config_flags
 
 import entry
-from cells import make_cells, run_cells
+from cells import run_cells
 from experiment import build, config_mesh, headline
-from specsamp import storage, use_compilation_cache
-from specsamp.analysis import hyper, report, tables
+from specsamp import use_compilation_cache
+from specsamp.analysis import grid, hyper, report, tables
 from specsamp.analysis.hyper import Point
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
@@ -34,7 +33,7 @@ def main() -> None:
     console = entry.make_console(no_color=_PLAIN.value)
     try:
         if _GATHER.value:
-            gathered = [cell for path in _GATHER.value for cell in read_cells(path)]
+            gathered = [cell for path in _GATHER.value for cell in grid.read_document(path)["cells"]]
             report.show([tables.grid_table(", ".join(_GATHER.value), gathered)], console, _PLAIN.value)
             return
         points = hyper_points(config_flags.get_config_filename(flags.FLAGS["config"]))
@@ -44,8 +43,7 @@ def main() -> None:
             return
         entry.check_output(_OUTPUT.value)
         experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
-        make_cells(_CONFIG.value, points, experiment)  # finds what is wrong with a point
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     console.print(headline(experiment), highlight=False)
     use_compilation_cache()
@@ -71,25 +69,19 @@ def hyper_points(filename: str) -> list[Point]:
 
 
 def pod_command(name: str, point: Point, output: str | None, arguments: list[str]) -> str:
-    """The command that measures one point on a slice, with what was set for all points."""
+    """The command that measures one point on a slice, with what was set for all points.
+
+    Raises:
+      ValueError: a value that is a word of its own, which could be lost on the way.
+    """
     shared = [argument for argument in arguments if argument.startswith("--config")]
+    apart = next((argument for argument in shared if "=" not in argument), None)
+    if apart is not None:
+        raise ValueError(f"write {apart}=VALUE as one word: it goes into the commands as it is")
     turned = [f"--config.{field}={value}" for field, value in point.items()]
     writes = [f"--output={output}"] if output else []
     program = ["python", "launch/benchmark.py", *shared, *turned, "--distributed", *writes]
     return shlex.join(["launch/tpu/run.sh", f"--name={name}", "--", *program])
-
-
-def read_cells(path: str) -> list[dict]:
-    """The cells of a file.
-
-    Raises:
-      ValueError: it holds none.
-      FileNotFoundError: there is no such file.
-    """
-    try:
-        return json.loads(storage.place(path).read_text())["cells"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.agreement import agreement
 from specsamp.analysis.benchmark import Acceptance
-from specsamp.analysis.costs import per_call
+from specsamp.analysis.costs import PerCall
 from specsamp.analysis.planner import make_plan
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
@@ -277,7 +277,7 @@ plt.show()
 # may where weights are streamed (on TPU v4 the paper's pair is at 0.13), what would each kind of text gain?
 
 # %%
-costs, rows = per_call(target_ms=1.0, draft_ms=0.1), []
+costs, rows = PerCall(target_ms=1.0, draft_ms=0.1), []
 for name in KINDS:
     best = make_plan(Profile.of_rate(accepted[name][0]), costs).best
     rows.append((name, report.with_error(*accepted[name][:2]), str(best.draft_length), f"{best.speedup.value:.2f}x"))

@@ -154,7 +154,15 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(document["environment"])
 
 
-def test_a_wrong_configuration_ends_the_command_with_its_message():
-    done = run("benchmark", "--config=configs/random_pair.py:tiny", "--config.rule=lucky")
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--config.rule=lucky", "no rule 'lucky'"),
+        ("--config.max_new_tokens=5000", "need 5008 positions, but the target has"),
+        ("--output=launch", "--output=launch is a folder"),
+    ],
+)
+def test_a_wrong_configuration_ends_the_command_with_its_message(argument, message):
+    done = run("benchmark", "--config=configs/random_pair.py:tiny", argument)
     assert done.returncode == 1
-    assert "no rule 'lucky'" in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr

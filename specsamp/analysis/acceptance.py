@@ -40,7 +40,8 @@ def mirrored_block_survival(alpha: float, draft_length: int) -> np.ndarray:
     A rate alone does not settle how much the block rule gains. Nothing, where a ratio is either 0 or at least 1;
     much, for two tokens whose chances target and draft exchange, the example of Sun et al. (arXiv 2403.10444,
     section 2; alpha = 2/3 is its figure). This is the latter: the ratio is alpha / (2 - alpha) with chance
-    (2 - alpha) / 2, and its inverse otherwise.
+    (2 - alpha) / 2, and its inverse otherwise. It is no bound: laws that differ from one position to the next can gain
+    more.
     """
     alpha = _chance("the acceptance rate", alpha)
     if alpha in (0.0, 1.0):
@@ -163,19 +164,18 @@ class Profile:
         if self.without:  # jackknife over texts
             values = np.array([part.survival(draft_length).sum() for part in self.without])
             return math.sqrt((len(values) - 1) / len(values) * ((values - values.mean()) ** 2).sum())
+        seen, pooled = len(self.judged), self.judged[1:] or self.judged  # `beyond` is the rate of the pooled
+        deeper = range(1, draft_length - seen + 1)
+        of_beyond = math.prod(self.by_position) * sum(n * self.beyond ** (n - 1) for n in deeper)
         variance = 0.0
         for i, judged in enumerate(self.judged[:draft_length]):
             chance, up = self.by_position[i], list(self.by_position)
             up[i] = 1.0
-            # A rate was counted over all positions, so it moves them together.
-            moved = dataclasses.replace(self, by_position=tuple(up)).survival(draft_length)
-            slope = moved[i:].sum() if len(self.judged) > 1 else _rate_slope(chance, draft_length)
+            slope = dataclasses.replace(self, by_position=tuple(up)).survival(draft_length)[i:].sum()
+            if i or seen == 1:
+                slope += of_beyond * judged / sum(pooled)
             variance += slope**2 * chance * (1 - chance) / judged
         return math.sqrt(variance)
-
-
-def _rate_slope(alpha: float, draft_length: int) -> float:
-    return sum(n * alpha ** (n - 1) for n in range(1, draft_length + 1))
 
 
 def _exponents(stats: Sequence[RowStats]) -> tuple[float, ...]:

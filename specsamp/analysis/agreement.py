@@ -4,8 +4,8 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds; beyond the longest K, a round's parts and the prefill tell how costs go on
-(`specsamp.analysis.costs.Beyond`). From these the planner forecasts ms per token on the other prompts, for every draft length.
+from the same rounds; a round's parts and the prefill tell how costs go on beyond the longest K, and between batches
+(`specsamp.analysis.costs`). From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
 noise floor, below which no forecast can be expected to come.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from specsamp.analysis.acceptance import Band, Profile
-from specsamp.analysis.costs import Beyond, CostTable, Round, last_slope
+from specsamp.analysis.costs import CostTable, Parts, Round
 from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.planner import DRAFT_LENGTHS, make_plan
 from specsamp.analysis.split import split_round
@@ -102,10 +102,15 @@ def agreement(
       passes: at least two, over all texts and draft lengths.
 
     Raises:
-      ValueError: too few prompts or passes.
+      ValueError: too few prompts or passes, or a check that nothing fitted could foresee.
     """
     if len(prompts) < 4 or passes < 2:
-        raise ValueError(f"agreement takes two passes or more and four prompts or more; got {passes} and {len(prompts)}")
+        raise ValueError(f"two passes or more and four prompts or more are needed; got {passes} and {len(prompts)}")
+    if not min(fit_batches) <= check_batch <= max(fit_batches):
+        fitted = ", ".join(map(str, fit_batches))
+        raise ValueError(f"the batch to check, {check_batch}, must lie within those that are fitted, {fitted}")
+    if min(fit_lengths) < 1 or min(check_lengths) < 0:
+        raise ValueError(f"fitted K must be >= 1 and checked ones >= 0; got {[*fit_lengths]} and {[*check_lengths]}")
     halves = [tuple(tuple(prompt) for prompt in prompts[start::2]) for start in (0, 1)]
     sides = {}
 
@@ -125,13 +130,11 @@ def agreement(
     longest = max(fit_lengths)
     costs = CostTable(
         rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"),
-        beyond=tuple(_beyond(sides, measured, batch, longest, progress) for batch in fit_batches),
+        parts=tuple(_parts(sides, measured, batch, longest, progress) for batch in fit_batches),
     )
     drafted = [texts.rows for (name, _, K), texts in measured.items() if name == "fit" and K]
-    plan = make_plan(
-        Profile.of_texts(_by_text(drafted, longest)), costs, draft_lengths=check_lengths, batch=check_batch,
-        new_tokens=max_new_tokens,
-    )  # fmt: skip
+    profile = Profile.of_texts(_by_text(drafted, longest, len(halves[0])))
+    plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
     checks = [
         _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
         for (name, _, K), texts in measured.items() if name == "check"
@@ -172,23 +175,25 @@ def _round(draft_length: int, batch: int, texts: Texts) -> Round:
     return Round(draft_length=draft_length, batch=batch, ms=float(ms))
 
 
-def _beyond(
+def _parts(
     sides: Mapping[tuple, Decoder], measured: Mapping[tuple, Texts], batch: int, longest: int,
     progress: Callable[[str], None],
-) -> Beyond:  # fmt: skip
+) -> Parts:  # fmt: skip
     plain, drafted = sides["fit", batch, 0], sides["fit", batch, longest]
     running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in (drafted, plain)]
     split = split_round(*running, SPLITS, lambda text: progress(f"parts of a round, batch {batch}: {text}"))
-    known = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch) and K}
-    known = known if len(known) > 1 else {0: split.step.ms.median, **known}
-    return Beyond.between(
-        last_slope(known), split.draft.ms.median / longest, (longest + 1, split.score.ms.median),
-        (drafted.workload.prompt_length, measured["fit", batch, longest].prefill_ms), batch,
+    known_ms = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch)}
+    return Parts.of(
+        batch, known_ms, split.draft.ms.median / longest, (longest + 1, split.score.ms.median),
+        (drafted.workload.prompt_length, measured["fit", batch, longest].prefill_ms),
     )  # fmt: skip
 
 
-def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats]:
-    """Counts of each text over all draft lengths; what a short draft could not reach counts as not judged."""
+def _by_text(sides: Sequence[Sequence[RowStats]], longest: int, count: int) -> list[RowStats]:
+    """Counts of each of ``count`` texts over all draft lengths; what a short draft could not reach was not judged.
+
+    The last batch begins again with the first text: the rows of a text count together.
+    """
 
     def padded(row: RowStats) -> RowStats:
         more = (0,) * (longest - len(row.reached))
@@ -197,7 +202,7 @@ def _by_text(sides: Sequence[Sequence[RowStats]], longest: int) -> list[RowStats
     by_number: dict[int, list[RowStats]] = {}
     for rows in sides:
         for number, row in enumerate(rows):
-            by_number.setdefault(number, []).append(padded(row))
+            by_number.setdefault(number % count, []).append(padded(row))
     return [functools.reduce(operator.add, rows) for rows in by_number.values()]
 
 

@@ -49,6 +49,7 @@ class Job(Protocol):
     weights: Weights
     request: Request
     rows: int
+    slots: int
     lengths_B: np.ndarray
 
     def prefill(self) -> DecodeState:
@@ -142,12 +143,12 @@ def _turned(drafter: Drafter, K: int) -> Drafter:
 
 
 def _key(job: Job) -> Any:
-    """Device, models, rule, drafter, the law and its numbers, and the batch; not the texts."""
+    """Device, models, rule, drafter, the law and its numbers, the batch, and what its caches hold; not the texts."""
     laws = (job.request.sampling, job.request.draft_sampling)
     numbers = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(laws))
     device = jax.devices()[0]
     size = math.ceil(math.log2(max(_budget(job), 1)))
-    return device.platform, device.device_kind, job.loop, jax.tree.structure(laws), numbers, job.rows, size
+    return device.platform, device.device_kind, job.loop, jax.tree.structure(laws), numbers, job.rows, job.slots, size
 
 
 def _verdict(plan: Plan) -> str:

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
+from specsamp.tpu.described import is_out_of_memory
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 9  # repeats of the phases of a round
@@ -68,7 +69,8 @@ class Side:
 class Acceptance:
     """Counts over all rows and repeats; only what was emitted counts. Errors are standard errors.
 
-    Whether a drafted token is accepted is one coin flip given the past, so errors are binomial.
+    Whether a drafted token is accepted is one coin flip given the past, so errors are binomial: of the rate on these
+    texts. Other texts may differ by more (`specsamp.analysis.acceptance` tells texts apart).
     """
 
     rounds: int
@@ -102,7 +104,7 @@ class Result:
     speculative: Side
     speedup: Spread  # autoregressive over speculative ms per token
     acceptance: Acceptance
-    split: RoundSplit | None  # None under JAX_DISABLE_JIT
+    split: RoundSplit | None  # None under JAX_DISABLE_JIT, and where the caches of both sides do not fit together
     slots: int  # of the caches, which attention reads
     memory: MemoryUse
     device_gb_per_s: Spread | None  # streaming, measured
@@ -154,15 +156,10 @@ def benchmark(
         progress(f"latency of single tokens: repeat {repeat + 1}")
         for name, side in sides.items():
             token_seconds[name].append(side.token_seconds(repeat))
-    split, device, share = None, None, None
-    running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in sides.values()]
-    weights, caches = zip(*((weights, (state.cache, state.drafter_state)) for _, weights, _, state in running))
-    memory = memory_use(weights, caches[-1])
-    if not jax.config.jax_disable_jit:
-        split = split_round(running[1], running[0], min(workload.repeats, MOST_SPLITS), progress)
-        device = streaming_gb_per_s(split.streamed_bytes)
-        reached = split.step_gb_per_s
-        share = Spread(**{name: value / device.median for name, value in dataclasses.asdict(reached).items()})
+    warm = sides["speculative"].warm_state()
+    memory = memory_use([side.weights for side in sides.values()], (warm.cache, warm.drafter_state))
+    del warm
+    split, device, share = _phases(sides, workload.repeats, progress)
     autoregressive, speculative = (
         _side(side, timings[name], seconds, np.concatenate(token_seconds[name]))
         for (name, side), seconds in zip(sides.items(), warm_up)
@@ -179,6 +176,29 @@ def benchmark(
         device_gb_per_s=device,
         streaming_share=share,
     )
+
+
+def _phases(
+    sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str], None]
+) -> tuple[RoundSplit | None, Spread | None, Spread | None]:
+    """The parts of a round, what the device streams, and the share of it that a plain round reaches.
+
+    They take turns, so the caches of both sides are held at once. Decoding holds one: if that was all there was room
+    for, only the phases are left out.
+    """
+    if jax.config.jax_disable_jit:
+        return None, None, None
+    try:
+        running = [sides[name].running() for name in ("speculative", "autoregressive")]
+        split = split_round(*running, min(repeats, MOST_SPLITS), progress)
+        device = streaming_gb_per_s(split.streamed_bytes)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        progress("the phases of a round do not fit beside each other: left out")
+        return None, None, None
+    reached = dataclasses.asdict(split.step_gb_per_s)
+    return split, device, Spread(**{name: value / device.median for name, value in reached.items()})
 
 
 def _side(decoder: Decoder, timing: np.ndarray, warm_up_seconds: float, token_seconds: np.ndarray) -> Side:

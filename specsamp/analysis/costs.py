@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,30 +45,35 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beyond:
-    """What one more drafted token adds to a round beyond the longest K that is known."""
+class Parts:
+    """What tells the calls of a round apart, at one batch."""
 
-    ms: float
-    batch: int = 1
+    batch: int
+    draft_ms: float  # of one call of the drafter
+    further_ms: float  # what one more drafted token adds to a round, beyond the longest K that is known
 
     @classmethod
-    def between(cls, last_ms: float, draft_ms: float, score: tuple[int, float], prefill: tuple[int, float], batch: int):
-        """Halfway between going on as before and as if scoring led straight to the prefill.
+    def of(
+        cls, batch: int, known_ms: Mapping[int, float], draft_ms: float, score: tuple[int, float],
+        prefill: tuple[int, float],
+    ) -> Parts:  # fmt: skip
+        """From known rounds and what was timed beside them.
 
-        A call of many tokens uses a processor better than one of a dozen, so tokens cost less and less: the truth lies
-        between the two. Where scoring streams weights they are the same.
+        A call of many tokens uses a processor better than one of a dozen, so tokens cost less and less: what another
+        one adds lies between what the last one added, and what it would if scoring led straight to the prefill. Half
+        of each is taken. (Where calls stream weights, both are the same.)
 
         Args:
-          last_ms: what one token more added between the two longest K that are known.
-          draft_ms: of one call of the drafter, which every token needs.
+          known_ms: rounds by draft length, two or more.
           score, prefill: tokens of a row, and ms, of the longest call that scores and of one that reads prompts.
-          batch: rows of all these.
         """
+        near, far = sorted(known_ms)[-2:]
+        last_ms = (known_ms[far] - known_ms[near]) / (far - near)
         (scored, score_ms), (read, prefill_ms) = score, prefill
-        if read <= scored:
-            return cls(ms=last_ms, batch=batch)
-        towards_prefill = draft_ms + max(prefill_ms - score_ms, 0.0) / (read - scored)
-        return cls(ms=(last_ms + min(towards_prefill, last_ms)) / 2, batch=batch)
+        further_ms = last_ms
+        if read > scored:
+            further_ms = min(draft_ms + max(prefill_ms - score_ms, 0.0) / (read - scored), last_ms)
+        return cls(batch=batch, draft_ms=draft_ms, further_ms=(last_ms + further_ms) / 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +84,13 @@ class CostTable:
     extrapolated: a new regime (arithmetic instead of streaming) would not be seen coming.
 
     Attributes:
-      beyond: by batch, how a line goes on beyond the longest K; where it is not known, as between the last two.
+      parts: of batches. Between two that have them the target's call is compared at equal rows, ``batch (K + 1)``,
+        which is what it computes; else rounds are compared at equal K.
     """
 
     rounds: tuple[Round, ...]
     error: float = 0.0
-    beyond: tuple[Beyond, ...] = ()
+    parts: tuple[Parts, ...] = ()
 
     def __post_init__(self):
         if not self.rounds:
@@ -107,20 +113,81 @@ class CostTable:
         by_batch: dict[int, dict[int, float]] = {}
         for known in here:
             by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
-        slopes = {one.batch: one.ms for one in self.beyond}
+        parts = {one.batch: one for one in self.parts}
+        low, high = _neighbours("batch", batch, sorted(by_batch))
+        if low != high and {low, high} <= parts.keys():
+            calls = (_Scoring(by_batch[size], parts[size]) for size in (low, high))
+            return _at_equal_rows(*calls, draft_length, batch)
+        further = {size: one.further_ms for size, one in parts.items()}
         at = {
-            size: lambda ms=ms, size=size: _line(ms, draft_length, slopes.get(size))
-            for size, ms in sorted(by_batch.items())
+            size: lambda size=size, ms=ms: _line(ms, draft_length, further.get(size)) for size, ms in by_batch.items()
         }
         return _between("batch", batch, at)
 
 
-def per_call(target_ms: float, draft_ms: float, batch: int = 1) -> CostTable:
-    """Rounds of ``target_ms + K draft_ms``: scoring takes as long as a step (the assumption of Chen et al.)."""
-    if not (target_ms > 0 and draft_ms >= 0):
-        raise ValueError(f"calls take time: target {target_ms!r} ms, draft {draft_ms!r} ms")
-    rounds = tuple(Round(draft_length=K, ms=target_ms + K * draft_ms, batch=batch) for K in (0, 1))
-    return CostTable(rounds=rounds)
+@dataclasses.dataclass(frozen=True)
+class _Scoring:
+    """The target's call at one batch: a round less the calls of its draft, by rows instead of draft length."""
+
+    round_ms: dict[int, float]  # by draft length
+    parts: Parts
+
+    @property
+    def least(self) -> int:
+        return self.parts.batch * (min(self.round_ms) + 1)
+
+    @property
+    def most(self) -> int:
+        return self.parts.batch * (max(self.round_ms) + 1)
+
+    def ms(self, rows: int) -> float:
+        """From `least` rows on."""
+        draft_length = rows / self.parts.batch - 1
+        return _line(self.round_ms, draft_length, self.parts.further_ms) - draft_length * self.parts.draft_ms
+
+
+def _at_equal_rows(few: _Scoring, many: _Scoring, draft_length: int, batch: int) -> float:
+    """A round of a batch between two that are known.
+
+    A call takes its time for its rows and for the caches that it reads. Where the two batches reach the same number
+    of rows they differ by the caches alone; each goes on as the other does where it is not known itself.
+    """
+
+    def of_few(rows: int) -> float:
+        if rows <= few.most:
+            return few.ms(rows)
+        if many.least <= few.most:
+            return few.ms(few.most) + many.ms(rows) - many.ms(few.most)
+        ends = (few.most, many.least), (few.ms(few.most), many.ms(many.least))
+        return many.ms(rows) if rows > many.least else float(np.interp(rows, *ends))
+
+    rows, share = batch * (draft_length + 1), (batch - few.parts.batch) / (many.parts.batch - few.parts.batch)
+    caches_ms = many.ms(many.least) - of_few(many.least)
+    of_many = many.ms(rows) if rows >= many.least else of_few(rows) + caches_ms
+    draft_ms = (1 - share) * few.parts.draft_ms + share * many.parts.draft_ms
+    return (1 - share) * of_few(rows) + share * of_many + draft_length * draft_ms
+
+
+@dataclasses.dataclass(frozen=True)
+class PerCall:
+    """A round takes ``target_ms + K draft_ms``, whatever it scores: a call streams weights (as Chen et al. assume).
+
+    Batch and context do not count, so these are milliseconds at the ones that are meant.
+
+    Raises:
+      ValueError: a call that takes no time, or no end of it.
+    """
+
+    target_ms: float
+    draft_ms: float
+    error: float = 0.0
+
+    def __post_init__(self):
+        if not (0 < self.target_ms < math.inf and 0 <= self.draft_ms < math.inf):
+            raise ValueError(f"calls take time: target {self.target_ms!r} ms, draft {self.draft_ms!r} ms")
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        return self.target_ms + draft_length * self.draft_ms
 
 
 def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
@@ -139,7 +206,8 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
         compiled = Report(**{**report, "programs": programs})
         named = {name: compiled[name] for name in ("target step", "round")}
     except (KeyError, TypeError, StopIteration) as error:
-        raise ValueError(f"no compile report with a target step and a round ({type(error).__name__}: {error})") from error
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"no compile report with a target step and a round ({told})") from error
     if any(program.hbm_bytes is None for program in named.values()):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
     lengths, error = (0, compiled.draft_length), 0.0
@@ -193,38 +261,37 @@ class Roofline:
         return max(streamed, computed) / self.devices * 1e3 + self.call_ms
 
 
-def _between(name: str, value: int, known: dict[int, Any]) -> float:
-    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
+def _neighbours(name: str, value: int, known: Iterable[int]) -> tuple[int, int]:
+    """The known numbers next to ``value``, twice itself if it is one of them."""
     below = [one for one in known if one <= value]
     above = [one for one in known if one >= value]
     if not below or not above:
         raise ValueError(
             f"{name} {value} lies beyond the measured {', '.join(map(str, known))}: measure it, or take a roofline"
         )
-    low, high = max(below), min(above)
+    return max(below), min(above)
+
+
+def _between(name: str, value: int, known: dict[int, Any]) -> float:
+    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
+    low, high = _neighbours(name, value, sorted(known))
     if low == high:
         return known[low]()
     share = (value - low) / (high - low)
     return (1 - share) * known[low]() + share * known[high]()
 
 
-def _line(ms: dict[int, float], draft_length: int, beyond: float | None = None) -> float:
-    """Linear between known draft lengths, and beyond the longest two unless a slope is given."""
+def _line(ms: dict[int, float], draft_length: float, further_ms: float | None = None) -> float:
+    """Linear between known draft lengths, and beyond the longest two unless it is known how it goes on."""
     lengths = sorted(ms)
-    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1 and beyond is None):
+    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1 and further_ms is None):
         raise ValueError(f"no cost at draft_length {draft_length}: known are {', '.join(map(str, lengths))}")
     if draft_length <= lengths[-1]:
         return float(np.interp(draft_length, lengths, [ms[n] for n in lengths]))
-    far = lengths[-1]
-    if beyond is None:
-        beyond = last_slope(ms)
-    return ms[far] + (draft_length - far) * beyond
-
-
-def last_slope(ms: dict[int, float]) -> float:
-    """What a drafted token adds between the two longest K."""
-    near, far = sorted(ms)[-2:]
-    return (ms[far] - ms[near]) / (far - near)
+    if further_ms is None:
+        near, far = lengths[-2:]
+        further_ms = (ms[far] - ms[near]) / (far - near)
+    return ms[lengths[-1]] + (draft_length - lengths[-1]) * further_ms
 
 
 def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:

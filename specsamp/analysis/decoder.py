@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,11 @@ class Decoder:
         )
 
     def decode(self, repeat: int) -> Timing:
-        """Decodes the prompts of one repeat to the end; nothing but the loop is in ``loop_seconds``."""
+        """Decodes the prompts of one repeat to the end; nothing but the loop is in ``loop_seconds``.
+
+        Raises:
+          ValueError: a row ended early, because the target's logits were no law.
+        """
         request = jax.block_until_ready(self.request(repeat))
         start = time.perf_counter()
         state = jax.block_until_ready(self.prefill(repeat))
@@ -125,6 +129,8 @@ class Decoder:
         state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
         _, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
         emitted = [slice(*ends) for ends in zip(lengths_B, state.lengths_B)]
+        if (state.lengths_B - lengths_B < self.workload.max_new_tokens).any():
+            raise ValueError("the target's logits hold NaN, or nothing finite: a row ended before its last token")
         of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
         return Timing(
             prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(state.stats.rounds_B.max()),
@@ -154,6 +160,10 @@ class Decoder:
         rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
         return self.loop.run(self.weights, self.request(0), self.prefill(0), rounds)
 
+    def running(self) -> tuple[Loop, Weights, Request, DecodeState]:
+        """What `specsamp.analysis.split` times: the loop, its arguments, and rows still running."""
+        return self.loop, self.weights, self.request(0), self.warm_state()
+
 
 def decoders(
     pair: Pair,
@@ -167,18 +177,9 @@ def decoders(
     The draft's own warp is by default the target's.
 
     Raises:
-      ValueError: the workload needs more positions than a model has.
+      ValueError: the workload does not fit, see `check_fits`.
     """
-    if workload.batch % pair.shares.ways:
-        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shares.ways} shares of the data axis")
-    models = {"target": pair.target}
-    models |= {"draft": drafter.model for drafter, _ in contenders.values() if isinstance(drafter, ModelDrafter)}
-    for name, model in models.items():
-        if model.max_positions is not None and workload.longest > model.max_positions:
-            raise ValueError(
-                f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-                f"{workload.longest} positions, but the {name} has {model.max_positions}"
-            )
+    check_fits(pair, [drafter for drafter, _ in contenders.values()], workload)
     loops = {
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shares=pair.shares)
         for name, (drafter, rule) in contenders.items()
@@ -195,3 +196,21 @@ def decoders(
         )
         for name, loop in loops.items()
     }  # fmt: skip
+
+
+def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
+    """What can be known before anything is compiled.
+
+    Raises:
+      ValueError: the workload needs more positions than a model has, or its rows cannot be shared out.
+    """
+    if workload.batch % pair.shares.ways:
+        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shares.ways} shares of the data axis")
+    models = {"target": pair.target}
+    models |= {"draft": drafter.model for drafter in drafters if isinstance(drafter, ModelDrafter)}
+    for name, model in models.items():
+        if model.max_positions is not None and workload.longest > model.max_positions:
+            raise ValueError(
+                f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
+                f"{workload.longest} positions, but the {name} has {model.max_positions}"
+            )

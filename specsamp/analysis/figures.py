@@ -6,6 +6,7 @@ Only the drawing needs matplotlib (``pip install specsamp[figures]``), which is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +19,20 @@ COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One law over draft lengths."""
+    """One law over draft lengths, in shares of plain decoding.
+
+    Each share is of the plain decoding that took turns with it: cells are measured minutes apart, on a machine that
+    may be busier by then.
+    """
 
     name: str
     draft_lengths: tuple[int, ...]
-    total_ms: tuple[float, ...]  # for `published.TOKENS` tokens of a row
-    quartiles: tuple[tuple[float, float], ...]  # of total_ms
+    plain_ms: float  # plain decoding of `published.TOKENS` tokens of a row
+    total: tuple[float, ...]  # time for as many tokens
+    quartiles: tuple[tuple[float, float], ...]  # of it
     emitted_share: tuple[float, ...]  # tokens per round over K + 1
-    round_ms: tuple[float, ...]
-    parts_ms: Mapping[str, tuple[float, ...]]  # of a round, timed beside it
+    round: tuple[float, ...]  # time of a round
+    parts: Mapping[str, tuple[float, ...]]  # of a round, over a plain round; timed beside each other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,19 +91,15 @@ def batch_curves(cells: Cells) -> list[BatchCurve]:
 def draw_paper(curves: Sequence[Curve]) -> Any:
     """The three panels of figure 1, as shares of plain decoding: ours as lines, the published points beside them."""
     figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
-    for colour, curve in zip(COLOURS, curves):
-        plain = curve.total_ms[0]
-        label = f"{curve.name} ({plain:.0f} ms at K = 0)"
-        total.plot(curve.draft_lengths, [ms / plain for ms in curve.total_ms], color=colour, label=label)
-        low, high = ([bound / plain for bound in bounds] for bounds in zip(*curve.quartiles))
-        total.fill_between(curve.draft_lengths, low, high, color=colour, alpha=0.15, linewidth=0)
+    for colour, curve in zip(itertools.cycle(COLOURS), curves):
+        label = f"{curve.name} ({curve.plain_ms:.0f} ms at K = 0)"
+        total.plot(curve.draft_lengths, curve.total, color=colour, label=label)
+        total.fill_between(curve.draft_lengths, *zip(*curve.quartiles), color=colour, alpha=0.15, linewidth=0)
         share.plot(curve.draft_lengths, curve.emitted_share, color=colour, label=curve.name)
-        step = curve.round_ms[0]
-        rounds.plot(curve.draft_lengths, [ms / step for ms in curve.round_ms], color=colour, label=curve.name)
+        rounds.plot(curve.draft_lengths, curve.round, color=colour, label=curve.name)
     first = curves[0]
-    for style, (part, ms) in zip(("--", ":", "-."), first.parts_ms.items()):
-        scaled = [value / first.round_ms[0] for value in ms]
-        rounds.plot(first.draft_lengths, scaled, style, color=COLOURS[0], linewidth=1, label=f"of it: {part}")
+    for style, (part, share_of_step) in zip(("--", ":", "-."), first.parts.items()):
+        rounds.plot(first.draft_lengths, share_of_step, style, color=COLOURS[0], linewidth=1, label=f"of it: {part}")
     for marker, task in zip("os", published.TASKS):
         points = range(len(task.total_ms))
         options = {"color": "black", "marker": marker, "linestyle": "none", "markersize": 4, "zorder": 0}
@@ -154,16 +156,20 @@ def _curve(name: str, group: Cells) -> Curve:
     lengths = tuple(cell["key"]["draft_length"] for cell in group)
     if lengths[0] != 0:  # its baseline is in every cell
         lengths = (0, *lengths)
-        results = [{**results[0], "speculative": results[0]["autoregressive"], "split": None}, *results]
-    tokens = published.TOKENS * group[0]["key"]["batch"]
-    per_token = [result["speculative"]["ms_per_token"] for result in results]
+        itself = dict.fromkeys(("median", "lower", "upper"), 1.0)
+        alone = {"speculative": results[0]["autoregressive"], "speedup": itself, "split": None}
+        results = [results[0] | alone, *results]
+    sides = ("speculative", "autoregressive")
+    rounds = [[result[side]["ms_per_round"]["median"] for side in sides] for result in results]
     emitted = [1.0 if K == 0 else result["acceptance"]["emitted_per_round"] for K, result in zip(lengths, results)]
     return Curve(
-        name=name, draft_lengths=lengths, total_ms=tuple(tokens * one["median"] for one in per_token),
-        quartiles=tuple((tokens * one["lower"], tokens * one["upper"]) for one in per_token),
+        name=name, draft_lengths=lengths,
+        plain_ms=published.TOKENS * group[0]["key"]["batch"] * results[0]["autoregressive"]["ms_per_token"]["median"],
+        total=tuple(1 / result["speedup"]["median"] for result in results),
+        quartiles=tuple((1 / result["speedup"]["upper"], 1 / result["speedup"]["lower"]) for result in results),
         emitted_share=tuple(e / (K + 1) for K, e in zip(lengths, emitted)),
-        round_ms=tuple(result["speculative"]["ms_per_round"]["median"] for result in results),
-        parts_ms=_parts(lengths, results),
+        round=tuple(drafted / plain for drafted, plain in rounds),
+        parts=_parts(lengths, results),
     )  # fmt: skip
 
 
@@ -171,11 +177,15 @@ def _parts(lengths: Sequence[int], results: Sequence[Mapping[str, Any]]) -> dict
     """Empty where a round was not taken apart."""
     if any(result["split"] is None for K, result in zip(lengths, results) if K):
         return {}
-    step = next(result["split"]["step"]["ms"]["median"] for result in results if result["split"])
-    of = lambda K, result, name, plain: result["split"][name]["ms"]["median"] if K else plain
+
+    def share(K: int, result: Mapping[str, Any], part: str) -> float:
+        if K == 0:
+            return float(part == "score")
+        return result["split"][part]["ms"]["median"] / result["split"]["step"]["ms"]["median"]
+
     return {
-        part: tuple(of(K, result, name, plain) for K, result in zip(lengths, results))
-        for part, name, plain in (("draft", "draft", 0.0), ("score", "score", step), ("verify", "verify", 0.0))
+        part: tuple(share(K, result, part) for K, result in zip(lengths, results))
+        for part in ("draft", "score", "verify")
     }
 
 

@@ -15,7 +15,7 @@ import datetime
 import gc
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,14 @@ from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import Beyond, CostTable, Round, last_slope, median_rounds
+from specsamp.analysis.costs import CostTable, Parts, Round, median_rounds
 from specsamp.analysis.decoder import Workload
+from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
-from specsamp.tpu.described import is_out_of_memory
 from specsamp.sampling.warp import Warp
+from specsamp.tpu.described import is_out_of_memory
 
 Key = Mapping[str, Any]  # names and numbers
 CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
@@ -76,14 +77,11 @@ class Results:
         if path is None or jax.process_index() or not storage.place(path).exists():
             return fresh  # the first process writes, and says to all which cells are missing
         try:
-            document = json.loads(storage.place(path).read_text())
-            known = document["identity"]
-            keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
-            if not isinstance(known, dict) or not all(isinstance(key, dict) and ended for key, ended in keys):
-                raise ValueError("cells without key or result")
-        except (ValueError, KeyError, TypeError) as error:
-            say(f"{path} holds no cells ({type(error).__name__}: {error}): set aside as {set_aside(path)}")
+            document = read_document(path)
+        except ValueError as error:
+            say(f"{error}: set aside as {set_aside(path)}")
             return fresh
+        known = document["identity"]
         there, here = _flat(known), _flat(identity)
         changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if changed:
@@ -99,12 +97,38 @@ class Results:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        """Keeps the cell, and writes all of them; ``header`` goes before."""
-        self.cells.append(json.loads(report.to_json(cell)))
-        kept = {name: self.document[name] for name in ("identity", "cells")}
-        self.document = json.loads(report.to_json(header)) | kept
-        if self.path is not None and jax.process_index() == 0:
+        """Keeps the cell, and writes all of them; ``header`` goes before.
+
+        What another run has added to the file since it was read is kept, too.
+
+        Raises:
+          ValueError: the file has come to hold cells of another identity; it is left alone.
+        """
+        identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
+        added = Results.open(self.path, identity).cells if writes else []
+        cells = [*self.cells, json.loads(report.to_json(cell))]
+        cells += [other for other in added if all(other["key"] != one["key"] for one in cells)]
+        self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": cells}
+        if writes:
             report.write_json(self.path, self.document)
+
+
+def read_document(path: str | os.PathLike) -> dict[str, Any]:
+    """A file of cells as it was written: "identity", "cells", and what went before.
+
+    Raises:
+      ValueError: it is no such file.
+      FileNotFoundError: there is none.
+    """
+    try:
+        document = json.loads(storage.place(path).read_text())
+        keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
+        sound = all(isinstance(key, dict) and ended for key, ended in keys)
+        if not (isinstance(document["identity"], dict) and sound):
+            raise ValueError("cells without key or result")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
+    return document
 
 
 def measure_cells(
@@ -176,31 +200,43 @@ def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, 
 
 
 def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
-    """Of a round, from measured cells; both of their sides count."""
-    rounds, longest = [], {}
-    for cell in cells:
-        result, batch = cell["result"], cell["key"]["batch"]
-        longest[batch] = max(longest.get(batch, cell), cell, key=lambda one: one["key"]["draft_length"])
-        for side in ("autoregressive", "speculative"):
-            one = result[side]
-            rounds.append(Round(draft_length=one["draft_length"], batch=batch, ms=one["ms_per_round"]["median"]))
-    rounds = median_rounds(rounds)
-    beyond = [_beyond(cell, {r.draft_length: r.ms for r in rounds if r.batch == b}) for b, cell in longest.items()]
-    return CostTable(rounds=rounds, beyond=tuple(one for one in beyond if one is not None))
+    """Of a round, from measured cells.
+
+    Cells are measured minutes apart, on a machine that may be busier by then; the two sides of one take turns. So a
+    round counts in plain rounds of its own cell, and these as the median over all cells of the batch.
+    """
+    rounds, errors = [], []
+    for batch in sorted({cell["key"]["batch"] for cell in cells}):
+        here = [cell for cell in cells if cell["key"]["batch"] == batch]
+        spread = lambda cell, side: Spread(**cell["result"][side]["ms_per_round"])
+        step_ms = float(np.median([spread(cell, "autoregressive").median for cell in here]))
+        rounds.append(Round(draft_length=0, batch=batch, ms=step_ms))
+        for cell in (cell for cell in here if cell["key"]["draft_length"]):
+            plain, drafted = spread(cell, "autoregressive"), spread(cell, "speculative")
+            ms = drafted.median * (step_ms / plain.median)
+            rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
+            errors.append(drafted.relative_error(cell["workload"]["repeats"]))
+    rounds, error = median_rounds(rounds), float(np.median(errors)) if errors else 0.0
+    return CostTable(rounds=rounds, error=error, parts=tuple(_parts(cells, rounds)))
 
 
-def _beyond(cell: Mapping[str, Any], ms: Mapping[int, float]) -> Beyond | None:
-    """How costs go on beyond this cell; None where its rounds were not taken apart."""
-    result, K = cell["result"], cell["key"]["draft_length"]
-    if result["split"] is None or K == 0:
-        return None
-    part = lambda name: result["split"][name]["ms"]["median"]
-    prefill = cell["workload"]["prompt_length"], result["speculative"]["prefill_ms"]["median"]
-    return Beyond.between(last_slope(ms), part("draft") / K, (K + 1, part("score")), prefill, cell["key"]["batch"])
+def _parts(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) -> Iterator[Parts]:
+    """Of every batch whose cell with the longest draft was taken apart; in plain rounds of that cell, as the rounds."""
+    for batch in sorted({one.batch for one in rounds}):
+        known_ms = {one.draft_length: one.ms for one in rounds if one.batch == batch}
+        cell = max((c for c in cells if c["key"]["batch"] == batch), key=lambda c: c["key"]["draft_length"])
+        K, split, drafted = cell["key"]["draft_length"], cell["result"]["split"], cell["result"]["speculative"]
+        if split is None or K == 0:
+            continue
+        part = lambda name: split[name]["ms"]["median"] * known_ms[0] / split["step"]["ms"]["median"]
+        prefill_ms = drafted["prefill_ms"]["median"]
+        prefill_ms *= known_ms[0] / cell["result"]["autoregressive"]["ms_per_round"]["median"]
+        prefill = cell["workload"]["prompt_length"], prefill_ms
+        yield Parts.of(batch, known_ms, part("draft") / K, (K + 1, part("score")), prefill)
 
 
 def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:
-    """Acceptance of the measured cell with the longest draft."""
+    """Acceptance of the measured cell with the longest draft; the cells do not tell its texts apart."""
     drafted = [cell for cell in cells if cell["key"]["draft_length"]]
     if not drafted:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")

@@ -1,6 +1,6 @@
 """Whether speculation pays, and with which K: from acceptance and costs, before anything is decoded.
 
-    plan = make_plan(Profile.of_rate(0.8), per_call(target_ms=14.1, draft_ms=1.8), batch=4, new_tokens=128)
+    plan = make_plan(Profile.of_rate(0.8), PerCall(target_ms=14.1, draft_ms=1.8), batch=4, new_tokens=128)
     plan.best.draft_length, plan.best.speedup
 
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``

@@ -144,6 +144,7 @@ def show(tables: Iterable[Table], console: Console, plain: bool = False) -> None
 
 def _speed_table(result: Result) -> Table:
     one, many = result.autoregressive, result.speculative
+    memory = result.memory.weights, result.memory.caches, result.memory.peak
     return Table(
         title="Decoding: median ± half the distance of the quartiles",
         header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
@@ -154,7 +155,9 @@ def _speed_table(result: Result) -> Table:
             ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
             ("prefill ms", spread(one.prefill_ms), spread(many.prefill_ms), ""),
             ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
+            ("GB: weights, caches, peak", "", ", ".join(f"{size / 1e9:.3g}" for size in memory), ""),
         ],
+        note=f"peak: of the {result.memory.peak_is_of} so far, earlier cells included",
     )
 
 

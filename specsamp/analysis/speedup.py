@@ -151,8 +151,8 @@ def _point(
 
 
 def _clock(speculative: Decoder, autoregressive: Decoder, progress: Callable[[str], None]) -> PhaseClock:
-    running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in (speculative, autoregressive)]
-    return PhaseClock(*running, lambda text: progress(f"costs at K = {speculative.loop.drafter.K}: {text}"))
+    say = lambda text: progress(f"costs at K = {speculative.loop.drafter.K}: {text}")
+    return PhaseClock(speculative.running(), autoregressive.running(), say)
 
 
 def _costs(draft_length: int, split: RoundSplit) -> Costs:

@@ -36,8 +36,8 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
             describe(cell["key"]) + star, show(plain["ms_per_token"]), show(drafted["ms_per_token"]),
             show(result["speedup"], "x"), with_error(counts["rate"], counts["rate_error"]),
             f"{counts['emitted_per_round']:.2f}", parts,
-            f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}", f"{drafted['prefill_ms']['median']:.3g}",
-            show(result["streaming_share"], "%"),
+            f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
+            f"{drafted['prefill_ms']['median']:.3g}", show(result["streaming_share"], "%"),
         )  # fmt: skip
 
     return Table(
@@ -64,7 +64,7 @@ def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
         )
         for check in found.checks
     ]  # fmt: skip
-    fitted = ", ".join(map(str, found.fit_lengths))
+    fitted = ", ".join(map(str, sorted({0, *found.fit_lengths})))
     return Table(
         title=f"{where}: forecast from K = {fitted} at batch {', '.join(map(str, found.fit_batches))} on other prompts",
         header=("", "forecast, ms per token", "measured", "error", "of rounds", "of a round's time", "noise"),

@@ -58,8 +58,9 @@ def generate(
       draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        "auto" measures a few rounds of these prompts, once for a pair, batch and law, and takes the K that pays,
-        from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.auto_length`).
+        "auto" measures a few rounds of these prompts, once for a pair, batch, law and size of caches, and takes the K
+        that pays, from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.auto_length`).
+        Clocks decide, so another process may take another K, and with it draw other tokens from the same seed.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
       drafter: your own, or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that

@@ -17,13 +17,12 @@ from specsamp.decoding.results import RowStats
 
 PROMPTS = [(1, 2)] * 80
 TOKENS = 96
-DRAFT_MS = 0.2
 
 
-def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, prefill_ms=1e9):
+def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, draft_ms=0.9, prefill_ms=1e9):
     """Replaces decoding by rounds whose acceptance is drawn, on a clock of ``round_ms(K, batch)``.
 
-    A call of the draft takes `DRAFT_MS`; by default the prefill takes so long that tokens get no cheaper towards it.
+    A call of the draft takes ``draft_ms``; by default the prefill takes so long that tokens get no cheaper towards it.
     """
     clock, decoded, sides = np.random.default_rng(0), [], []
 
@@ -60,7 +59,7 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, pr
 
     def parts(speculative, *_):
         side, ms = speculative[0], lambda value: types.SimpleNamespace(ms=types.SimpleNamespace(median=value))
-        whole, draft = round_ms(side.K, side.workload.batch), side.K * DRAFT_MS
+        whole, draft = round_ms(side.K, side.workload.batch), side.K * draft_ms
         return types.SimpleNamespace(draft=ms(draft), score=ms(whole - draft), step=ms(round_ms(0, 1)))
 
     monkeypatch.setattr(module, "split_round", parts)
@@ -71,6 +70,7 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, pr
 
 
 def linear(K, batch):
+    """0.9 ms for a call of the draft; 10 ms for the weights, 0.4 for every cache and 0.1 for every row."""
     return 10.0 + 0.5 * batch + K * (0.9 + 0.1 * batch)
 
 
@@ -103,13 +103,13 @@ def test_costs_that_bend_where_nothing_was_fitted_are_not(monkeypatch):
 def test_tokens_that_get_cheaper_are_foreseen_from_the_prefill(monkeypatch):
     """Beyond nine tokens one more costs 0.6 ms: between the 1 ms of the last two known and 0.3 towards the prefill."""
     flatter = lambda K, batch: linear(min(K, 8), batch) + 0.6 * max(K - 8, 0)
-    emulate(monkeypatch, flatter, prefill_ms=flatter(8, 1) - 8 * DRAFT_MS + 0.1 * (109 - 9))
+    emulate(monkeypatch, flatter, draft_ms=0.2, prefill_ms=flatter(8, 1) - 8 * 0.2 + 0.1 * (109 - 9))
     options = {"prompts": [(1,) * 109] * 80, "max_new_tokens": TOKENS}
     found = agreement(None, lambda K: K, RULES["token"](), None, **options)
-    assert [one.batch for one in found.costs.beyond] == [1]
-    np.testing.assert_allclose(found.costs.beyond[0].ms, (1.0 + 0.3) / 2)
+    assert [one.batch for one in found.costs.parts] == [1]
+    np.testing.assert_allclose(found.costs.parts[0].further_ms, (1.0 + 0.3) / 2)
     assert max(abs(check.round_ms_error) for check in found.checks) < 0.02
-    emulate(monkeypatch, flatter)  # the control: a prefill as slow as if they did not
+    emulate(monkeypatch, flatter, draft_ms=0.2)  # the control: a prefill as slow as if they did not
     found = agreement(None, lambda K: K, RULES["token"](), None, **options)
     assert max(abs(check.round_ms_error) for check in found.checks) > 0.07
 
@@ -142,9 +142,27 @@ def test_prompts_are_not_shared_by_the_halves(monkeypatch):
     assert {K for K, _, prompt in decoded if prompt == (1,)} == {0, 3}
 
 
-def test_too_little_is_refused():
-    with pytest.raises(ValueError, match="two passes or more and four prompts or more; got 1 and 80"):
-        found_with(passes=1)
+def test_a_text_that_fills_up_the_last_batch_counts_once():
+    row = RowStats(rounds=2, emitted=3, drafted=2, reached=(2,), accepted_counts=(1, 1))
+    texts = module._by_text([[row] * 3, [row] * 4], longest=2, count=3)  # alone; two batches of two
+    assert [text.rounds for text in texts] == [6, 4, 4]
+    assert texts[0].reached == (6, 0) and texts[0].accepted_counts == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"passes": 1}, "two passes or more and four prompts or more are needed; got 1 and 80"),
+        ({"fit_batches": (1, 2), "check_batch": 4}, "batch to check, 4, must lie within those that are fitted, 1, 2"),
+        ({"fit_lengths": (0, 4)}, r"fitted K must be >= 1 and checked ones >= 0; got \[0, 4\]"),
+        ({"check_lengths": (-1, 4)}, r"checked ones >= 0; got .* and \[-1, 4\]"),
+    ],
+)
+def test_what_is_refused_before_anything_is_decoded(monkeypatch, options, message):
+    decoded = emulate(monkeypatch, linear)
+    with pytest.raises(ValueError, match=message):
+        found_with(**options)
+    assert not decoded
 
 
 def test_the_table(monkeypatch):
@@ -152,3 +170,4 @@ def test_the_table(monkeypatch):
     table = tables.agreement_table("greedy, batch 1", found_with(check_lengths=(0, 3)), 0.1)
     assert len(table.rows) == 2 and all(len(row) == len(table.header) for row in table.rows)
     assert table.rows[0][0] == "K = 0 (fitted)" and "allowed 10%" in table.note
+    assert "forecast from K = 0, 1, 4, 8 at batch 1 on other prompts" in table.title

@@ -1,5 +1,7 @@
 """The draft length that is chosen by itself: from clocks that are known, and never from the noise of the text."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -108,6 +110,16 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
     rounds = jax.vmap(lambda key: jax.vmap(lambda n: jax.random.fold_in(key, n))(np.arange(64)))(job.request.row_keys_B)
     own |= {tuple(key) for key in np.asarray(jax.random.key_data(rounds)).reshape(-1, 2).tolist()}
     assert not calibrating & own
+
+
+def test_another_size_of_caches_is_another_calibration():
+    """Attention reads all slots: what pays for short texts need not pay for long ones."""
+    job = Job.make(
+        pair=make_pair(0.0), prompts=PROMPTS, max_new_tokens=8, sampling=None, draft_sampling=None, draft_length=2,
+        rule=TokenRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=False, prompt_ids=None,
+    )  # fmt: skip
+    key_with = lambda **changes: auto_length._key(dataclasses.replace(job, **changes))
+    assert key_with(slots=2 * job.slots) != key_with() == key_with(tokens_BP=job.tokens_BP + 1)
 
 
 def test_what_auto_refuses():

@@ -191,6 +191,25 @@ def without_parts(monkeypatch):
     monkeypatch.setattr(benchmark_module, "jax", types.SimpleNamespace(config=config))
 
 
+def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
+    """Decoding holds the caches of one side, the phases hold both: what was decoded counts all the same."""
+
+    def fail(message):
+        def split(*_):
+            raise jax.errors.JaxRuntimeError(message)
+
+        monkeypatch.setattr(benchmark_module, "split_round", split)
+
+    fail("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    said = []
+    result = benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK, said.append)
+    assert result.split is None and result.streaming_share is None and result.acceptance.emitted
+    assert "left out" in said[-1]
+    fail("INTERNAL: something else")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK)
+
+
 def test_prompt_lookup(pair, monkeypatch):
     """Proposals without laws, and sometimes none."""
     without_parts(monkeypatch)
@@ -219,6 +238,13 @@ def test_workloads_are_checked(pair):
     long = dataclasses.replace(WORK, max_new_tokens=60)
     with pytest.raises(ValueError, match="65 positions, but the target has 64"):
         benchmark(pair, NoDrafter(), TokenRule(), SAMPLING, long)
+
+
+def test_a_target_that_has_no_law_is_not_a_quick_one(pair):
+    """Its rows end before the first token."""
+    broken = dataclasses.replace(pair, target_params=jnp.full_like(pair.target_params, jnp.nan))
+    with pytest.raises(ValueError, match="the target's logits hold NaN"):
+        benchmark(broken, NoDrafter(), TokenRule(), SAMPLING, WORK)
 
 
 @pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])
@@ -250,7 +276,7 @@ def test_tables_hold_the_numbers(result, plain):
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.round.ms.median:.3g}" in text
-    for words in ("draft: warp and draw", "unexplained", "the whole round"):
+    for words in ("draft: warp and draw", "unexplained", "the whole round", "GB: weights, caches, peak"):
         assert words in text
 
 

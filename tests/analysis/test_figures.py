@@ -2,6 +2,7 @@
 
 import io
 
+import numpy as np
 import pytest
 
 from specsamp.analysis import figures, published
@@ -9,16 +10,18 @@ from specsamp.analysis import figures, published
 SPREAD = lambda x: {"median": x, "lower": 0.9 * x, "upper": 1.2 * x}
 
 
-def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, **changes):
-    part = lambda x: {"ms": SPREAD(x)}
+def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pace=1.0, **changes):
+    """``pace``: how many times as long everything takes on the machine as it then was."""
+    clock = lambda ms: SPREAD(pace * ms)
     key = {
-        "draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch, "temperature": temperature,
-        "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes,
+        "draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch,
+        "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes,
     }  # fmt: skip
-    side = lambda ms: {"ms_per_token": SPREAD(ms), "ms_per_round": SPREAD(ms * (K + 1))}
-    split = {name: part(value) for name, value in (("draft", 0.5 * K), ("score", 2.0), ("verify", 0.1), ("step", 1.5))}
+    side = lambda ms, rounds: {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
+    parts = {"draft": 0.5 * K, "score": 2.0, "verify": 0.1, "step": 1.5}
+    split = {name: {"ms": clock(value)} for name, value in parts.items()}
     result = {
-        "autoregressive": {"ms_per_token": SPREAD(3.0), "ms_per_round": SPREAD(3.0)}, "speculative": side(ms),
+        "autoregressive": side(3.0, 1), "speculative": side(ms, K + 1),
         "speedup": SPREAD(3.0 / ms), "acceptance": {"emitted_per_round": 0.75 * (K + 1)}, "split": split,
     }  # fmt: skip
     return {"key": key, "result": result}
@@ -32,12 +35,24 @@ CELLS = [
 
 def test_a_curve_for_each_law():
     greedy, sampled = figures.curves(CELLS)
-    assert (greedy.name, greedy.draft_lengths) == ("greedy", (0, 1, 4))
-    assert greedy.total_ms == (128 * 3.0, 128 * 2.5, 128 * 2.0)
-    assert greedy.emitted_share == (1.0, 0.75, 0.75) and greedy.round_ms == (3.0, 5.0, 10.0)
-    assert greedy.parts_ms["draft"] == (0.0, 0.5, 2.0) and greedy.parts_ms["score"] == (1.5, 2.0, 2.0)
+    assert (greedy.name, greedy.draft_lengths, greedy.plain_ms) == ("greedy", (0, 1, 4), 128 * 3.0)
+    np.testing.assert_allclose(greedy.total, [1, 2.5 / 3, 2 / 3])
+    np.testing.assert_allclose(greedy.quartiles[2], [2 / 3 / 1.2, 2 / 3 / 0.9])
+    assert greedy.emitted_share == (1.0, 0.75, 0.75)
+    np.testing.assert_allclose(greedy.round, [1, 5 / 3, 10 / 3])
+    np.testing.assert_allclose(greedy.parts["draft"], [0, 0.5 / 1.5, 2 / 1.5])
+    np.testing.assert_allclose(greedy.parts["score"], [1, 2 / 1.5, 2 / 1.5])
     # Where K = 0 was not measured by itself, the cell's own baseline stands for it.
-    assert (sampled.name, sampled.draft_lengths, sampled.total_ms[0]) == ("T = 0.8", (0, 4), 128 * 3.0)
+    assert (sampled.name, sampled.draft_lengths, sampled.total[0]) == ("T = 0.8", (0, 4), 1.0)
+
+
+def test_a_machine_that_became_busy_bends_no_curve():
+    """Cells are compared with the plain decoding that took turns with them."""
+    measured = lambda pace: [cell(0, ms=3.0), cell(1, ms=2.5), cell(4, ms=2.0, pace=pace)]
+    (even,), (busy,) = (figures.curves(measured(pace)) for pace in (1, 3))
+    for name in ("total", "round"):
+        np.testing.assert_allclose(getattr(busy, name), getattr(even, name))
+    np.testing.assert_allclose(busy.parts["score"], even.parts["score"])
 
 
 def test_a_curve_over_batches():

@@ -9,18 +9,16 @@ import numpy as np
 import pytest
 
 import fakes
-from configs import random_pair, trained_pair
-from launch import cells as launch_cells
-from launch.experiment import Experiment, build
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, hyper, tables
+from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import SyntheticAcceptance
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.rules import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
@@ -93,6 +91,20 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, benchmarks):
     assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # nothing is left
 
 
+def test_two_runs_that_add_to_one_file_keep_what_the_other_measured(tmp_path, benchmarks):
+    path = str(tmp_path / "grid.json")
+    one, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
+    benchmarks({"n": 1}, {"n": 2}, {"n": 3})
+    grid.measure_cells(None, CELLS[:1], one)
+    grid.measure_cells(None, CELLS[1:2], other)
+    grid.measure_cells(None, CELLS[2:], one)
+    assert sorted(cell["result"]["n"] for cell in stored(path)["cells"]) == [1, 2, 3]
+    pathlib.Path(path).write_text("half a fi", encoding="utf-8")  # by something else meanwhile
+    other.add({"key": key(batch=9), "result": {"n": 9}}, {})
+    assert (tmp_path / "grid.json.aside-1").read_text() == "half a fi"
+    assert sorted(cell["result"]["n"] for cell in stored(path)["cells"]) == [1, 2, 9]
+
+
 @pytest.mark.parametrize("text", ['{"cells": [', "[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}', ""])
 def test_a_malformed_file_is_set_aside_and_never_overwritten(tmp_path, benchmarks, text):
     path = tmp_path / "grid.json"
@@ -144,8 +156,9 @@ def measured(pair):
         patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Spread.of([nbytes / 4]))
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
-            key=key(draft_length=K, batch=2), drafter=ModelDrafter(pair.draft, K), rule=SyntheticAcceptance(TokenRule(), 0.6),
-            sampling=chain(temperature(1.0)), draft_sampling=chain(temperature(0.5)),
+            key=key(draft_length=K, batch=2), drafter=ModelDrafter(pair.draft, K),
+            rule=SyntheticAcceptance(TokenRule(), 0.6), sampling=chain(temperature(1.0)),
+            draft_sampling=chain(temperature(0.5)),
             workload=Workload(batch=2, prompt_length=3, max_new_tokens=120, repeats=4),
         )  # fmt: skip
         grid.measure_cells(pair, [made], results)
@@ -186,6 +199,36 @@ def test_measured_cells_are_planned_with(measured):
         grid.measured_profile([{**measured, "key": key(draft_length=0, drafter="none")}])
 
 
+def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
+    """A cell on a machine that takes ``pace`` times as long for everything."""
+    spread = lambda ms: dataclasses.asdict(Spread.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
+    sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
+    return {
+        "key": key(draft_length=K, drafter="model" if K else "none"), "workload": {"repeats": 25},
+        "result": {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()},
+    }  # fmt: skip
+
+
+def test_costs_are_compared_within_a_cell():
+    """A machine that became busy after the first cells has not made drafting dearer."""
+    paces = {0: 1.0, 1: 1.0, 4: 3.0, 8: 3.0, 12: 3.0}
+    costs = grid.measured_costs([timed_cell(K, pace) for K, pace in paces.items()])
+    np.testing.assert_allclose([costs.round_ms(K) / costs.round_ms(0) for K in (1, 4, 8, 12)], 1.5)
+    assert costs.round_ms(0) == 2.0 * 3  # the median of the cells
+    # Quartiles lie 2% apart: what the clocks leave open is in the band.
+    np.testing.assert_allclose(costs.error, 0.929 * 0.02 / 5, rtol=1e-2)
+    band = make_plan(Profile.of_rate(0.7), costs)[4].speedup
+    assert band.lower < band.value < band.upper
+
+
+def test_the_error_of_a_median():
+    """Against medians that were drawn; that of a mean is the control."""
+    samples = np.random.default_rng(0).normal(10.0, 1.0, (4000, 201))
+    told = np.mean([Spread.of(row).relative_error(201) for row in samples[:400]]) * 10
+    drawn = np.median(samples, axis=1).std()
+    assert abs(told / drawn - 1) < 0.06 < abs(samples.mean(1).std() / drawn - 1)
+
+
 def test_points_of_a_sweep():
     assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
         {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
@@ -200,96 +243,3 @@ def test_points_of_a_sweep():
         hyper.product([hyper.sweep("a", [1]), hyper.sweep("a", [2])])
     with pytest.raises(ValueError, match="the sweep over 'a' has no values"):
         hyper.sweep("a", [])
-
-
-@pytest.fixture
-def experiment(pair):
-    return Experiment(
-        pair=pair, pair_name="toy", drafter=NoDrafter(), rule=TokenRule(), sampling=greedy(), workload=Workload()
-    )
-
-
-def points(*texts):
-    return launch_cells.parse_grid(texts)
-
-
-def test_a_grid_becomes_cells(experiment):
-    config = trained_pair.get_config()
-    made = launch_cells.make_cells(
-        config, points("draft_length=0,3", "rule=token,block", "drafter=model,ngram", "sampling.temperature=0.0,0.8"), experiment
-    )
-    plain = [one for one in made if one.key["draft_length"] == 0]
-    assert len(made) == 2 + 8 and len(plain) == 2  # plain decoding has neither rule nor drafter
-    assert all(one.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
-    assert {type(one.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
-    assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
-    assert config == trained_pair.get_config()  # the configuration itself is not turned
-    (heated,) = launch_cells.make_cells(config, points("draft_temperature=0.5"), experiment)
-    laws = [float(law.warps[0].value) for law in (heated.sampling, heated.draft_sampling)]
-    np.testing.assert_allclose(laws, [0.8, 0.5])
-    assert config.draft_temperature is None
-    both = launch_cells.make_cells(config, [{"draft_temperature": 0.5}, {"draft_length": 3}], experiment)
-    assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before
-    (cold,) = launch_cells.make_cells(config, points("draft_temperature=0"), experiment)
-    assert float(cold.draft_sampling.warps[0].value) == 0 and float(cold.sampling.warps[0].value) > 0.7
-    (made_up,) = launch_cells.make_cells(config, points("synthetic_acceptance=0.7"), experiment)
-    assert made_up.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
-    assert "synthetic_acceptance" not in heated.key
-
-
-def test_cells_of_other_weights_make_another_file(tmp_path):
-    """The same pair trained once more: nothing but its weights tells."""
-    path, config = str(tmp_path / "cells.json"), random_pair.get_config("tiny")
-    built = build(config)
-    identity = lambda weights: launch_cells.identity_of(config, dataclasses.replace(built, weights=weights))
-    grid.Results.open(path, identity("first")).add({"key": key(), "result": {}}, {})
-    assert grid.Results.open(path, identity("first")).find(key())
-    with pytest.raises(ValueError, match="weights was 'first', is 'second'. Give another --output"):
-        grid.Results.open(path, identity("second"))
-
-
-@pytest.mark.parametrize(
-    "texts, message",
-    [
-        (["draft_length=4,-1"], "draft_length .*>= 0.*got -1"),
-        (["draft_length=1.5"], "draft_length = 1.5 does not fit"),
-        (["draft_length="], "--grid=draft_length=: write a field and its values"),
-        (["draft_length"], "write a field and its values"),
-        (["rule=lucky"], "no rule 'lucky'"),
-        (["drafter=lm"], "no drafter 'lm'"),
-        (["batch=0"], "batch must be an integer >= 1"),
-        (["seed=1,2"], "'seed' makes another pair or text: run it apart"),
-        (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a chance, in \[0, 1\]; got 1.5"),
-        (["draft_temperature=-1.0"], "temperature must be >= 0"),
-        (["draft_temperature=hot"], "draft_temperature = 'hot' does not fit"),
-        (["sampling.top_p=0.0"], "top_p must lie in"),
-        (["draft_length=1", "draft_length=2"], "'draft_length' is swept twice"),
-    ],
-)
-def test_a_grid_is_checked_before_anything_is_measured(experiment, texts, message):
-    with pytest.raises(ValueError, match=message):
-        launch_cells.make_cells(random_pair.get_config("tiny"), points(*texts), experiment)
-
-
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("prompts.txt", "", "holds no prompts"),
-        ("prompts.txt", "one\n\ntwo", "prompt 2 of .* is empty"),
-        ("prompts.json", "[]", "holds no prompts"),
-        ("prompts.json", '["a", ""]', "prompt 2 of .* is empty"),
-        ("prompts.json", '["a"', "is no JSON list of prompts"),
-        ("prompts.json", '{"texts": []}', "is no JSON list of prompts"),
-    ],
-)
-def test_files_of_prompts_that_hold_none(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        launch_cells.read_prompts(str(tmp_path / name))
-
-
-def test_files_of_prompts(tmp_path):
-    (tmp_path / "a.txt").write_text("def f():\\n  x\nclass A:", encoding="utf-8")
-    (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}', encoding="utf-8")
-    assert launch_cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class A:"]
-    assert launch_cells.read_prompts(str(tmp_path / "b.json")) == ["x"]

@@ -152,7 +152,8 @@ def test_the_baseline_is_compared_prompt_by_prompt(pair, monkeypatch):
     monkeypatch.setattr(speedup, "_clock", Clock)
     monkeypatch.setattr(speedup, "decoders", lambda pair, contenders, *_: {name: Side(name) for name in contenders})
     work = Workload(max_new_tokens=4, repeats=2)
-    curve = speedup_curve(pair, lambda K: None, {"token": TokenRule()}, [2], chain(), work, passes=3, deterministic=True)
+    rules = {"token": TokenRule()}
+    curve = speedup_curve(pair, lambda K: None, rules, [2], chain(), work, passes=3, deterministic=True)
     (point,) = curve.points
     assert point.speedup == Spread.of([8 / 4, 12 / 2]) and point.overall == (8 + 12) / (4 + 2)
     assert curve.ms_per_token == Spread.of([2000.0, 3000.0]) and point.ms_per_token == Spread.of([1000.0, 500.0])

@@ -1,0 +1,116 @@
+"""From a configuration and points to cells, and from a file to prompts: what is made, and what is refused at once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import fakes
+from configs import random_pair, trained_pair
+from launch import cells
+from launch.experiment import Experiment, build
+from specsamp.analysis import grid
+from specsamp.analysis.decoder import Workload
+from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.pair import Pair
+from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.warp import greedy
+
+V = 5
+
+
+@pytest.fixture
+def experiment():
+    table, model = fakes.random_table(0, V), fakes.TableLM(V)
+    pair = Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0))
+    return Experiment(
+        pair=pair, pair_name="toy", drafter=NoDrafter(), rule=TokenRule(), sampling=greedy(), workload=Workload()
+    )
+
+
+def points(*texts):
+    return cells.parse_grid(texts)
+
+
+def test_a_grid_becomes_cells(experiment):
+    config = trained_pair.get_config()
+    turned = points("draft_length=0,3", "rule=token,block", "drafter=model,ngram", "sampling.temperature=0.0,0.8")
+    made = cells.make_cells(config, turned, experiment)
+    plain = [one for one in made if one.key["draft_length"] == 0]
+    assert len(made) == 2 + 8 and len(plain) == 2  # plain decoding has neither rule nor drafter
+    assert all(one.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
+    assert {type(one.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
+    assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
+    assert config == trained_pair.get_config()  # the configuration itself is not turned
+    (heated,) = cells.make_cells(config, points("draft_temperature=0.5"), experiment)
+    laws = [float(law.warps[0].value) for law in (heated.sampling, heated.draft_sampling)]
+    np.testing.assert_allclose(laws, [0.8, 0.5])
+    assert config.draft_temperature is None
+    both = cells.make_cells(config, [{"draft_temperature": 0.5}, {"draft_length": 3}], experiment)
+    assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before
+    (cold,) = cells.make_cells(config, points("draft_temperature=0"), experiment)
+    assert float(cold.draft_sampling.warps[0].value) == 0 and float(cold.sampling.warps[0].value) > 0.7
+    (made_up,) = cells.make_cells(config, points("synthetic_acceptance=0.7"), experiment)
+    assert made_up.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
+    assert "synthetic_acceptance" not in heated.key
+
+
+def test_cells_of_other_weights_make_another_file(tmp_path):
+    """The same pair trained once more: nothing but its weights tells."""
+    path, config = str(tmp_path / "cells.json"), random_pair.get_config("tiny")
+    built = build(config)
+    identity = lambda weights: cells.identity_of(config, dataclasses.replace(built, weights=weights))
+    grid.Results.open(path, identity("first")).add({"key": {"batch": 1}, "result": {}}, {})
+    assert grid.Results.open(path, identity("first")).find({"batch": 1})
+    with pytest.raises(ValueError, match="weights was 'first', is 'second'. Give another --output"):
+        grid.Results.open(path, identity("second"))
+
+
+@pytest.mark.parametrize(
+    "texts, message",
+    [
+        (["draft_length=4,-1"], "draft_length .*>= 0.*got -1"),
+        (["draft_length=1.5"], "draft_length = 1.5 does not fit"),
+        (["draft_length="], "--grid=draft_length=: write a field and its values"),
+        (["draft_length"], "write a field and its values"),
+        (["rule=lucky"], "no rule 'lucky'"),
+        (["drafter=lm"], "no drafter 'lm'"),
+        (["batch=0"], "batch must be an integer >= 1"),
+        (["seed=1,2"], "'seed' makes another pair or text: run it apart"),
+        (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a chance, in \[0, 1\]; got 1.5"),
+        (["draft_temperature=-1.0"], "temperature must be >= 0"),
+        (["draft_temperature=hot"], "draft_temperature = 'hot' does not fit"),
+        (["sampling.top_p=0.0"], "top_p must lie in"),
+        (["draft_length=1", "draft_length=2"], "'draft_length' is swept twice"),
+    ],
+)
+def test_a_grid_is_checked_before_anything_is_measured(experiment, texts, message):
+    with pytest.raises(ValueError, match=message):
+        cells.make_cells(random_pair.get_config("tiny"), points(*texts), experiment)
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("prompts.txt", "", "holds no prompts"),
+        ("prompts.txt", "one\n\ntwo", "prompt 2 of .* is empty"),
+        ("prompts.json", "[]", "holds no prompts"),
+        ("prompts.json", '["a", ""]', "prompt 2 of .* is empty"),
+        ("prompts.json", '["a"', "is no JSON list of prompts"),
+        ("prompts.json", '{"texts": []}', "is no JSON list of prompts"),
+        ("prompts.json", '"def f():"', "is no JSON list of prompts"),
+        ("prompts.json", '[{"text": 3}]', "is no JSON list of prompts"),
+    ],
+)
+def test_files_of_prompts_that_hold_none(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        cells.read_prompts(str(tmp_path / name))
+
+
+def test_files_of_prompts(tmp_path):
+    (tmp_path / "a.txt").write_text("def f():\\n  x\nclass A:", encoding="utf-8")
+    (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}', encoding="utf-8")
+    assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class A:"]
+    assert cells.read_prompts(str(tmp_path / "b.json")) == ["x"]

@@ -1,0 +1,65 @@
+"""Forecasts from the command line: as the docstring has them, and what is refused in one line."""
+
+import json
+
+import pytest
+from run_script import run
+
+CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
+RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"
+ROOFLINE = ("--config=configs/chinchilla.py", "--chip=v4", "--devices=16", "--context=2048")
+REPORT = "--compile_report=notebooks/results/compile_chinchilla_v4.json"
+
+
+@pytest.mark.parametrize(
+    "arguments, found",
+    [
+        ((RATE, *CALLS, "--longest=4"), ["block rule, mirrored", "rows that never end: K = 4, 2.23x"]),
+        (("--by_position=0.85,0.8,0.7", *CALLS, "--new_tokens=128", "--batch=8"), ["batch 8, 128 tokens each"]),
+        ((HISTOGRAM, *ROOFLINE), ["batch 1, 2048 slots, rows that never end: K =", "at the full rate of the chip"]),
+        ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
+        (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
+    ],
+)
+def test_forecasts(arguments, found):
+    done = run("plan", "--plain", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in found), done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--acceptance=1.5", *CALLS), "the acceptance rate must be a chance, in [0, 1]; got 1.5"),
+        (("--histogram=3,x", *CALLS), "--histogram=3,x: invalid literal"),
+        ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),
+        ((RATE, "--target_ms=nan", "--draft_ms=1"), "calls take time: target nan ms"),
+        ((RATE, "--measured=README.md"), "README.md holds no cells"),
+        ((RATE, "--measured=launch"), "Is a directory"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    done = run("plan", *arguments)
+    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def measured(K, draft_temperature, emitted):
+    """A cell whose rounds emit ``emitted`` tokens."""
+    law = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
+    ms = lambda value: {"ms_per_round": {"median": value, "lower": value, "upper": value}}
+    accepted = [0] * (emitted - 1) + [100] + [0] * (K + 1 - emitted)
+    counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
+    return {
+        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law}, "workload": {"repeats": 4},
+        "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts},
+    }  # fmt: skip
+
+
+def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
+    """The sweep that ships gives the draft temperatures of its own: its acceptance is not that of the pair."""
+    path = tmp_path / "cells.json"
+    document = {"identity": {}, "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)]}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    done = run("plan", f"--measured={path}", "--longest=4", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
