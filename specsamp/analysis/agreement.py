@@ -180,8 +180,8 @@ def _parts(
     progress: Callable[[str], None],
 ) -> Parts:  # fmt: skip
     plain, drafted = sides["fit", batch, 0], sides["fit", batch, longest]
-    running = [(side.loop, side.weights, side.request(0), side.warm_state()) for side in (drafted, plain)]
-    split = split_round(*running, SPLITS, lambda text: progress(f"parts of a round, batch {batch}: {text}"))
+    say = lambda text: progress(f"parts of a round, batch {batch}: {text}")
+    split = split_round(drafted.running(), plain.running(), SPLITS, say)
     known_ms = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch)}
     return Parts.of(
         batch, known_ms, split.draft.ms.median / longest, (longest + 1, split.score.ms.median),

@@ -29,7 +29,7 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, dr
     class Side:
         def __init__(self, K, workload):
             self.K, self.workload, self.number = K, workload, len(sides)
-            self.loop, self.weights, self.request, self.warm_state = self, None, lambda _: None, lambda: None
+            self.running = lambda: (self, None, None, None)
             sides.append(self)
 
         def decode(self, repeat):
@@ -39,8 +39,9 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, dr
             rounds = max(row.rounds for row in rows)
             seconds = rounds * round_ms(self.K, self.workload.batch) / 1e3 * (1 + noise * clock.normal())
             return Timing(
-                prefill_seconds=prefill_ms / 1e3, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(), from_draft=()
-            )
+                prefill_seconds=prefill_ms / 1e3, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(),
+                from_draft=(),
+            )  # fmt: skip
 
         def row(self, random):
             later = chances[-1:] * max(self.K - len(chances), 0)

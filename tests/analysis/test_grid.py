@@ -24,8 +24,8 @@ from specsamp.sampling.warp import chain, greedy, temperature
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
 PART = dataclasses.make_dataclass("Part", ["ms"])(Spread.of([1.0]))
-SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes", "draft", "score"])(
-    Spread.of([1.0]), 8, PART, PART
+SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes", "step", "draft", "score"])(
+    Spread.of([1.0]), 8, PART, PART, PART
 )
 
 
@@ -203,10 +203,9 @@ def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
     """A cell on a machine that takes ``pace`` times as long for everything."""
     spread = lambda ms: dataclasses.asdict(Spread.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
     sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
-    return {
-        "key": key(draft_length=K, drafter="model" if K else "none"), "workload": {"repeats": 25},
-        "result": {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()},
-    }  # fmt: skip
+    result = {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()}
+    named = key(draft_length=K, drafter="model" if K else "none")
+    return {"key": named, "workload": {"repeats": 25}, "result": result | {"split": None}}
 
 
 def test_costs_are_compared_within_a_cell():

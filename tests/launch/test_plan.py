@@ -51,7 +51,7 @@ def measured(K, draft_temperature, emitted):
     counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
     return {
         "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law}, "workload": {"repeats": 4},
-        "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts},
+        "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts, "split": None},
     }  # fmt: skip
 
 
