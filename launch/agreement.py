@@ -3,20 +3,25 @@
     python launch/agreement.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_agreement.json
 
 Greedy and at the configuration's temperature: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
-forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4.
+forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4. The file is written after each of the
+four; the same command goes on where it was interrupted.
 """
 
+import itertools
 import sys
+from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 import entry
-from cells import read_prompts
-from experiment import DRAFTERS, RULES, build, choose, config_mesh, headline, refuse
+from cells import identity_of, read_prompts
+from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, headline, refuse
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
-from specsamp.analysis.agreement import Agreement, agreement
+from specsamp.analysis.agreement import agreement
+from specsamp.analysis.grid import Results
+from specsamp.mesh import processes
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
 _PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
@@ -45,35 +50,42 @@ def main() -> None:
         make = choose("drafter", config.drafter, DRAFTERS)
         if not experiment.workload.prompts:
             raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
+        results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     use_compilation_cache()
     console.print(headline(experiment))
     work = experiment.workload
     laws = {"greedy": greedy(), f"temperature {config.sampling.temperature:g}": experiment.sampling}
-    batches = {"batch 1": ((1,), 1)}
-    if _CHECK_BATCH.value:
-        batches[f"batch {_CHECK_BATCH.value}"] = (tuple(sorted(_BATCHES.value)), _CHECK_BATCH.value)
-    found: dict[str, Agreement] = {}
+    batches = {1: (1,)} | ({_CHECK_BATCH.value: tuple(sorted(_BATCHES.value))} if _CHECK_BATCH.value else {})
+    header = {"command": entry.command(), "environment": report.environment(), "allowed": ALLOWED}
     with console.status("starting") as status:
-        for law, warp in laws.items():
-            for name, (fit_batches, check_batch) in batches.items():
-                where = f"{law}, {name}"
-                try:
-                    found[where] = agreement(
-                        experiment.pair, lambda K: make(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
-                        max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches,
-                        check_lengths=range(_LONGEST.value + 1), check_batch=check_batch, passes=_PASSES.value,
-                        seed=work.seed, progress=lambda text: status.update(f"{where}: {text}"),
-                    )  # fmt: skip
-                except ValueError as error:
-                    sys.exit(str(error))
-                report.show([tables.agreement_table(where, found[where], ALLOWED)], console, _PLAIN.value)
-    document = {
-        "config": config.to_dict(), "pair": experiment.pair_name, "weights": experiment.weights, "allowed": ALLOWED,
-        "agreements": found, "within": {where: one.worst_error <= ALLOWED for where, one in found.items()},
-    }  # fmt: skip
-    entry.write_result(_OUTPUT.value, document, console)
+        for (law, warp), (batch, fit_batches) in itertools.product(laws.items(), batches.items()):
+            where, key = f"{law}, batch {batch}", {"law": law, "batch": batch}
+            if known := processes.gather_objects(results.find(key))[0]:  # the first process reads the file
+                error = known["result"]["worst_error"]
+                console.print(f"{where}: in {_OUTPUT.value} already, worst error {error:.1%}", soft_wrap=True)
+                continue
+            try:
+                found = agreement(
+                    experiment.pair, lambda K: make(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
+                    max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches,
+                    check_lengths=range(_LONGEST.value + 1), check_batch=batch, passes=_PASSES.value, seed=work.seed,
+                    progress=lambda text: status.update(f"{where}: {text}"),
+                )  # fmt: skip
+            except ValueError as error:
+                sys.exit(str(error))
+            results.add({"key": key, "within": found.worst_error <= ALLOWED, "result": found}, header)
+            report.show([tables.agreement_table(where, found, ALLOWED)], console, _PLAIN.value)
+    if _OUTPUT.value and entry.is_first():
+        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+
+
+def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
+    """What all that is in one file shares."""
+    asked = {"fit": _FIT.value, "longest": _LONGEST.value, "batches": _BATCHES.value, "passes": _PASSES.value}
+    turned = {name: config[name] for name in ("rule", "drafter")} | {"sampling": config.sampling.to_dict()}
+    return identity_of(config, experiment) | turned | {"asked": asked}
 
 
 if __name__ == "__main__":

@@ -4,22 +4,17 @@ import json
 import os
 import sys
 
-import jax
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from run_script import ROOT, run
+from run_script import ROOT, run, save_tiny_pair
 
 from configs import random_pair
 from launch import experiment
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import save_pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from specsamp.training.data import train_tokenizer
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -122,11 +117,7 @@ def test_the_demo_runs_without_jit():
 
 def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
     """As one of a small corpus has it: once, not an error at the second."""
-    config = tiny(vocab_size=300, num_layers=1, positions="rotary")
-    side = config, TransformerLM(config).init(jax.random.key(0))
-    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
-    save_pair(tmp_path, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
-    (tmp_path / "prompts.json").write_text('{"prompts": [{"text": "def f"}]}', encoding="utf-8")
+    save_tiny_pair(tmp_path, prompts=["def f"])
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
     done = run(
         "demo", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,

@@ -185,7 +185,7 @@ def _parts(
     known_ms = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch)}
     return Parts.of(
         batch, known_ms, split.draft.ms.median / longest, (longest + 1, split.score.ms.median),
-        (drafted.workload.prompt_length, measured["fit", batch, longest].prefill_ms),
+        (drafted.workload.prompt_length, measured["fit", batch, 0].prefill_ms),
     )  # fmt: skip
 
 

@@ -225,12 +225,11 @@ def _parts(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) -> Itera
     for batch in sorted({one.batch for one in rounds}):
         known_ms = {one.draft_length: one.ms for one in rounds if one.batch == batch}
         cell = max((c for c in cells if c["key"]["batch"] == batch), key=lambda c: c["key"]["draft_length"])
-        K, split, drafted = cell["key"]["draft_length"], cell["result"]["split"], cell["result"]["speculative"]
+        K, split, plain = cell["key"]["draft_length"], cell["result"]["split"], cell["result"]["autoregressive"]
         if split is None or K == 0:
             continue
         part = lambda name: split[name]["ms"]["median"] * known_ms[0] / split["step"]["ms"]["median"]
-        prefill_ms = drafted["prefill_ms"]["median"]
-        prefill_ms *= known_ms[0] / cell["result"]["autoregressive"]["ms_per_round"]["median"]
+        prefill_ms = plain["prefill_ms"]["median"] * known_ms[0] / plain["ms_per_round"]["median"]
         prefill = cell["workload"]["prompt_length"], prefill_ms
         yield Parts.of(batch, known_ms, part("draft") / K, (K + 1, part("score")), prefill)
 

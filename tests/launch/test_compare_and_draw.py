@@ -1,7 +1,9 @@
 """Agreement and figures from the command line: what they refuse in one line, before any work."""
 
+import json
+
 import pytest
-from run_script import run
+from run_script import run, save_tiny_pair
 
 TINY = "--config=configs/random_pair.py:tiny"
 
@@ -22,3 +24,21 @@ def test_what_is_refused(script, arguments, message):
     done = run(script, *arguments)
     assert done.returncode == 1
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
+    """Nothing that the file holds is measured again; another question makes another file."""
+    folder, output = tmp_path / "pair", tmp_path / "agreement.json"
+    save_tiny_pair(folder, prompts=["a b", "c", "d e f", "b"])
+    asked = [f"--config=configs/trained_pair.py:{folder}", "--config.max_new_tokens=4", "--check_batch=0", "--plain"]
+    asked += ["--fit=1", "--longest=1", "--config.prompt_length=8", f"--output={output}"]
+    done = run("agreement", *asked)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert [cell["key"]["law"] for cell in document["cells"]] == ["greedy", "temperature 0.8"]
+    assert [check["draft_length"] for check in document["cells"][0]["result"]["checks"]] == [0, 1]
+    again = run("agreement", *asked)
+    assert again.returncode == 0 and again.stdout.replace("\n", "").count("already, worst error") == 2
+    assert json.loads(output.read_text(encoding="utf-8")) == document
+    other = run("agreement", *asked, "--longest=2")
+    assert other.returncode == 1 and "asked.longest was 1, is 2. Give another --output" in other.stderr
