@@ -24,8 +24,9 @@ from experiment import make_model
 from specsamp import storage
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile, mirrored_block_survival
-from specsamp.analysis.costs import Costs, Model, PerCall, Roofline, compiled_costs
+from specsamp.analysis.costs import Costs, PerCall, compiled_costs
 from specsamp.analysis.planner import Plan, make_plan
+from specsamp.analysis.roofline import Model, Roofline
 from specsamp.tpu.described import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")

@@ -51,9 +51,10 @@ from specsamp import (
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import benchmark
-from specsamp.analysis.costs import CostTable, Model, Roofline, Round
+from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.planner import make_plan
+from specsamp.analysis.roofline import Model, Roofline
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.pair import read_pair
 from specsamp.checkpoints.published import published_config

@@ -1,4 +1,4 @@
-"""What a round costs, by draft length, batch and context: measured, reported by a compiler, or a roofline.
+"""What a round costs, by draft length, batch and context: measured, or reported by a compiler.
 
 All of them answer one question, ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
 decoding.
@@ -221,44 +221,6 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
     return CostTable(
         rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """What a call of a model reads and computes."""
-
-    weight_bytes: float  # that a call streams
-    parameters: float  # two operations for each, per token
-    kv_bytes_per_token: float = 0.0  # of the cache, per row
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """A call takes the longer of streaming and arithmetic, and a constant.
-
-    ``max((W + B S kv) / (n bandwidth), 2 N B T / (n flops)) + call_ms``: weights are read once for all rows and
-    all T tokens of a row, every row's cache of S slots once (the model of Pope et al., arXiv 2211.05102).
-    """
-
-    target: Model
-    draft: Model
-    bytes_per_second: float  # of one device
-    flops_per_second: float
-    devices: int = 1
-    call_ms: float = 0.0  # collectives and dispatch, per call
-    default_context: int = 1024
-    error: float = 0.0
-
-    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        context = self.default_context if context is None else context
-        scored = self.call(self.target, draft_length + 1, batch, context)
-        return scored + draft_length * self.call(self.draft, 1, batch, context)
-
-    def call(self, model: Model, tokens: int, batch: int, context: int) -> float:
-        """Milliseconds of one call with ``tokens`` tokens in each row."""
-        streamed = (model.weight_bytes + batch * context * model.kv_bytes_per_token) / self.bytes_per_second
-        computed = 2 * model.parameters * batch * tokens / self.flops_per_second
-        return max(streamed, computed) / self.devices * 1e3 + self.call_ms
 
 
 def _neighbours(name: str, value: int, known: Iterable[int]) -> tuple[int, int]:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, Model, Parts, PerCall, Roofline, Round, compiled_costs
+from specsamp.analysis.costs import CostTable, Parts, PerCall, Round, compiled_costs
 from specsamp.analysis.planner import make_plan
+from specsamp.analysis.roofline import Model, Roofline
 
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
