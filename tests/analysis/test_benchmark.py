@@ -270,7 +270,7 @@ def test_a_failed_replacement_leaves_no_partial_file(tmp_path, monkeypatch):
 def test_tables_hold_the_numbers(result, plain):
     from rich.console import Console
 
-    console = Console(width=80, record=True, file=open(os.devnull, "w", encoding="utf-8"))
+    console = Console(width=110, record=True, file=open(os.devnull, "w", encoding="utf-8"))
     with console.file:
         report.show(report.result_tables(result), console, plain)
         text = console.export_text()
