@@ -256,10 +256,10 @@ def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
 
 def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path):
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    with pytest.raises(FloatingPointError, match="at step 1 loss is nan.*nothing was saved yet.*learning_rate"):
+    with pytest.raises(FloatingPointError, match="at step 1 .*loss is nan; nothing was saved yet.*learning_rate"):
         run(tmp_path / "nan", params=broken)
     assert not [path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()]
-    with pytest.raises(FloatingPointError, match="at step 8 loss is nan"):  # also where nothing is logged
+    with pytest.raises(FloatingPointError, match="at step 8 .*loss is nan"):  # also where nothing is logged
         run(tmp_path / "rare", params=broken, rhythm=Rhythm(log=100, evaluate=100, checkpoint=8))
 
 
