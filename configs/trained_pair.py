@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_dict
 def get_config(pair: str = "python") -> ConfigDict:
     config = ConfigDict()
     config.pair = pair
-    config.draft_length = 3  # K; 0 decodes autoregressively. (A CPU takes four rows at once, five in two passes.)
+    config.draft_length = 3  # K; 0 decodes autoregressively. On two cores best for greedy and sampled text together
     config.drafter = "model"  # or "ngram", or "none"
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()

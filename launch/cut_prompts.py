@@ -1,6 +1,6 @@
 """Cuts more prompts from the files that a pair of the standard library held out, for comparisons that need many.
 
-    python launch/cut_prompts.py --count=80 --output=notebooks/results/python_prompts.json
+    python launch/cut_prompts.py --count=120 --output=notebooks/results/python_prompts.json
 
 The files are those of the running Python, so the result depends on its version, which it names.
 """
