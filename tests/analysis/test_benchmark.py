@@ -125,6 +125,37 @@ def test_all_phases_are_measured(result):
         assert getattr(result.split, name).iterations >= 2 and getattr(result.split, name).linearity > 0
 
 
+@pytest.mark.parametrize("warm_samples, as_in_a_loop", [(split.WARM_SAMPLES, True), (0, False)])
+def test_phases_are_timed_in_caches_as_a_loop_leaves_them(monkeypatch, warm_samples, as_in_a_loop):
+    """On a clock for which the first ten calls of the target after anything else take twice as long."""
+    of_target = ["round", "score", "stream_score", "step", "stream_step"]
+    warm = [0]
+
+    class Bench:
+        matrices = ()
+
+        def __init__(self, *_):
+            self.run_stream = lambda: self.clock(True)
+            self.run = lambda phase: self.clock(phase in (phases.whole_round, phases.score))
+
+        def clock(self, reads_target):
+            def seconds(iterations):
+                cold = min(max(10 - warm[0], 0), iterations) if reads_target else 0
+                warm[0] = warm[0] + iterations if reads_target else 0
+                return iterations + cold
+
+            return seconds
+
+    monkeypatch.setattr(split, "_Bench", Bench)
+    monkeypatch.setattr(split, "_iterations", lambda run: 4)
+    monkeypatch.setattr(split, "WARM_SAMPLES", warm_samples)
+    clock = split.PhaseClock((None,) * 4, (None,) * 4)
+    clock.measure()
+    clock.measure()
+    timed = clock.split()
+    assert all(getattr(timed, name).ms.upper == 1000 for name in of_target) == as_in_a_loop
+
+
 def test_the_parts_and_the_unexplained_make_the_round():
     ms = {
         "draft_model": [1.0, 3.0], "draft": [1.5, 3.5], "score": [5.0, 5.0], "verify": [0.25, 0.25],
