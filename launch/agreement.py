@@ -2,15 +2,17 @@
 
     python launch/agreement.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_agreement.json
 
-Greedy and at the configuration's temperature: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
+Greedy and with the configuration's sampling: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
 forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4. The file is written after each of the
-four; the same command goes on where it was interrupted.
+four; the same command goes on where it was interrupted. The configuration's own K, batch and repeats do not count.
 """
 
 import itertools
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
@@ -19,9 +21,11 @@ from cells import identity_of, read_prompts
 from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, headline, refuse
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
-from specsamp.analysis.agreement import agreement
-from specsamp.analysis.grid import Results
+from specsamp.analysis.agreement import Agreement, agreement
+from specsamp.analysis.grid import Results, law_of
 from specsamp.mesh import processes
+from specsamp.sampling.warp import Warp
+from specsamp.tpu.described import is_out_of_memory
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
 _PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
@@ -47,38 +51,75 @@ def main() -> None:
         if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
             raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
         experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
-        make = choose("drafter", config.drafter, DRAFTERS)
+        choose("drafter", config.drafter, DRAFTERS)
         if not experiment.workload.prompts:
             raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
         results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     use_compilation_cache()
-    console.print(headline(experiment))
-    work = experiment.workload
-    laws = {"greedy": greedy(), f"temperature {config.sampling.temperature:g}": experiment.sampling}
-    batches = {1: (1,)} | ({_CHECK_BATCH.value: tuple(sorted(_BATCHES.value))} if _CHECK_BATCH.value else {})
-    header = {"command": entry.command(), "environment": report.environment(), "allowed": ALLOWED}
+    console.print(headline(experiment, task(config, experiment)))
+    laws = {"greedy": greedy(), law_in_words(config): experiment.sampling}
     with console.status("starting") as status:
-        for (law, warp), (batch, fit_batches) in itertools.product(laws.items(), batches.items()):
-            where, key = f"{law}, batch {batch}", {"law": law, "batch": batch}
-            if known := processes.gather_objects(results.find(key))[0]:  # the first process reads the file
-                error = known["result"]["worst_error"]
-                console.print(f"{where}: in {_OUTPUT.value} already, worst error {error:.1%}", soft_wrap=True)
-                continue
+        for (law, warp), batch in itertools.product(laws.items(), fit_batches()):
             try:
-                found = agreement(
-                    experiment.pair, lambda K: make(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
-                    max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches,
-                    check_lengths=range(_LONGEST.value + 1), check_batch=batch, passes=_PASSES.value, seed=work.seed,
-                    progress=lambda text: status.update(f"{where}: {text}"),
-                )  # fmt: skip
+                found = compare(config, experiment, results, warp, {"law": law, "batch": batch}, status.update)
             except ValueError as error:
                 sys.exit(str(error))
-            results.add({"key": key, "within": found.worst_error <= ALLOWED, "result": found}, header)
-            report.show([tables.agreement_table(where, found, ALLOWED)], console, _PLAIN.value)
+            if isinstance(found, str):
+                console.print(found, soft_wrap=True)
+            else:
+                table = tables.agreement_table(f"{law}, batch {batch}", found, ALLOWED)
+                report.show([table], console, _PLAIN.value)
     if _OUTPUT.value and entry.is_first():
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+
+
+def compare(
+    config: ConfigDict, experiment: Experiment, results: Results, warp: Warp, key: Mapping[str, Any],
+    progress: Callable[[str], None],
+) -> Agreement | str:  # fmt: skip
+    """One law and batch, unless the results have it; what is to be said of it."""
+    where, work = f"{key['law']}, batch {key['batch']}", experiment.workload
+    if known := processes.gather_objects(results.find(key))[0]:  # the first process reads the file
+        told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
+        return f"{where}: in {_OUTPUT.value} already, {told}"
+    found, drafter = None, choose("drafter", config.drafter, DRAFTERS)
+    try:
+        found = agreement(
+            experiment.pair, lambda K: drafter(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
+            max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches()[key["batch"]],
+            check_lengths=range(_LONGEST.value + 1), check_batch=key["batch"], passes=_PASSES.value, seed=work.seed,
+            progress=lambda text: progress(f"{where}: {text}"),
+        )  # fmt: skip
+        measured = {"within": found.worst_error <= ALLOWED, "result": found}
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+            raise
+        measured = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
+    header = {"command": entry.command(), "environment": report.environment()}
+    results.add({"key": key, **header, **measured}, header | {"allowed": ALLOWED})
+    return found or f"{where}: out of memory"
+
+
+def fit_batches() -> dict[int, tuple[int, ...]]:
+    """To the batch that is forecast."""
+    between = {_CHECK_BATCH.value: tuple(sorted(_BATCHES.value))} if _CHECK_BATCH.value else {}
+    return {1: (1,)} | between
+
+
+def task(config: ConfigDict, experiment: Experiment) -> str:
+    """What is about to be compared, in a line."""
+    fitted = ", ".join(map(str, sorted({0, *_FIT.value})))
+    batches = [f"batch {batch} from {' and '.join(map(str, fit))}" for batch, fit in fit_batches().items()]
+    return (
+        f"{config.drafter} drafter, {config.rule} rule, greedy and {law_in_words(config)}; K = 0 to {_LONGEST.value} "
+        f"from {fitted}; {', '.join(batches)}; {experiment.workload.max_new_tokens} tokens, {_PASSES.value} passes"
+    )
+
+
+def law_in_words(config: ConfigDict) -> str:
+    return law_of(config.sampling.to_dict())
 
 
 def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", "configs/random_pair.py", lo
 _GRID = flags.DEFINE_multi_string("grid", [], "FIELD=VALUE,VALUE,...: one cell for every combination; may be repeated.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure cells once more that the file holds, and replace them.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 _MEMORY = flags.DEFINE_bool("memory", False, "Report the memory of the loop over a grid of B, K and V instead of time.")
 
@@ -44,7 +45,7 @@ def main() -> None:
     if _MEMORY.value:
         show_memory(experiment, console)
         return
-    run_cells(config, points, experiment, _OUTPUT.value, console, _PLAIN.value)
+    run_cells(config, points, experiment, _OUTPUT.value, console, _PLAIN.value, _AGAIN.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 

@@ -137,8 +137,13 @@ def run_cells(
     output: str | None,
     console: Console,
     plain: bool,
+    again: bool = False,
 ) -> None:
-    """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it."""
+    """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
+
+    Args:
+      again: measures what it does hold, too.
+    """
     try:
         cells = make_cells(config, points, experiment)
         for cell in cells:
@@ -152,11 +157,14 @@ def run_cells(
         console.print("[bold red]SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not.[/]")
     there = sum(results.find(cell.key) is not None for cell in cells)
     if there:
-        console.print(f"{there} of {len(cells)} cells are in {output} already", soft_wrap=True)
+        told = "replaced one by one" if again else "not measured again (--again would)"
+        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
     header = lambda: {"command": entry.command(), "environment": report.environment()}
     with console.status("starting") as status:
         try:
-            measured = grid.measure_cells(experiment.pair, cells, results, header=header, progress=status.update)
+            measured = grid.measure_cells(
+                experiment.pair, cells, results, again=again, header=header, progress=status.update
+            )
         except ValueError as error:
             sys.exit(str(error))
     if not entry.is_first():

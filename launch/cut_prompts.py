@@ -1,6 +1,6 @@
 """Cuts more prompts from the files that a pair of the standard library held out, for comparisons that need many.
 
-    python launch/cut_prompts.py --count=120 --output=notebooks/results/python_prompts.json
+    python launch/cut_prompts.py --count=160 --output=notebooks/results/python_prompts.json
 
 The files are those of the running Python, so the result depends on its version, which it names.
 """
@@ -19,7 +19,7 @@ from specsamp.pretrained.pair import load_pair, pair_folder
 from specsamp.pretrained.prompts import cut_prompts
 
 _PAIR = flags.DEFINE_string("pair", "python", "Whose held-out files, and whose tokenizer.")
-_COUNT = flags.DEFINE_integer("count", 100, "How many.", lower_bound=1)
+_COUNT = flags.DEFINE_integer("count", 160, "How many.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 64, "Tokens of a prompt.", lower_bound=8)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the drawing.", lower_bound=0)
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write them as JSON.", required=True)
@@ -31,9 +31,9 @@ def main() -> None:
         entry.check_output(_OUTPUT.value)
         held_out = json.loads((pair_folder(_PAIR.value) / "prompts.json").read_text(encoding="utf-8"))["prompts"]
         library = pathlib.Path(sysconfig.get_path("stdlib"))
-        files = sorted({library / prompt["file"] for prompt in held_out if (library / prompt["file"]).is_file()})
+        files = sorted({prompt["file"] for prompt in held_out if (library / prompt["file"]).is_file()})
         prompts = cut_prompts(
-            files, load_pair(_PAIR.value).tokenizer, _COUNT.value, longest=_LONGEST.value, seed=_SEED.value
+            library, files, load_pair(_PAIR.value).tokenizer, _COUNT.value, longest=_LONGEST.value, seed=_SEED.value
         )
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))

@@ -143,19 +143,22 @@ def make_sampling(fields: ConfigDict) -> Warp:
 _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 
 
-def headline(experiment: Experiment) -> str:
-    """Three lines on what is about to run."""
+def headline(experiment: Experiment, task: str | None = None) -> str:
+    """Three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
     pair, work = experiment.pair, experiment.workload
     count = lambda model: f"{models.human_count(model.config.num_parameters)} parameters"
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, OnMesh) else 1
     random = (
         "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
+    cell = (
+        f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
+        f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
+    )
     return (
         f"target {count(pair.target)}, draft {count(pair.draft)}, V = {pair.target.vocab_size}, "
         f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
-        f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
-        f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats\n"
+        f"{task or cell}\n"
         + (f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts" if experiment.pair_name else random)
     )
 

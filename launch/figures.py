@@ -20,7 +20,7 @@ GRID = "notebooks/results/python_pair_grid.json"
 _CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
 _OUTPUT = flags.DEFINE_string("output", "notebooks/results", "Folder of figure_1.png and speedup_by_batch.png.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Of the paper's figure.", lower_bound=1)
-_RULE = flags.DEFINE_string("rule", "token", "Of the paper's figure.")
+_RULE = flags.DEFINE_string("rule", "token", "Of both figures.")
 _DRAFTER = flags.DEFINE_string("drafter", "model", "Of both figures.")
 _LENGTHS = flags.DEFINE_multi_integer("draft_length", [], "K in the figure by batch; default all.", lower_bound=1)
 

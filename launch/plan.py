@@ -66,6 +66,8 @@ def main() -> None:
     try:
         entry.check_output(_OUTPUT.value)
         cells = measured_cells() if _MEASURED.value else []
+        if cells and _CONTEXT.value:
+            raise ValueError("--context: measured cells know the context they were measured in: leave it out")
         profile, costs = acceptance(cells), round_costs(cells)
         plans = [
             make_plan(
@@ -77,6 +79,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     report.show([plan_table(plan) for plan in plans], console, _PLAIN.value)
+    if cells and _NEW_TOKENS.value and max(_BATCH.value) > 1:
+        console.print("Measured cells count all texts together: where they differ, the slowest row takes longer.")
     for plan in plans:
         best = plan.best
         verdict = f"K = {best.draft_length}, {best.speedup.value:.2f}x" if best.draft_length else "decode plainly"

@@ -26,6 +26,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", l
 _POD = flags.DEFINE_string("pod", None, "Print a command for each point on this slice, and measure nothing.")
 _GATHER = flags.DEFINE_multi_string("gather", [], "Show the cells of this file, and measure nothing; may be repeated.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure cells once more that the file holds, and replace them.")
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
 
@@ -47,7 +48,7 @@ def main() -> None:
         sys.exit(str(error))
     console.print(headline(experiment), highlight=False)
     use_compilation_cache()
-    run_cells(_CONFIG.value, points, experiment, _OUTPUT.value, console, _PLAIN.value)
+    run_cells(_CONFIG.value, points, experiment, _OUTPUT.value, console, _PLAIN.value, _AGAIN.value)
 
 
 def hyper_points(filename: str) -> list[Point]:

@@ -4,8 +4,9 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds; a round's parts and the prefill tell how costs go on beyond the longest K, and between batches
-(`specsamp.analysis.costs`). From these the planner forecasts ms per token on the other prompts, for every draft length.
+from the same rounds. Where costs are no lines between these lengths and batches, the products with the target's
+matrices tell, which are timed alone at every number of rows (`specsamp.analysis.costs`); what lines would have given
+without them stands beside. From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
 noise floor, below which no forecast can be expected to come.
 """
@@ -14,16 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specsamp.analysis.acceptance import Band, Profile
-from specsamp.analysis.costs import CostTable, Parts, Round
+from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.decoder import Decoder, Workload, decoders
-from specsamp.analysis.planner import DRAFT_LENGTHS, make_plan
-from specsamp.analysis.split import split_round
+from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
+from specsamp.analysis.split import ProductClock
+from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
@@ -31,7 +35,7 @@ from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
 
 FEWEST_BATCHES = 6  # of texts: how slow the slowest row is varies a lot
-SPLITS = 9  # repeats of the parts of a round
+SAMPLES = 8  # of products in a pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,6 @@ class Texts:
     """What one draft length took for the texts of one half."""
 
     seconds_PR: np.ndarray  # pass, batch of texts
-    prefill_ms: float
     rounds_R: np.ndarray
     rows: tuple[RowStats, ...]  # of all texts
     tokens: int  # of one row
@@ -70,6 +73,7 @@ class Agreement:
     costs: CostTable  # as fitted
     checks: tuple[Check, ...]
     worst_error: float  # over the checks whose cost was not fitted
+    worst_error_of_lines: float  # the same without the products: straight lines between fitted rounds
     worst_noise: float
     best_forecast: int  # K with the fewest ms per token
     best_measured: int
@@ -112,59 +116,73 @@ def agreement(
     if min(fit_lengths) < 1 or min(check_lengths) < 0:
         raise ValueError(f"fitted K must be >= 1 and checked ones >= 0; got {[*fit_lengths]} and {[*check_lengths]}")
     halves = [tuple(tuple(prompt) for prompt in prompts[start::2]) for start in (0, 1)]
-    sides = {}
 
-    def add(name: str, half: int, batch: int, lengths: Sequence[int]) -> None:
+    def sides_of(name: str, half: int, batch: int, lengths: Sequence[int]) -> dict[tuple, Decoder]:
         repeats = len(halves[half]) if batch == 1 else max(-(-len(halves[half]) // batch), FEWEST_BATCHES)
         work = Workload(
             batch=batch, prompt_length=max(map(len, prompts)), max_new_tokens=max_new_tokens, repeats=repeats,
             seed=seed, prompts=halves[half],
         )  # fmt: skip
-        contenders = {K: (make_drafter(K) if K else NoDrafter(), rule) for K in lengths}
-        sides.update({(name, batch, K): side for K, side in decoders(pair, contenders, sampling, work).items()})
+        contenders = {K: (make_drafter(K) if K else NoDrafter(), rule) for K in sorted({0, *lengths})}
+        return {(name, batch, K): side for K, side in decoders(pair, contenders, sampling, work).items()}
 
+    sides = sides_of("check", 1, check_batch, check_lengths)
     for batch in fit_batches:
-        add("fit", 0, batch, sorted({0, *fit_lengths}))
-    add("check", 1, check_batch, sorted({0, *check_lengths}))
-    measured = _decode(sides, passes, progress)
-    longest = max(fit_lengths)
+        sides |= sides_of("fit", 0, batch, fit_lengths)
+    some = next(iter(sides.values()))
+    products = ProductClock(some.loop, some.weights, {batch * (K + 1) for _, batch, K in sides}, progress)
+    measured = _decode(sides, products, passes, progress)
+    longest, fitted = max(fit_lengths), {key[1:]: texts for key, texts in measured.items() if key[0] == "fit"}
     costs = CostTable(
-        rounds=tuple(_round(K, b, texts) for (name, b, K), texts in measured.items() if name == "fit"),
-        parts=tuple(_parts(sides, measured, batch, longest, progress) for batch in fit_batches),
+        rounds=tuple(_round(K, batch, texts) for (batch, K), texts in fitted.items()),
+        error=float(np.median([_round_error(texts) for texts in fitted.values()])),
+        products_ms=tuple(products.ms().items()),
     )
-    drafted = [texts.rows for (name, _, K), texts in measured.items() if name == "fit" and K]
+    # A text has the same rounds in every batch: it counts once.
+    drafted = [texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)]
     profile = Profile.of_texts(_by_text(drafted, longest, len(halves[0])))
-    plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
-    checks = [
-        _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
-        for (name, _, K), texts in measured.items() if name == "check"
-    ]  # fmt: skip
-    return _summary(checks, costs, fit_lengths, fit_batches, check_batch, (len(halves[0]), len(halves[1])))
+
+    def checks(costs: CostTable) -> list[Check]:
+        plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
+        return [
+            _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
+            for (name, _, K), texts in measured.items() if name == "check"
+        ]  # fmt: skip
+
+    lines = checks(dataclasses.replace(costs, products_ms=()))
+    return _summary(
+        checks(costs), costs, worst_error_of_lines=_worst(lines), fit_lengths=tuple(fit_lengths),
+        fit_batches=tuple(fit_batches), check_batch=check_batch, prompts=(len(halves[0]), len(halves[1])),
+    )  # fmt: skip
 
 
-def _decode(sides: Mapping[tuple, Decoder], passes: int, progress: Callable[[str], None]) -> dict[tuple, Texts]:
+def _decode(
+    sides: Mapping[tuple, Decoder], products: ProductClock, passes: int, progress: Callable[[str], None]
+) -> dict[tuple, Texts]:
+    """All texts of all sides, ``passes`` times; some samples of products lie between."""
     for number, (name, side) in enumerate(sides.items()):
         progress(f"compiling {number + 1} of {len(sides)}: {name[0]}, batch {name[1]}, K = {name[2]}")
         side.decode(0)
     seconds = {name: np.zeros((passes, side.workload.repeats)) for name, side in sides.items()}
     rounds = {name: np.zeros(side.workload.repeats) for name, side in sides.items()}
-    prefills: dict[tuple, list[float]] = {name: [] for name in sides}
     rows: dict[tuple, list[RowStats]] = {name: [] for name in sides}
-    for number in range(passes):
-        for repeat in range(max(side.workload.repeats for side in sides.values())):
-            progress(f"pass {number + 1} of {passes}: texts {repeat + 1}")
-            for name, side in sides.items():
-                if repeat >= side.workload.repeats:
-                    continue
+    turns = max(side.workload.repeats for side in sides.values())
+    for number, turn in itertools.product(range(passes), range(turns)):
+        progress(f"pass {number + 1} of {passes}: turn {turn + 1} of {turns}")
+        if turn % -(-turns // SAMPLES) == 0:
+            products.measure()
+        for name, side in sides.items():
+            # A side with fewer batches of texts takes them spread over the pass: the machine changes meanwhile.
+            repeat, following = (at * side.workload.repeats // turns for at in (turn, turn + 1))
+            if repeat < following:
                 timing = side.decode(repeat)
                 seconds[name][number, repeat], rounds[name][repeat] = timing.loop_seconds, timing.rounds
-                prefills[name].append(timing.prefill_seconds)
                 if number == 0:
                     rows[name] += timing.rows
     return {
         name: Texts(
             seconds_PR=seconds[name], rounds_R=rounds[name], rows=tuple(rows[name]),
-            tokens=side.workload.max_new_tokens, prefill_ms=float(np.median(prefills[name])) * 1e3,
+            tokens=side.workload.max_new_tokens,
         )  # fmt: skip
         for name, side in sides.items()
     }
@@ -175,18 +193,10 @@ def _round(draft_length: int, batch: int, texts: Texts) -> Round:
     return Round(draft_length=draft_length, batch=batch, ms=float(ms))
 
 
-def _parts(
-    sides: Mapping[tuple, Decoder], measured: Mapping[tuple, Texts], batch: int, longest: int,
-    progress: Callable[[str], None],
-) -> Parts:  # fmt: skip
-    plain, drafted = sides["fit", batch, 0], sides["fit", batch, longest]
-    say = lambda text: progress(f"parts of a round, batch {batch}: {text}")
-    split = split_round(drafted.running(), plain.running(), SPLITS, say)
-    known_ms = {K: _round(K, b, texts).ms for (name, b, K), texts in measured.items() if (name, b) == ("fit", batch)}
-    return Parts.of(
-        batch, known_ms, split.draft.ms.median / longest, (longest + 1, split.score.ms.median),
-        (drafted.workload.prompt_length, measured["fit", batch, 0].prefill_ms),
-    )  # fmt: skip
+def _round_error(texts: Texts) -> float:
+    """One relative standard error of the time of a round: what the clock leaves open."""
+    ms_R = np.median(texts.seconds_PR, axis=0) / texts.rounds_R
+    return Spread.of(ms_R).relative_error(len(ms_R))
 
 
 def _by_text(sides: Sequence[Sequence[RowStats]], longest: int, count: int) -> list[RowStats]:
@@ -206,7 +216,7 @@ def _by_text(sides: Sequence[Sequence[RowStats]], longest: int, count: int) -> l
     return [functools.reduce(operator.add, rows) for rows in by_number.values()]
 
 
-def _check(forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:
+def _check(forecast: Forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:
     tokens = texts.tokens * len(texts.rounds_R)  # of one row, over all batches of texts
     measured = np.median(texts.seconds_PR, axis=0).sum() / tokens / batch * 1e3
     totals = texts.seconds_PR.sum(1)
@@ -221,13 +231,17 @@ def _check(forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:
     )  # fmt: skip
 
 
-def _summary(checks, costs, fit_lengths, fit_batches, check_batch, prompts) -> Agreement:
+def _worst(checks: Sequence[Check]) -> float:
+    """The largest error where the cost was not fitted."""
     unseen = [check for check in checks if not check.cost_was_fitted] or checks
+    return max(abs(check.error) for check in unseen)
+
+
+def _summary(checks: Sequence[Check], costs: CostTable, **asked: Any) -> Agreement:
     by_forecast = min(checks, key=lambda check: check.forecast.value)
     by_clock = min(checks, key=lambda check: check.measured)
     return Agreement(
-        fit_lengths=tuple(fit_lengths), fit_batches=tuple(fit_batches), check_batch=check_batch, prompts=prompts,
-        costs=costs, checks=tuple(checks), worst_error=max(abs(check.error) for check in unseen),
+        costs=costs, checks=tuple(checks), worst_error=_worst(checks),
         worst_noise=max(check.noise for check in checks), best_forecast=by_forecast.draft_length,
-        best_measured=by_clock.draft_length, lost=by_forecast.measured / by_clock.measured - 1,
+        best_measured=by_clock.draft_length, lost=by_forecast.measured / by_clock.measured - 1, **asked,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.split import of_first_process
+from specsamp.analysis.spread import Spread
 from specsamp.decoding.job import to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
@@ -81,7 +82,8 @@ def choose(make_job: Callable[..., Job], arguments: Mapping[str, Any]) -> dict[s
     key = _key(job_of(longest))
     if key not in plans:
         plans[key] = calibrate(job_of, longest)
-        print(f"specsamp: {_verdict(plans[key])}", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"specsamp: {_verdict(plans[key])}", file=sys.stderr)
     return with_length(plans[key].best.draft_length)
 
 
@@ -110,8 +112,11 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
 
 
 def _costs(seconds: Mapping[int, list[float]], batch: int) -> CostTable:
-    ms = {K: np.median(spent) * 1e3 for K, spent in seconds.items()}
-    return CostTable(rounds=tuple(Round(draft_length=K, ms=max(ms[K], 1e-6), batch=batch) for K in ms))
+    ms = {K: Spread.of(np.maximum(spent, 1e-9) * 1e3) for K, spent in seconds.items()}
+    return CostTable(
+        rounds=tuple(Round(draft_length=K, ms=spread.median, batch=batch) for K, spread in ms.items()),
+        error=float(np.median([spread.relative_error(len(seconds[K])) for K, spread in ms.items()])),
+    )
 
 
 def _some_rounds(job: Job, repeat: int) -> tuple[float, list[RowStats]]:

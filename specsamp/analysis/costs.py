@@ -45,52 +45,23 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What tells the calls of a round apart, at one batch."""
-
-    batch: int
-    draft_ms: float  # of one call of the drafter
-    further_ms: float  # what one more drafted token adds to a round, beyond the longest K that is known
-
-    @classmethod
-    def of(
-        cls, batch: int, known_ms: Mapping[int, float], draft_ms: float, score: tuple[int, float],
-        prefill: tuple[int, float],
-    ) -> Parts:  # fmt: skip
-        """From known rounds and what was timed beside them.
-
-        A call of many tokens uses a processor better than one of a dozen, so tokens cost less and less: what another
-        one adds lies between what the last one added, and what it would if scoring led straight to the prefill. Half
-        of each is taken. (Where calls stream weights, both are the same.)
-
-        Args:
-          known_ms: rounds by draft length, two or more.
-          score, prefill: tokens of a row, and ms, of the longest call that scores and of one that reads prompts.
-        """
-        near, far = sorted(known_ms)[-2:]
-        last_ms = (known_ms[far] - known_ms[near]) / (far - near)
-        (scored, score_ms), (read, prefill_ms) = score, prefill
-        further_ms = last_ms
-        if read > scored:
-            further_ms = min(draft_ms + max(prefill_ms - score_ms, 0.0) / (read - scored), last_ms)
-        return cls(batch=batch, draft_ms=draft_ms, further_ms=(last_ms + further_ms) / 2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Known rounds, and straight lines between them; along the draft length also beyond the last.
+    """Known rounds, and straight lines between them; along the draft length also beyond the longest.
 
-    Draft calls are added one by one and scored rows nearly so, hence lines. Along batch and context nothing is
-    extrapolated: a new regime (arithmetic instead of streaming) would not be seen coming.
+    Draft calls are added one by one, and rows and caches nearly so, hence lines. What need not lie on a line are the
+    products with the target's matrices: a kernel may take a step up at some number of rows. Where they are known for
+    themselves, lines are drawn through what is left of the rounds. Along batch and context nothing is extrapolated: a
+    new regime (arithmetic instead of streaming) would not be seen coming.
 
     Attributes:
-      parts: of batches. Between two that have them the target's call is compared at equal rows, ``batch (K + 1)``,
-        which is what it computes; else rounds are compared at equal K.
+      error: one relative standard error of a round's time.
+      products_ms: of so many rows with all of the target's matrices, by rows, ``((rows, ms), ...)``; a round has
+        ``batch (K + 1)``. On lines between known numbers of rows, and beyond.
     """
 
     rounds: tuple[Round, ...]
     error: float = 0.0
-    parts: tuple[Parts, ...] = ()
+    products_ms: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
         if not self.rounds:
@@ -100,72 +71,31 @@ class CostTable:
         """Milliseconds of one round.
 
         Raises:
-          ValueError: batch or context lie beyond what is known, or a K below it: with what is known.
+          ValueError: batch or context lie beyond what is known, or a K below it, or no context is given where
+            several are known: with what is known.
         """
         contexts = sorted({known.context for known in self.rounds if known.context is not None})
+        if context is None and len(contexts) > 1:
+            raise ValueError(f"costs are known at contexts {', '.join(map(str, contexts))}: say which is meant")
         if context is None or not contexts:
-            return self._at_context(None if len(contexts) != 1 else contexts[0], draft_length, batch)
+            return self._at_context(contexts[0] if contexts else None, draft_length, batch)
         at = lambda one: self._at_context(one, draft_length, batch)
         return _between("context", context, {one: lambda one=one: at(one) for one in contexts})
 
     def _at_context(self, context: int | None, draft_length: int, batch: int) -> float:
-        here = [known for known in self.rounds if context is None or known.context == context]
-        by_batch: dict[int, dict[int, float]] = {}
-        for known in here:
-            by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
-        parts = {one.batch: one for one in self.parts}
-        low, high = _neighbours("batch", batch, sorted(by_batch))
-        if low != high and {low, high} <= parts.keys():
-            calls = (_Scoring(by_batch[size], parts[size]) for size in (low, high))
-            return _at_equal_rows(*calls, draft_length, batch)
-        further = {size: one.further_ms for size, one in parts.items()}
-        at = {
-            size: lambda size=size, ms=ms: _line(ms, draft_length, further.get(size)) for size, ms in by_batch.items()
-        }
-        return _between("batch", batch, at)
+        by_batch: dict[int, dict[int, float]] = {}  # what is left of the rounds, by draft length
+        for known in self.rounds:
+            if context is None or known.context == context:
+                left_ms = known.ms - self._products_ms(known.batch * (known.draft_length + 1))
+                by_batch.setdefault(known.batch, {})[known.draft_length] = left_ms
+        at = {size: lambda left=left: _line(left, draft_length) for size, left in by_batch.items()}
+        return _between("batch", batch, at) + self._products_ms(batch * (draft_length + 1))
 
-
-@dataclasses.dataclass(frozen=True)
-class _Scoring:
-    """The target's call at one batch: a round less the calls of its draft, by rows instead of draft length."""
-
-    round_ms: dict[int, float]  # by draft length
-    parts: Parts
-
-    @property
-    def least(self) -> int:
-        return self.parts.batch * (min(self.round_ms) + 1)
-
-    @property
-    def most(self) -> int:
-        return self.parts.batch * (max(self.round_ms) + 1)
-
-    def ms(self, rows: int) -> float:
-        """From `least` rows on."""
-        draft_length = rows / self.parts.batch - 1
-        return _line(self.round_ms, draft_length, self.parts.further_ms) - draft_length * self.parts.draft_ms
-
-
-def _at_equal_rows(few: _Scoring, many: _Scoring, draft_length: int, batch: int) -> float:
-    """A round of a batch between two that are known.
-
-    A call takes its time for its rows and for the caches that it reads. Where the two batches reach the same number
-    of rows they differ by the caches alone; each goes on as the other does where it is not known itself.
-    """
-
-    def of_few(rows: int) -> float:
-        if rows <= few.most:
-            return few.ms(rows)
-        if many.least <= few.most:
-            return few.ms(few.most) + many.ms(rows) - many.ms(few.most)
-        ends = (few.most, many.least), (few.ms(few.most), many.ms(many.least))
-        return many.ms(rows) if rows > many.least else float(np.interp(rows, *ends))
-
-    rows, share = batch * (draft_length + 1), (batch - few.parts.batch) / (many.parts.batch - few.parts.batch)
-    caches_ms = many.ms(many.least) - of_few(many.least)
-    of_many = many.ms(rows) if rows >= many.least else of_few(rows) + caches_ms
-    draft_ms = (1 - share) * few.parts.draft_ms + share * many.parts.draft_ms
-    return (1 - share) * of_few(rows) + share * of_many + draft_length * draft_ms
+    def _products_ms(self, rows: int) -> float:
+        known = dict(self.products_ms)
+        if len(known) < 2:
+            return 0.0  # they tell nothing of the shape
+        return _line(known, max(rows, min(known)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,37 +153,32 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
     )
 
 
-def _neighbours(name: str, value: int, known: Iterable[int]) -> tuple[int, int]:
-    """The known numbers next to ``value``, twice itself if it is one of them."""
+def _between(name: str, value: int, known: dict[int, Any]) -> float:
+    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
     below = [one for one in known if one <= value]
     above = [one for one in known if one >= value]
     if not below or not above:
         raise ValueError(
-            f"{name} {value} lies beyond the measured {', '.join(map(str, known))}: measure it, or take a roofline"
+            f"{name} {value} lies beyond the measured {', '.join(map(str, sorted(known)))}: measure it, or take a "
+            "roofline"
         )
-    return max(below), min(above)
-
-
-def _between(name: str, value: int, known: dict[int, Any]) -> float:
-    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
-    low, high = _neighbours(name, value, sorted(known))
+    low, high = max(below), min(above)
     if low == high:
         return known[low]()
     share = (value - low) / (high - low)
     return (1 - share) * known[low]() + share * known[high]()
 
 
-def _line(ms: dict[int, float], draft_length: float, further_ms: float | None = None) -> float:
-    """Linear between known draft lengths, and beyond the longest two unless it is known how it goes on."""
-    lengths = sorted(ms)
-    if draft_length < lengths[0] or (draft_length > lengths[-1] and len(lengths) == 1 and further_ms is None):
-        raise ValueError(f"no cost at draft_length {draft_length}: known are {', '.join(map(str, lengths))}")
-    if draft_length <= lengths[-1]:
-        return float(np.interp(draft_length, lengths, [ms[n] for n in lengths]))
-    if further_ms is None:
-        near, far = lengths[-2:]
-        further_ms = (ms[far] - ms[near]) / (far - near)
-    return ms[lengths[-1]] + (draft_length - lengths[-1]) * further_ms
+def _line(ms: Mapping[int, float], where: int) -> float:
+    """Linear between known draft lengths, or rows; beyond the longest as it and half of it lead, but not down."""
+    known = sorted(ms)
+    if where < known[0] or (where > known[-1] and len(known) == 1):
+        raise ValueError(f"no cost at draft_length {where}: known are {', '.join(map(str, known))}")
+    if where <= known[-1]:
+        return float(np.interp(where, known, [ms[n] for n in known]))
+    far = known[-1]
+    near = max(n for n in known if n <= max(far / 2, known[0]))
+    return ms[far] + (where - far) * max((ms[far] - ms[near]) / (far - near), 0.0)
 
 
 def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:

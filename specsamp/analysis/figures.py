@@ -103,13 +103,13 @@ def draw_paper(curves: Sequence[Curve]) -> Any:
     for marker, task in zip("os", published.TASKS):
         points = range(len(task.total_ms))
         options = {"color": "black", "marker": marker, "linestyle": "none", "markersize": 4, "zorder": 0}
-        label = f"Chen et al., {task.name}"
-        total.plot(points, [ms / task.total_ms[0] for ms in task.total_ms], **options, label=f"{label} (1805 ms)")
+        label, plain = f"Chen et al., {task.name}", task.total_ms[0]
+        total.plot(points, [ms / plain for ms in task.total_ms], **options, label=f"{label} ({plain} ms)")
         share.plot(points, task.emitted_share, **options, label=label)
     plain = published.ROUND_MS[0]
     rounds.plot(
         range(len(published.ROUND_MS)), [ms / plain for ms in published.ROUND_MS], "o", color="black", markersize=4,
-        label="Chen et al. (14.1 ms)", zorder=0,
+        label=f"Chen et al. ({plain} ms)", zorder=0,
     )  # fmt: skip
     total.set_title(f"time for {published.TOKENS} tokens, of K = 0", fontsize=10)
     share.set_title("emitted per round, of K + 1", fontsize=10)

@@ -4,8 +4,9 @@
     measure_cells(pair, cells, results)
 
 A file belongs to one identity: pair, configuration, device. Cells are told apart by their key; a cell that is
-already there is not measured again, whatever run it comes from, so a grid may be measured in several runs. A file
-that cannot be read is set aside under another name. A cell that runs out of memory is recorded as such.
+already there is not measured again, whatever run it comes from, so a grid may be measured in several runs, unless it
+is asked for: then it takes the place of the old one. A file that cannot be read is set aside under another name. A cell
+that runs out of memory is recorded as such.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import datetime
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import CostTable, Parts, Round, median_rounds
+from specsamp.analysis.costs import CostTable, Round, median_rounds
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import LABEL
@@ -97,7 +98,7 @@ class Results:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        """Keeps the cell, and writes all of them; ``header`` goes before.
+        """Keeps the cell, instead of one with its key, and writes all of them; ``header`` goes before.
 
         What another run has added to the file since it was read is kept, too.
 
@@ -106,7 +107,9 @@ class Results:
         """
         identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
         added = Results.open(self.path, identity).cells if writes else []
-        cells = [*self.cells, json.loads(report.to_json(cell))]
+        new = json.loads(report.to_json(cell))
+        cells = [new if old["key"] == new["key"] else old for old in self.cells]
+        cells += [new] if self.find(new["key"]) is None else []
         cells += [other for other in added if all(other["key"] != one["key"] for one in cells)]
         self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": cells}
         if writes:
@@ -136,17 +139,19 @@ def measure_cells(
     cells: Sequence[Cell],
     results: Results,
     *,
+    again: bool = False,
     header: Callable[[], Mapping[str, Any]] = dict,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[Cell, Result]]:
     """Measures what is not yet in ``results``; returns what was measured now.
 
     Args:
+      again: measures all, and replaces what is there, cell by cell.
       header: what goes before the cells in the file, and into each cell, at the time of writing.
       progress: is told which cell is being measured, and what of it.
     """
     now = []
-    missing = [number for number, cell in enumerate(cells) if results.find(cell.key) is None]
+    missing = [number for number, cell in enumerate(cells) if again or results.find(cell.key) is None]
     for number in _of_first_process(missing, len(cells)):
         cell = cells[number]
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
@@ -217,21 +222,21 @@ def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
             rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
     rounds, error = median_rounds(rounds), float(np.median(errors)) if errors else 0.0
-    return CostTable(rounds=rounds, error=error, parts=tuple(_parts(cells, rounds)))
+    return CostTable(rounds=rounds, error=error, products_ms=_products_ms(cells, rounds))
 
 
-def _parts(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) -> Iterator[Parts]:
-    """Of every batch whose cell with the longest draft was taken apart; in plain rounds of that cell, as the rounds."""
-    for batch in sorted({one.batch for one in rounds}):
-        known_ms = {one.draft_length: one.ms for one in rounds if one.batch == batch}
-        cell = max((c for c in cells if c["key"]["batch"] == batch), key=lambda c: c["key"]["draft_length"])
-        K, split, plain = cell["key"]["draft_length"], cell["result"]["split"], cell["result"]["autoregressive"]
+def _products_ms(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) -> tuple[tuple[int, float], ...]:
+    """From the parts of rounds, by rows; in plain rounds of their own cell, as the rounds."""
+    by_rows: dict[int, list[float]] = {}
+    for cell in cells:
+        batch, K, split = cell["key"]["batch"], cell["key"]["draft_length"], cell["result"]["split"]
         if split is None or K == 0:
             continue
-        part = lambda name: split[name]["ms"]["median"] * known_ms[0] / split["step"]["ms"]["median"]
-        prefill_ms = plain["prefill_ms"]["median"] * known_ms[0] / plain["ms_per_round"]["median"]
-        prefill = cell["workload"]["prompt_length"], prefill_ms
-        yield Parts.of(batch, known_ms, part("draft") / K, (K + 1, part("score")), prefill)
+        step_ms = next(one.ms for one in rounds if (one.batch, one.draft_length) == (batch, 0))
+        pace = step_ms / split["step"]["ms"]["median"]
+        for tokens, name in ((1, "stream_step"), (K + 1, "stream_score")):
+            by_rows.setdefault(batch * tokens, []).append(split[name]["ms"]["median"] * pace)
+    return tuple((rows, float(np.median(ms))) for rows, ms in sorted(by_rows.items()))
 
 
 def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:

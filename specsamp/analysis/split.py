@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -127,6 +127,38 @@ def split_round(
     return clock.split()
 
 
+class ProductClock:
+    """Products of some numbers of rows with all of the target's matrices: the shape of its call.
+
+    Whoever measures something else beside them takes turns with it: `measure` is one sample of each.
+
+    Args:
+      rows: how many; of a row of the batch and of a token it is the same.
+      progress: is told what is being compiled.
+    """
+
+    def __init__(
+        self, loop: Loop, weights: Weights, rows: Iterable[int], progress: Callable[[str], None] = lambda text: None
+    ):
+        matrices = phases.matrices_of(loop.target, weights.target)
+        self._runs = {count: _run_stream(loop, matrices, count) for count in sorted(set(rows))}
+        self._ms: dict[int, list[float]] = {count: [] for count in self._runs}
+        self._iterations = {}
+        for count, run in self._runs.items():
+            progress(f"compiling: products of {count} rows")
+            self._iterations[count] = _iterations(run)
+
+    def measure(self) -> None:
+        for count, run in self._runs.items():
+            n = self._iterations[count]
+            run(n)  # does not count: see the first lines of this module
+            self._ms[count].append(run(n) / n * 1e3)
+
+    def ms(self) -> dict[int, float]:
+        """By number of rows, the mean of the samples so far."""
+        return {count: float(np.mean(samples)) for count, samples in self._ms.items()}
+
+
 def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_bytes: int) -> RoundSplit:
     at_n = {name: samples[:, 0] for name, samples in ms.items()}
     sampling = at_n["draft"] - at_n["draft_model"]
@@ -169,14 +201,16 @@ class _Bench:
 
     def run_stream(self) -> Run:
         batch, tokens = self.board.logits_BTV.shape[:2]
-        rows = batch * max(tokens, self.loop.window)
+        return _run_stream(self.loop, self.matrices, batch * max(tokens, self.loop.window))
 
-        def seconds(iterations: int) -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(phases.stream(self.loop, self.matrices, iterations, rows=rows))
-            return time.perf_counter() - start
 
-        return seconds
+def _run_stream(loop: Loop, matrices: list[jax.Array], rows: int) -> Run:
+    def seconds(iterations: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(phases.stream(loop, matrices, iterations, rows=rows))
+        return time.perf_counter() - start
+
+    return seconds
 
 
 def of_first_process(seconds: float) -> float:

@@ -71,7 +71,8 @@ def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
         rows=rows,
         note=f"worst error where the cost was not fitted {found.worst_error:.1%} (allowed {allowed:.0%}), worst noise "
         f"{found.worst_noise:.1%}; best K: forecast {found.best_forecast}, measured {found.best_measured}, which costs "
-        f"{found.lost:.1%}. Noise: two passes over the same texts",
+        f"{found.lost:.1%}. Lines between fitted rounds, without the products: worst error "
+        f"{found.worst_error_of_lines:.1%}. Noise: two passes over the same texts, the least that clocks leave open",
     )
 
 

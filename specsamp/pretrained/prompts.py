@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
-import random
 import re
 from collections.abc import Sequence
+from random import Random
 
 from specsamp.decoding.pair import Tokenizer
 
@@ -14,31 +15,38 @@ FEWEST_LINES = 2
 
 
 def cut_prompts(
-    files: Sequence[pathlib.Path], tokenizer: Tokenizer, count: int, *, longest: int = 64, seed: int = 0
+    root: pathlib.Path, files: Sequence[str], tokenizer: Tokenizer, count: int, *, longest: int = 64, seed: int = 0
 ) -> list[dict]:
-    """``count`` prompts, drawn without repetition: file, line and text.
+    """``count`` prompts that share no line, from all files alike as far as they have so many: file, line and text.
 
     Args:
-      files: Python source; each gives as many as it has.
+      root, files: Python source, by names below a folder.
       longest: tokens of a prompt; it ends with the last whole line that fits.
-      seed: of the drawing. Any part of the result has the files in the proportions of the whole, nearly.
+      seed: of the drawing, and of the order, in which files are mixed.
 
     Raises:
       ValueError: the files have fewer.
     """
-    found = [prompt for path in files for prompt in _beginnings(path, tokenizer, longest)]
-    if len(found) < count:
-        raise ValueError(f"{count} prompts were asked for, {len(files)} files have {len(found)}")
-    return random.Random(seed).sample(found, count)
+    random = Random(seed)
+    found = [_beginnings(root, name, tokenizer, longest) for name in files]
+    if (have := sum(map(len, found))) < count:
+        raise ValueError(f"{count} prompts were asked for, {len(files)} files have {have}")
+    for of_file in found:
+        random.shuffle(of_file)
+    in_turn = [prompt for one_of_each in itertools.zip_longest(*found) for prompt in one_of_each if prompt is not None]
+    return random.sample(in_turn[:count], count)
 
 
-def _beginnings(path: pathlib.Path, tokenizer: Tokenizer, longest: int) -> list[dict]:
-    source, found = path.read_text(encoding="utf-8"), []
+def _beginnings(root: pathlib.Path, name: str, tokenizer: Tokenizer, longest: int) -> list[dict]:
+    source, found, end = (root / name).read_text(encoding="utf-8"), [], 0
     for begin in BEGINS.finditer(source):
+        if begin.start() < end:
+            continue  # a method at the beginning of a class that is a prompt already
         lines = source[begin.start() :].split("\n")
         whole = [n for n in range(FEWEST_LINES, 12) if len(tokenizer.encode("\n".join(lines[:n]))) <= longest]
         # A line break and the indentation after it are one token: a prompt that ends with one leads astray.
         text = "\n".join(lines[: whole[-1]]).rstrip() if whole else ""
         if text.count("\n") + 1 >= FEWEST_LINES:
-            found.append({"file": path.name, "line": source.count("\n", 0, begin.start()) + 1, "text": text})
+            found.append({"file": name, "line": source.count("\n", 0, begin.start()) + 1, "text": text})
+            end = begin.start() + len(text)
     return found

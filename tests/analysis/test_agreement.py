@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import types
 
 import numpy as np
 import pytest
@@ -15,21 +14,25 @@ from specsamp.analysis.agreement import agreement
 from specsamp.analysis.decoder import Timing
 from specsamp.decoding.results import RowStats
 
-PROMPTS = [(1, 2)] * 80
+FITTED, CHECKED = (1, 2), (3, 4)
+PROMPTS = [FITTED, CHECKED] * 40
 TOKENS = 96
+CHANCES = (0.85, 0.75, 0.7, 0.6)
 
 
-def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, draft_ms=0.9, prefill_ms=1e9):
+def emulate(monkeypatch, round_ms, fitted=CHANCES, checked=CHANCES, noise=0.0, products_ms=lambda rows: 0.0):
     """Replaces decoding by rounds whose acceptance is drawn, on a clock of ``round_ms(K, batch)``.
 
-    A call of the draft takes ``draft_ms``; by default the prefill takes so long that tokens get no cheaper towards it.
+    The prompts of the two halves have chances of their own. By default products take no time.
     """
     clock, decoded, sides = np.random.default_rng(0), [], []
 
     class Side:
+        loop = weights = None
+
         def __init__(self, K, workload):
             self.K, self.workload, self.number = K, workload, len(sides)
-            self.running = lambda: (self, None, None, None)
+            self.chances = fitted if workload.prompts[0] == FITTED else checked
             sides.append(self)
 
         def decode(self, repeat):
@@ -39,13 +42,12 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, dr
             rounds = max(row.rounds for row in rows)
             seconds = rounds * round_ms(self.K, self.workload.batch) / 1e3 * (1 + noise * clock.normal())
             return Timing(
-                prefill_seconds=prefill_ms / 1e3, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(),
-                from_draft=(),
-            )  # fmt: skip
+                prefill_seconds=1.0, loop_seconds=seconds, rounds=rounds, rows=tuple(rows), texts=(), from_draft=()
+            )
 
         def row(self, random):
-            later = chances[-1:] * max(self.K - len(chances), 0)
-            here = np.array([*chances[: self.K], *later])
+            later = self.chances[-1:] * max(self.K - len(self.chances), 0)
+            here = np.array([*self.chances[: self.K], *later])
             counts, reached, emitted, rounds = np.zeros(self.K + 1, int), np.zeros(self.K, int), 0, 0
             while emitted < TOKENS:
                 n = int(np.cumprod(random.random(self.K) < here).sum())
@@ -58,12 +60,18 @@ def emulate(monkeypatch, round_ms, chances=(0.85, 0.75, 0.7, 0.6), noise=0.0, dr
                 accepted_counts=tuple(counts.tolist()),
             )  # fmt: skip
 
-    def parts(speculative, *_):
-        side, ms = speculative[0], lambda value: types.SimpleNamespace(ms=types.SimpleNamespace(median=value))
-        whole, draft = round_ms(side.K, side.workload.batch), side.K * draft_ms
-        return types.SimpleNamespace(draft=ms(draft), score=ms(whole - draft), step=ms(round_ms(0, 1)))
+    class Products:
+        def __init__(self, loop, weights, rows, progress):
+            self.rows, self.samples = rows, 0
 
-    monkeypatch.setattr(module, "split_round", parts)
+        def measure(self):
+            self.samples += 1
+
+        def ms(self):
+            assert self.samples >= 8  # in turn with the texts
+            return {count: products_ms(count) for count in self.rows}
+
+    monkeypatch.setattr(module, "ProductClock", Products)
     monkeypatch.setattr(
         module, "decoders", lambda pair, contenders, sampling, work: {K: Side(K, work) for K in contenders}
     )
@@ -101,35 +109,55 @@ def test_costs_that_bend_where_nothing_was_fitted_are_not(monkeypatch):
     assert all(abs(check.round_ms_error) > 0.3 for check in found.checks if check.draft_length > 9)
 
 
-def test_tokens_that_get_cheaper_are_foreseen_from_the_prefill(monkeypatch):
-    """Beyond nine tokens one more costs 0.6 ms: between the 1 ms of the last two known and 0.3 towards the prefill."""
-    flatter = lambda K, batch: linear(min(K, 8), batch) + 0.6 * max(K - 8, 0)
-    emulate(monkeypatch, flatter, draft_ms=0.2, prefill_ms=flatter(8, 1) - 8 * 0.2 + 0.1 * (109 - 9))
-    options = {"prompts": [(1,) * 109] * 80, "max_new_tokens": TOKENS}
-    found = agreement(None, lambda K: K, RULES["token"](), None, **options)
-    assert [one.batch for one in found.costs.parts] == [1]
-    np.testing.assert_allclose(found.costs.parts[0].further_ms, (1.0 + 0.3) / 2)
-    assert max(abs(check.round_ms_error) for check in found.checks) < 0.02
-    emulate(monkeypatch, flatter, draft_ms=0.2)  # the control: a prefill as slow as if they did not
-    found = agreement(None, lambda K: K, RULES["token"](), None, **options)
-    assert max(abs(check.round_ms_error) for check in found.checks) > 0.07
+def test_what_is_accepted_of_the_other_half_stays_unknown(monkeypatch):
+    """Texts of the other half are drafted worse: a forecast that knew it would be right."""
+    emulate(monkeypatch, linear, checked=(0.5,))
+    found = found_with()
+    worse = [check.rounds_error for check in found.checks if check.draft_length]
+    assert max(worse) < -0.15  # too few rounds for all of them
+    assert all(abs(check.round_ms_error) < 1e-9 for check in found.checks)
+
+
+def stepped(rows):
+    """From eight rows on products take twice as long, as some kernels do."""
+    return (1.0 + 0.02 * rows) * (2 if rows >= 8 else 1)
+
+
+def test_steps_between_fitted_rounds_are_foreseen_from_the_products(monkeypatch):
+    emulate(monkeypatch, lambda K, batch: 4 * stepped(K + 1) + 0.9 * K, products_ms=lambda rows: 4 * stepped(rows))
+    found = found_with()
+    assert max(abs(check.round_ms_error) for check in found.checks) < 1e-9
+    assert found.worst_error < 0.05 and found.worst_error_of_lines > 0.2
+    emulate(monkeypatch, lambda K, batch: 4 * stepped(K + 1) + 0.9 * K)  # the control: products that do not tell
+    assert found_with().worst_error > 0.2
 
 
 def test_a_batch_between_two_that_were_fitted(monkeypatch):
-    decoded = emulate(monkeypatch, linear)
+    """Caches cost by the batch, rows as products do."""
+    round_ms = lambda K, batch: 4 * stepped(batch * (K + 1)) + 0.5 * batch + 0.9 * K
+    decoded = emulate(monkeypatch, round_ms, products_ms=lambda rows: 4 * stepped(rows))
     found = found_with(fit_batches=(1, 8), check_batch=4, check_lengths=(0, 2, 6))
     assert {(K, batch) for K, batch, _ in decoded} == {(K, b) for K in (0, 1, 4, 8) for b in (1, 8)} | {
         (K, 4) for K in (0, 2, 6)
     }
     assert not any(check.cost_was_fitted for check in found.checks)
-    assert found.worst_error < 0.05 and abs(found.checks[0].error) < 1e-9
-    # The control: without the slowest row the forecast would be well below.
-    emitted = 96 / (found.checks[1].measured * 4 / linear(2, 4) * 96)
-    assert emitted < 0.97 * (1 + 0.85 + 0.85 * 0.75)
+    assert max(abs(check.round_ms_error) for check in found.checks) < 1e-9 and found.worst_error < 0.08
+    assert found.worst_error_of_lines > 0.2
+    # The slowest row: a round of the batch emits less than one of a row does.
+    assert round_ms(2, 4) / (found.checks[1].measured * 4) < 0.97 * (1 + 0.85 + 0.85 * 0.75)
+
+
+def test_sides_with_fewer_texts_take_them_spread_over_a_pass(monkeypatch):
+    decoded = emulate(monkeypatch, linear)
+    found_with(fit_batches=(1, 8), check_batch=4, check_lengths=(0,))
+    compiled, first = 9, decoded[9 : 9 + (len(decoded) - 9) // 2]
+    assert len(decoded[:compiled]) == len(set(decoded[:compiled]))
+    turns = [place for place, (K, batch, _) in enumerate(first) if batch == 8 and K == 0]
+    assert len(turns) == 6 and turns[0] < len(first) / 5 and turns[-1] > 0.75 * len(first)
 
 
 def test_noise_is_two_passes_over_the_same_texts(monkeypatch):
-    emulate(monkeypatch, linear, chances=(1.0,), noise=0.2)
+    emulate(monkeypatch, linear, checked=(1.0,), noise=0.2)
     assert 0.005 < found_with(check_lengths=(0, 2), fit_lengths=(1, 2)).worst_noise < 0.2
 
 

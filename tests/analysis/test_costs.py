@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, Parts, PerCall, Round, compiled_costs
+from specsamp.analysis.costs import CostTable, PerCall, Round, compiled_costs
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.roofline import Model, Roofline
 
@@ -38,50 +38,65 @@ def test_lines_between_known_rounds():
 
 
 def test_beyond_the_longest_known_round():
-    further = lambda prefill: Parts.of(1, {0: 5.0, 6: 9.0, 8: 13.0}, 0.5, (9, 10.0), prefill).further_ms
-    assert further((59, 35.0)) == (2.0 + 1.0) / 2  # 0.5 ms of the draft, 25 ms of reading 50 tokens
-    assert further((59, 5.0)) == (2.0 + 0.5) / 2  # a prefill that is no longer than scoring
-    assert further((59, 1e6)) == 2.0 == further((9, 1.0))  # never dearer than before, nor from a prefill as short
-    rounds = Round(draft_length=0, ms=1), Round(draft_length=8, ms=5)
-    table = CostTable(rounds=rounds, parts=(Parts(batch=1, draft_ms=0.1, further_ms=0.25),))
-    assert [table.round_ms(K) for K in (4, 8, 12)] == [3, 5, 6]
+    """As the longest and half of it lead; a clock that scatters must not make longer rounds ever shorter."""
+    rounds = lambda *ms: tuple(Round(draft_length=K, ms=one) for K, one in ms)
+    assert CostTable(rounds=rounds((0, 1), (4, 4), (7, 9), (8, 6))).round_ms(12) == 8
+    assert CostTable(rounds=rounds((0, 4), (4, 9), (8, 6))).round_ms(32) == 6
+    assert CostTable(rounds=rounds((0, 2), (1, 3))).round_ms(3) == 5
+    with pytest.raises(ValueError, match="no cost at draft_length 3: known are 0"):
+        CostTable(rounds=rounds((0, 2))).round_ms(3)
+    with pytest.raises(ValueError, match="no cost at draft_length 0: known are 1, 2"):
+        CostTable(rounds=rounds((1, 2), (2, 3))).round_ms(0)
 
 
-def rounds_of(round_ms, lengths=(0, 1, 4, 8), batches=(1, 8)):
-    return tuple(Round(draft_length=K, batch=b, ms=round_ms(K, b)) for b in batches for K in lengths)
+def test_several_contexts_must_be_told_apart():
+    rounds = tuple(Round(draft_length=0, ms=ms, context=slots) for slots, ms in ((100, 1), (300, 3)))
+    with pytest.raises(ValueError, match="costs are known at contexts 100, 300: say which is meant"):
+        CostTable(rounds=rounds).round_ms(0)
 
 
-PARTS = tuple(Parts(batch=b, draft_ms=0.5, further_ms=0.5) for b in (1, 8))
+def products(rows):
+    """Nothing for the first rows, a step at eight, and then a little for each."""
+    return 1.0 + (0.8 + 0.05 * (rows - 8) if rows >= 8 else 0.0)
 
 
-def test_between_batches_the_target_is_compared_at_equal_rows():
-    """A target that takes no longer for four rows than for one, and then a millisecond for each."""
-    round_ms = lambda K, batch: 5 + max(batch * (K + 1) - 4, 0) + 0.1 * batch + 0.5 * K
-    lengths = (0, 1, 3, 4, 8)
-    table = CostTable(rounds=rounds_of(round_ms, lengths), parts=PARTS)
-    for K in (0, 1, 2, 6):
-        assert math.isclose(table.round_ms(K, 4), round_ms(K, 4))
-    at_equal_draft_length = CostTable(rounds=rounds_of(round_ms, lengths))  # the control
-    assert at_equal_draft_length.round_ms(0, 4) > 1.2 * round_ms(0, 4)
+def table_of(round_ms, lengths=(0, 1, 4, 8), batches=(1, 8), rows=range(1, 73)):
+    rounds = tuple(Round(draft_length=K, batch=b, ms=round_ms(K, b)) for b in batches for K in lengths)
+    return CostTable(rounds=rounds, products_ms=tuple((n, products(n)) for n in rows))
 
 
-def test_between_batches_whose_rows_do_not_meet():
-    round_ms = lambda K, batch: 5 + 0.25 * batch * (K + 1) + 0.5 * K
-    table = CostTable(rounds=rounds_of(round_ms, (0, 2)), parts=PARTS)  # 1 to 3 rows, and 8 to 24
-    for batch in (1, 2, 5, 8):
-        for K in (0, 1, 2):
-            assert math.isclose(table.round_ms(K, batch), round_ms(K, batch))
+def round_of_products(K, batch):
+    """Products, caches of every row, elementwise work of every token, calls of a draft."""
+    return products(batch * (K + 1)) + 0.1 * batch + 0.02 * batch * (K + 1) + K * (0.05 + 0.01 * batch)
+
+
+def test_lines_run_through_what_products_leave_of_a_round():
+    table = table_of(round_of_products)
+    for batch in (1, 4, 8):
+        for K in (0, 1, 2, 6, 7, 8, 12):
+            if batch * (K + 1) <= 72:
+                assert math.isclose(table.round_ms(K, batch), round_of_products(K, batch))
+    lines = dataclasses.replace(table, products_ms=())  # the control
+    assert lines.round_ms(6) > 1.25 * round_of_products(6, 1)
+    assert lines.round_ms(0, 4) > 1.2 * round_of_products(0, 4)
+
+
+def test_rows_beyond_those_of_the_products():
+    """They go on as they end; a single number of rows tells nothing of the shape."""
+    table = table_of(round_of_products, rows=(*range(1, 10), 16, 32))
+    assert math.isclose(table.round_ms(7, 8), round_of_products(7, 8))
+    assert math.isclose(table_of(round_of_products, rows=range(2, 73)).round_ms(0), round_of_products(0, 1))
+    flat = table_of(lambda K, batch: 5 + K, rows=(4,), batches=(1,))
+    assert [flat.round_ms(K) for K in (0, 2, 8)] == [5, 7, 13]
 
 
 def test_a_batch_on_either_side_of_a_known_one_costs_about_as_much():
     """Whatever the rounds: between batches nothing jumps."""
     rng = np.random.default_rng(0)
     for _ in range(20):
-        times = {(K, b): rng.uniform(1, 9) for K in (0, 1, 4, 8) for b in (1, 8)}
-        few, many = (rounds_of(lambda K, b: times[K, b], batches=(b,)) for b in (1, 8))
-        shifted = tuple(dataclasses.replace(one, batch=one.batch * 1000) for one in (*few, *many))
-        parts = tuple(Parts(batch=b * 1000, draft_ms=0.1, further_ms=0.2) for b in (1, 8))
-        table = CostTable(rounds=shifted, parts=parts)
+        times = {(K, b): rng.uniform(1, 9) for K in (0, 1, 4, 8) for b in (1000, 8000)}
+        rounds = tuple(Round(draft_length=K, batch=b, ms=ms) for (K, b), ms in times.items())
+        table = CostTable(rounds=rounds, products_ms=tuple((rows, 1 + rows / 1e4) for rows in (1000, 72000)))
         for K in (0, 3, 8):
             for known, beside in ((1000, 1001), (8000, 7999)):
                 assert abs(table.round_ms(K, known) - table.round_ms(K, beside)) < 0.05
