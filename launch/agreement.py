@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
@@ -22,10 +21,9 @@ from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, 
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
 from specsamp.analysis.agreement import Agreement, agreement
-from specsamp.analysis.grid import Results, law_of
+from specsamp.analysis.grid import Results, law_of, outcome_of
 from specsamp.mesh import processes
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.described import is_out_of_memory
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
 _PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
@@ -84,22 +82,18 @@ def compare(
     if known := processes.gather_objects(results.find(key))[0]:  # the first process reads the file
         told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
         return f"{where}: in {_OUTPUT.value} already, {told}"
-    found, drafter = None, choose("drafter", config.drafter, DRAFTERS)
-    try:
-        found = agreement(
+    drafter = choose("drafter", config.drafter, DRAFTERS)
+    measured = outcome_of(
+        lambda: agreement(
             experiment.pair, lambda K: drafter(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
             max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches()[key["batch"]],
             check_lengths=range(_LONGEST.value + 1), check_batch=key["batch"], passes=_PASSES.value, seed=work.seed,
             progress=lambda text: progress(f"{where}: {text}"),
-        )  # fmt: skip
-        measured = {"within": found.worst_error <= ALLOWED, "result": found}
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
-            raise
-        measured = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
+        )
+    )  # fmt: skip
     header = {"command": entry.command(), "environment": report.environment()}
     results.add({"key": key, **header, **measured}, header | {"allowed": ALLOWED})
-    return found or f"{where}: out of memory"
+    return measured.get("result", f"{where}: out of memory")
 
 
 def fit_batches() -> dict[int, tuple[int, ...]]:

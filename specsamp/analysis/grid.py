@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import gc
 import json
 import os
@@ -156,18 +157,15 @@ def measure_cells(
         cell = cells[number]
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         started = datetime.datetime.now(datetime.UTC)
-        measured: dict[str, Any]
-        try:
-            result = benchmark(
-                pair, cell.drafter, cell.rule, cell.sampling, cell.workload,
-                lambda text: progress(f"{where}: {text}"), draft_sampling=cell.draft_sampling,
-            )  # fmt: skip
-            measured = {"result": result}
-            now.append((cell, result))
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
-                raise
-            measured = {"out_of_memory": str(error).splitlines()[0] if str(error) else "MemoryError"}
+        say = lambda text, where=where: progress(f"{where}: {text}")
+        measured = outcome_of(
+            functools.partial(
+                benchmark, pair, cell.drafter, cell.rule, cell.sampling, cell.workload, say,
+                draft_sampling=cell.draft_sampling,
+            )
+        )  # fmt: skip
+        if "result" in measured:
+            now.append((cell, measured["result"]))
         if len(now) % CELLS_BETWEEN_CLEARING == 0:
             jax.clear_caches()
         gc.collect()  # what a failed cell held is free for the next
@@ -176,6 +174,16 @@ def measure_cells(
         facts = {"key": dict(cell.key), "seconds": round(seconds, 1), "exact": cell.rule.exact and cell.drafter.exact}
         results.add({**facts, "workload": work, **header(), **measured}, header())
     return now
+
+
+def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
+    """``{"result": what it returns}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
+    try:
+        return {"result": measure()}
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+            raise
+        return {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
 
 
 def law_of(key: Key) -> str:

@@ -91,6 +91,15 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, benchmarks):
     assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # nothing is left
 
 
+def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, benchmarks):
+    path = str(tmp_path / "grid.json")
+    benchmarks({"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}, KeyboardInterrupt())
+    grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY))
+    with pytest.raises(KeyboardInterrupt):
+        grid.measure_cells(None, CELLS[1:], grid.Results.open(path, IDENTITY), again=True)
+    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]  # each in its place, when it is measured
+
+
 def test_two_runs_that_add_to_one_file_keep_what_the_other_measured(tmp_path, benchmarks):
     path = str(tmp_path / "grid.json")
     one, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)

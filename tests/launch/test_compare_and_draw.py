@@ -26,6 +26,13 @@ def test_what_is_refused(script, arguments, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_figures_are_drawn_from_the_committed_results(tmp_path):
+    done = run("figures", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    for name in ("figure_1", "speedup_by_batch"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     """Nothing that the file holds is measured again; another question makes another file."""
     folder, output = tmp_path / "pair", tmp_path / "agreement.json"

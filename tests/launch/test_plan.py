@@ -9,6 +9,7 @@ CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
 RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"
 ROOFLINE = ("--config=configs/chinchilla.py", "--chip=v4", "--devices=16", "--context=2048")
 REPORT = "--compile_report=notebooks/results/compile_chinchilla_v4.json"
+MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature=0.8")
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,8 @@ REPORT = "--compile_report=notebooks/results/compile_chinchilla_v4.json"
         ((HISTOGRAM, *ROOFLINE), ["batch 1, 2048 slots, rows that never end: K =", "at the full rate of the chip"]),
         ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
         (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
+        (MEASURED, ["batch 1, rows that never end: K ="]),
+        ((*MEASURED, "--batch=6", "--new_tokens=128", "--longest=16"), ["K = 16", "count all texts together"]),
     ],
 )
 def test_forecasts(arguments, found):
@@ -36,6 +39,7 @@ def test_forecasts(arguments, found):
         ((RATE, "--target_ms=nan", "--draft_ms=1"), "calls take time: target nan ms"),
         ((RATE, "--measured=README.md"), "README.md holds no cells"),
         ((RATE, "--measured=launch"), "Is a directory"),
+        ((*MEASURED, "--context=2048"), "--context: measured cells know the context they were measured in"),
     ],
 )
 def test_what_is_refused(arguments, message):
