@@ -2,8 +2,9 @@
 
 A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
 counted at K = 8, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on
-they grow nearly in a line. Programs are those that decoding needs, so the one that is
-picked is often compiled already. The answer is kept as long as the pair is.
+they grow nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of
+rounds are those that decoding needs, so the one that is picked is often compiled already. The answer is kept as long
+as the pair is.
 
 The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
 that decide what is emitted, and the completions would no longer follow the target's law.
@@ -27,7 +28,7 @@ import numpy as np
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
-from specsamp.analysis.split import of_first_process
+from specsamp.analysis.split import ProductClock, of_first_process
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.job import to_host
 from specsamp.decoding.loop import Loop
@@ -90,11 +91,15 @@ def choose(make_job: Callable[..., Job], arguments: Mapping[str, Any]) -> dict[s
 def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     """Times rounds of plain decoding, of the shortest and of the longest draft; forecasts all up to it."""
     jobs = {K: job_of(K) for K in sorted({0, 1, longest})}
+    job = jobs[longest]
+    products = ProductClock(job.loop, job.weights, [job.rows * (K + 1) for K in range(longest + 1)])
     seconds: dict[int, list[float]] = {K: [] for K in jobs}
     counts: list[list[RowStats]] = []
     for repeat in range(-1, REPEATS):  # the first one compiles
-        for K, job in jobs.items():
-            spent, stats = _some_rounds(job, max(repeat, 0))
+        if repeat % 2 == 0:
+            products.measure()
+        for K, one in jobs.items():
+            spent, stats = _some_rounds(one, max(repeat, 0))
             if repeat < 0:
                 continue
             seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
@@ -103,19 +108,19 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     texts = [functools.reduce(operator.add, repeats) for repeats in zip(*counts, strict=True)]
     texts = [text for text in texts if text.rounds]
     if not texts:  # the target's logits are no law: it ends at once, with any K
-        return make_plan(Profile.of_rate(0), _costs(seconds, len(counts[0])), draft_lengths=[0], batch=len(counts[0]))
-    job = jobs[longest]
+        return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     return make_plan(
-        Profile.of_texts(texts), _costs(seconds, job.rows), draft_lengths=range(longest + 1), batch=job.rows,
+        Profile.of_texts(texts), _costs(seconds, job.rows, products.ms()), draft_lengths=range(longest + 1), batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
     )  # fmt: skip
 
 
-def _costs(seconds: Mapping[int, list[float]], batch: int) -> CostTable:
+def _costs(seconds: Mapping[int, list[float]], batch: int, products_ms: Mapping[int, float]) -> CostTable:
     ms = {K: Spread.of(np.maximum(spent, 1e-9) * 1e3) for K, spent in seconds.items()}
     return CostTable(
         rounds=tuple(Round(draft_length=K, ms=spread.median, batch=batch) for K, spread in ms.items()),
         error=float(np.median([spread.relative_error(len(seconds[K])) for K, spread in ms.items()])),
+        products_ms=tuple(products_ms.items()),
     )
 
 

@@ -141,7 +141,8 @@ class ProductClock:
         self, loop: Loop, weights: Weights, rows: Iterable[int], progress: Callable[[str], None] = lambda text: None
     ):
         matrices = phases.matrices_of(loop.target, weights.target)
-        self._runs = {count: _run_stream(loop, matrices, count) for count in sorted(set(rows))}
+        of_one_share = lambda count: max(count // loop.shares.ways, 1)
+        self._runs = {count: _run_stream(loop, matrices, of_one_share(count)) for count in sorted(set(rows))}
         self._ms: dict[int, list[float]] = {count: [] for count in self._runs}
         self._iterations = {}
         for count, run in self._runs.items():
@@ -155,8 +156,8 @@ class ProductClock:
             self._ms[count].append(run(n) / n * 1e3)
 
     def ms(self) -> dict[int, float]:
-        """By number of rows, the mean of the samples so far."""
-        return {count: float(np.mean(samples)) for count, samples in self._ms.items()}
+        """By number of rows, the mean of the samples so far; on all processes that of the first."""
+        return {count: of_first_process(float(np.mean(samples))) for count, samples in self._ms.items()}
 
 
 def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_bytes: int) -> RoundSplit:

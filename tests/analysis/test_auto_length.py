@@ -8,7 +8,7 @@ import pytest
 
 import fakes
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature
-from specsamp.analysis import auto_length
+from specsamp.analysis import auto_length, split
 from specsamp.decoding.job import Job
 
 V = 8
@@ -22,10 +22,22 @@ def make_pair(closeness):
 
 @pytest.fixture
 def clocks(monkeypatch):
-    """Seconds of 16 rounds by draft length; what the rounds do is real."""
+    """Seconds of a round by draft length, of products by rows; what the rounds do is real."""
 
-    def set_to(seconds):
+    def set_to(seconds, products=lambda rows: 0.0):
         real, ran = auto_length._some_rounds, []
+
+        class Products:
+            def __init__(self, loop, weights, rows):
+                self.rows, self.samples = rows, 0
+
+            def measure(self):
+                self.samples += 1
+
+            def ms(self):
+                return {count: products(count) * 1e3 for count in self.rows if self.samples}
+
+        monkeypatch.setattr(auto_length, "ProductClock", Products)
 
         def timed(job, repeat):
             ran.append(job.loop.drafter.K)
@@ -74,6 +86,16 @@ def test_a_poor_draft_is_left_out_whatever_it_costs(clocks):
     assert drafted(0.0) > 0 and drafted(50.0) == 0
 
 
+def test_a_step_in_the_products_is_avoided(clocks):
+    """Eight rows cost much more than seven: K = 7 and 8 do not pay for it, K = 6 was never decoded with."""
+    chosen = lambda: len(generate(make_pair(0.0), PROMPTS[:1], 36, draft_length="auto")[0].stats.accepted_counts) - 1
+    seconds = {0: 1.0, 1: 1.05, 8: 3.0}
+    ran = clocks(seconds, lambda rows: 1.5 if rows >= 8 else 0.0)
+    assert chosen() == 6 and set(ran) == {0, 1, 8}
+    clocks(seconds)
+    assert chosen() == 8  # the control: on lines the longest is best
+
+
 def test_prompt_lookup_is_taken_with_every_length_up_to_its_own(clocks):
     ran = clocks({0: 1.0, 1: 1.0, 5: 1.0})
     rows = generate(make_pair(0.0), [[1, 2, 1, 2, 1, 2]], 30, draft_length="auto", drafter=NgramDrafter(K=5))
@@ -97,6 +119,7 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
             return run(job, repeat)
 
     monkeypatch.setattr(auto_length, "_some_rounds", spy)
+    monkeypatch.setattr(split, "SECONDS_PER_SAMPLE", 1e-4)
     pair = make_pair(0.2)
     generate(pair, PROMPTS, 8, draft_length="auto", sampling=chain(temperature(1.0)))
     calibrating = {tuple(key) for keys in seen for key in keys.tolist()}
