@@ -91,6 +91,8 @@ def compare(
             progress=lambda text: progress(f"{where}: {text}"),
         )
     )  # fmt: skip
+    if "result" in measured:
+        measured = {"within": measured["result"].worst_error <= ALLOWED, **measured}
     header = {"command": entry.command(), "environment": report.environment()}
     results.add({"key": key, **header, **measured}, header | {"allowed": ALLOWED})
     return measured.get("result", f"{where}: out of memory")

@@ -40,7 +40,7 @@ def main() -> None:
         points = hyper_points(config_flags.get_config_filename(flags.FLAGS["config"]))
         if _POD.value:
             for point in points:
-                print(pod_command(_POD.value, point, _OUTPUT.value, sys.argv[1:]))
+                print(pod_command(_POD.value, point, _OUTPUT.value, sys.argv[1:], _AGAIN.value))
             return
         entry.check_output(_OUTPUT.value)
         experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
@@ -69,7 +69,7 @@ def hyper_points(filename: str) -> list[Point]:
     return points
 
 
-def pod_command(name: str, point: Point, output: str | None, arguments: list[str]) -> str:
+def pod_command(name: str, point: Point, output: str | None, arguments: list[str], again: bool = False) -> str:
     """The command that measures one point on a slice, with what was set for all points.
 
     Raises:
@@ -80,7 +80,7 @@ def pod_command(name: str, point: Point, output: str | None, arguments: list[str
     if apart is not None:
         raise ValueError(f"write {apart}=VALUE as one word: it goes into the commands as it is")
     turned = [f"--config.{field}={value}" for field, value in point.items()]
-    writes = [f"--output={output}"] if output else []
+    writes = [*([f"--output={output}"] if output else ()), *(["--again"] if again else ())]
     program = ["python", "launch/benchmark.py", *shared, *turned, "--distributed", *writes]
     return shlex.join(["launch/tpu/run.sh", f"--name={name}", "--", *program])
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from checkpoint_shapes import CONFIG, random_params
 
-from specsamp import Pair, TransformerLM, chain, generate, stream, temperature, top_p
+from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis import split
 from specsamp.checkpoints import converted
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
@@ -52,6 +52,8 @@ def decode(folder: pathlib.Path) -> None:
     results["one model over both"] = tokens(generate(shard(pair(), processes.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_ways=1)
     results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
+    chosen = generate(over_both, PROMPTS, 12, draft_length="auto", drafter=NgramDrafter(3), sampling=greedy())
+    results["auto"] = tokens(chosen)
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)

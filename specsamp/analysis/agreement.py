@@ -4,9 +4,9 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds. Where costs are no lines between these lengths and batches, the products with the target's
-matrices tell, which are timed alone at every number of rows (`specsamp.analysis.costs`); what lines would have given
-without them stands beside. From these the planner forecasts ms per token on the other prompts, for every draft length.
+from the same rounds. Between these lengths and batches costs run on lines, but for the products with the target's
+matrices, which are timed alone at every number of rows (`specsamp.analysis.costs`); the worst error of lines without
+them stands beside. From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
 noise floor, below which no forecast can be expected to come.
 """
@@ -129,14 +129,15 @@ def agreement(
     sides = sides_of("check", 1, check_batch, check_lengths)
     for batch in fit_batches:
         sides |= sides_of("fit", 0, batch, fit_lengths)
-    some = next(iter(sides.values()))
-    products = ProductClock(some.loop, some.weights, {batch * (K + 1) for _, batch, K in sides}, progress)
+    calls, any_side = {(batch, K + 1) for _, batch, K in sides}, next(iter(sides.values()))
+    products = ProductClock(any_side.loop, any_side.weights, calls, progress=progress)
     measured = _decode(sides, products, passes, progress)
     longest, fitted = max(fit_lengths), {key[1:]: texts for key, texts in measured.items() if key[0] == "fit"}
     costs = CostTable(
         rounds=tuple(_round(K, batch, texts) for (batch, K), texts in fitted.items()),
         error=float(np.median([_round_error(texts) for texts in fitted.values()])),
-        products_ms=tuple(products.ms().items()),
+        # The mean, as of rounds: both cover the whole time, in which the machine may be of two minds.
+        products_ms=tuple((rows, float(ms.mean())) for rows, ms in products.samples_ms().items()),
     )
     # A text has the same rounds in every batch: it counts once.
     drafted = [texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)]

@@ -38,6 +38,7 @@ from specsamp.decoding.types import DecodeState, Drafter, Request, Weights
 
 LONGEST = 8
 ROUNDS, REPEATS = 16, 4  # rounds of a timing, timings of a draft length
+PRODUCT_SECONDS = 0.02  # of a sample of products
 OWN_NOISE = 2**32 - 1  # an address that no round has: rounds are addressed by lengths, below 2**31
 LONGEST_TEXT = 256  # beyond, a longer budget does not change the best K
 
@@ -91,13 +92,14 @@ def choose(make_job: Callable[..., Job], arguments: Mapping[str, Any]) -> dict[s
 def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     """Times rounds of plain decoding, of the shortest and of the longest draft; forecasts all up to it."""
     jobs = {K: job_of(K) for K in sorted({0, 1, longest})}
-    job = jobs[longest]
-    products = ProductClock(job.loop, job.weights, [job.rows * (K + 1) for K in range(longest + 1)])
+    job, lengths = jobs[longest], range(longest + 1)
+    batch = len(job.request.limits_B)  # with rows that fill it up on a mesh
+    calls = [(batch, K + 1) for K in lengths] if set(lengths) - jobs.keys() else []
+    products = ProductClock(job.loop, job.weights, calls, seconds=PRODUCT_SECONDS)
     seconds: dict[int, list[float]] = {K: [] for K in jobs}
     counts: list[list[RowStats]] = []
     for repeat in range(-1, REPEATS):  # the first one compiles
-        if repeat % 2 == 0:
-            products.measure()
+        products.measure()
         for K, one in jobs.items():
             spent, stats = _some_rounds(one, max(repeat, 0))
             if repeat < 0:
@@ -109,18 +111,25 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     texts = [text for text in texts if text.rounds]
     if not texts:  # the target's logits are no law: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
+    products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}
     return make_plan(
-        Profile.of_texts(texts), _costs(seconds, job.rows, products.ms()), draft_lengths=range(longest + 1), batch=job.rows,
+        Profile.of_texts(texts), _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
     )  # fmt: skip
 
 
-def _costs(seconds: Mapping[int, list[float]], batch: int, products_ms: Mapping[int, float]) -> CostTable:
-    ms = {K: Spread.of(np.maximum(spent, 1e-9) * 1e3) for K, spent in seconds.items()}
+def _costs(seconds: Mapping[int, list[float]], batch: int, products_ms: Mapping[int, np.ndarray]) -> CostTable:
+    """Medians. Products that take longer than rounds that hold them were disturbed, or are not the model's."""
+    rounds = {K: Spread.of(np.maximum(spent, 1e-9) * 1e3) for K, spent in seconds.items()}
+    products = {rows: Spread.of(np.maximum(samples, 1e-6)) for rows, samples in products_ms.items()}
+    within = lambda K: (K + 1) * batch not in products or products[(K + 1) * batch].median < rounds[K].median
+    if not all(map(within, rounds)):
+        products = {}
+    error_of = lambda spreads: float(np.median([one.relative_error(REPEATS) for one in spreads])) if spreads else 0.0
     return CostTable(
-        rounds=tuple(Round(draft_length=K, ms=spread.median, batch=batch) for K, spread in ms.items()),
-        error=float(np.median([spread.relative_error(len(seconds[K])) for K, spread in ms.items()])),
-        products_ms=tuple(products_ms.items()),
+        rounds=tuple(Round(draft_length=K, ms=one.median, batch=batch) for K, one in rounds.items()),
+        error=math.hypot(error_of(rounds.values()), error_of(products.values())),
+        products_ms=tuple((rows, one.median) for rows, one in products.items()),
     )
 
 

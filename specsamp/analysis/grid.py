@@ -108,11 +108,10 @@ class Results:
         """
         identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
         added = Results.open(self.path, identity).cells if writes else []
-        new = json.loads(report.to_json(cell))
-        cells = [new if old["key"] == new["key"] else old for old in self.cells]
-        cells += [new] if self.find(new["key"]) is None else []
-        cells += [other for other in added if all(other["key"] != one["key"] for one in cells)]
-        self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": cells}
+        name = lambda one: json.dumps(one["key"], sort_keys=True)
+        last = json.loads(report.to_json(cell))
+        cells = {name(one): one for one in [*self.cells, *added, last]}  # of equal keys the last
+        self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
         if writes:
             report.write_json(self.path, self.document)
 
@@ -147,7 +146,7 @@ def measure_cells(
     """Measures what is not yet in ``results``; returns what was measured now.
 
     Args:
-      again: measures all, and replaces what is there, cell by cell.
+      again: measures all, and replaces what is there, cell by cell; not by running out of memory.
       header: what goes before the cells in the file, and into each cell, at the time of writing.
       progress: is told which cell is being measured, and what of it.
     """
@@ -168,7 +167,8 @@ def measure_cells(
             now.append((cell, measured["result"]))
         if len(now) % CELLS_BETWEEN_CLEARING == 0:
             jax.clear_caches()
-        gc.collect()  # what a failed cell held is free for the next
+        if "result" not in measured and results.find(cell.key) is not None:
+            continue  # what there was is worth more
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
         work = {name: getattr(cell.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
         facts = {"key": dict(cell.key), "seconds": round(seconds, 1), "exact": cell.rule.exact and cell.drafter.exact}
@@ -179,11 +179,13 @@ def measure_cells(
 def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
     """``{"result": what it returns}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
     try:
-        return {"result": measure()}
+        outcome = {"result": measure()}
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
             raise
-        return {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
+        outcome = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
+    gc.collect()  # what it held is free for the next
+    return outcome
 
 
 def law_of(key: Key) -> str:

@@ -13,6 +13,7 @@ parts are compared with the round as the loop compiles it: `RoundSplit.unexplain
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -84,8 +85,7 @@ class PhaseClock:
         autoregressive: tuple[Loop, Weights, Request, DecodeState],
         progress: Callable[[str], None] = lambda text: None,
     ):
-        if jax.config.jax_disable_jit:
-            raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")
+        _refuse_without_jit()
         spec, auto = _Bench(*speculative), _Bench(*autoregressive)
         self._runs: dict[str, Run] = {  # in this order: the first five read the target's weights
             "round": spec.run(phases.whole_round), "score": spec.run(phases.score), "stream_score": spec.run_stream(),
@@ -128,36 +128,46 @@ def split_round(
 
 
 class ProductClock:
-    """Products of some numbers of rows with all of the target's matrices: the shape of its call.
+    """Products with all of the target's matrices, by rows: the shape of its call.
 
     Whoever measures something else beside them takes turns with it: `measure` is one sample of each.
 
     Args:
-      rows: how many; of a row of the batch and of a token it is the same.
+      calls: batch and tokens of the calls that are meant.
+      seconds: of a sample.
       progress: is told what is being compiled.
+
+    A target that does not say which matrices it multiplies by (``streamed``) has no samples.
+
+    Raises:
+      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to time.
     """
 
     def __init__(
-        self, loop: Loop, weights: Weights, rows: Iterable[int], progress: Callable[[str], None] = lambda text: None
-    ):
-        matrices = phases.matrices_of(loop.target, weights.target)
-        of_one_share = lambda count: max(count // loop.shares.ways, 1)
-        self._runs = {count: _run_stream(loop, matrices, of_one_share(count)) for count in sorted(set(rows))}
-        self._ms: dict[int, list[float]] = {count: [] for count in self._runs}
-        self._iterations = {}
-        for count, run in self._runs.items():
-            progress(f"compiling: products of {count} rows")
-            self._iterations[count] = _iterations(run)
+        self, loop: Loop, weights: Weights, calls: Iterable[tuple[int, int]], *, seconds: float = SECONDS_PER_SAMPLE,
+        progress: Callable[[str], None] = lambda text: None,
+    ):  # fmt: skip
+        _refuse_without_jit()
+        says = getattr(loop.target, "streamed", None) is not None
+        matrices = phases.matrices_of(loop.target, weights.target) if says else []
+        self._runs: dict[int, Run] = {}
+        self._iterations: dict[int, int] = {}
+        self._ms: dict[int, list[float]] = {}
+        for batch, tokens in sorted(calls, key=math.prod) if says else ():
+            rows = batch * tokens
+            progress(f"compiling: products of {rows} rows")
+            self._runs[rows] = _run_stream(loop, matrices, batch, tokens)
+            self._iterations[rows], self._ms[rows] = _iterations(self._runs[rows], seconds), []
 
     def measure(self) -> None:
-        for count, run in self._runs.items():
-            n = self._iterations[count]
+        for rows, run in self._runs.items():
+            n = self._iterations[rows]
             run(n)  # does not count: see the first lines of this module
-            self._ms[count].append(run(n) / n * 1e3)
+            self._ms[rows].append(run(n) / n * 1e3)
 
-    def ms(self) -> dict[int, float]:
-        """By number of rows, the mean of the samples so far; on all processes that of the first."""
-        return {count: of_first_process(float(np.mean(samples))) for count, samples in self._ms.items()}
+    def samples_ms(self) -> dict[int, np.ndarray]:
+        """The samples so far by ``batch * tokens``; on all processes those of the first."""
+        return {rows: np.array([of_first_process(ms) for ms in samples]) for rows, samples in self._ms.items()}
 
 
 def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_bytes: int) -> RoundSplit:
@@ -201,11 +211,13 @@ class _Bench:
         return seconds
 
     def run_stream(self) -> Run:
-        batch, tokens = self.board.logits_BTV.shape[:2]
-        return _run_stream(self.loop, self.matrices, batch * max(tokens, self.loop.window))
+        return _run_stream(self.loop, self.matrices, *self.board.logits_BTV.shape[:2])
 
 
-def _run_stream(loop: Loop, matrices: list[jax.Array], rows: int) -> Run:
+def _run_stream(loop: Loop, matrices: list[jax.Array], batch: int, tokens: int) -> Run:
+    """As many rows as each share has in a call of so many tokens; shorter calls are as long as the window."""
+    rows = max(batch // loop.shares.ways, 1) * max(tokens, loop.window)
+
     def seconds(iterations: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(phases.stream(loop, matrices, iterations, rows=rows))
@@ -221,10 +233,15 @@ def of_first_process(seconds: float) -> float:
     return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
 
-def _iterations(run: Run) -> int:
-    """Compiles, then finds how many iterations take about `SECONDS_PER_SAMPLE`; even."""
+def _iterations(run: Run, seconds: float = SECONDS_PER_SAMPLE) -> int:
+    """Compiles, then finds how many iterations take about so long; even."""
     run(1)
     n = 2
-    while n < MOST_ITERATIONS and (seconds := of_first_process(run(n))) < SECONDS_PER_SAMPLE / 2:
-        n = 2 * int(n * min(max(SECONDS_PER_SAMPLE / seconds, 2), 16) / 2)
+    while n < MOST_ITERATIONS and (spent := of_first_process(run(n))) < seconds / 2:
+        n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
     return min(n, MOST_ITERATIONS)
+
+
+def _refuse_without_jit() -> None:
+    if jax.config.jax_disable_jit:
+        raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")

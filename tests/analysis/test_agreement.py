@@ -61,15 +61,15 @@ def emulate(monkeypatch, round_ms, fitted=CHANCES, checked=CHANCES, noise=0.0, p
             )  # fmt: skip
 
     class Products:
-        def __init__(self, loop, weights, rows, progress):
-            self.rows, self.samples = rows, 0
+        def __init__(self, loop, weights, calls, progress):
+            self.rows, self.samples = [batch * tokens for batch, tokens in calls], 0
 
         def measure(self):
             self.samples += 1
 
-        def ms(self):
+        def samples_ms(self):
             assert self.samples >= 8  # in turn with the texts
-            return {count: products_ms(count) for count in self.rows}
+            return {count: np.full(self.samples, products_ms(count)) for count in self.rows}
 
     monkeypatch.setattr(module, "ProductClock", Products)
     monkeypatch.setattr(

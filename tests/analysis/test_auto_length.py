@@ -8,7 +8,7 @@ import pytest
 
 import fakes
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature
-from specsamp.analysis import auto_length, split
+from specsamp.analysis import auto_length
 from specsamp.decoding.job import Job
 
 V = 8
@@ -28,14 +28,14 @@ def clocks(monkeypatch):
         real, ran = auto_length._some_rounds, []
 
         class Products:
-            def __init__(self, loop, weights, rows):
-                self.rows, self.samples = rows, 0
+            def __init__(self, loop, weights, calls, seconds):
+                self.rows, self.samples = [batch * tokens for batch, tokens in calls], 0
 
             def measure(self):
                 self.samples += 1
 
-            def ms(self):
-                return {count: products(count) * 1e3 for count in self.rows if self.samples}
+            def samples_ms(self):
+                return {count: np.full(self.samples, products(count) * 1e3) for count in self.rows}
 
         monkeypatch.setattr(auto_length, "ProductClock", Products)
 
@@ -94,6 +94,8 @@ def test_a_step_in_the_products_is_avoided(clocks):
     assert chosen() == 6 and set(ran) == {0, 1, 8}
     clocks(seconds)
     assert chosen() == 8  # the control: on lines the longest is best
+    clocks(seconds, lambda rows: 1.2 if rows == 2 else 0.0)
+    assert chosen() == 8  # disturbed: products of two rows took longer than a round that has them
 
 
 def test_prompt_lookup_is_taken_with_every_length_up_to_its_own(clocks):
@@ -119,7 +121,6 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
             return run(job, repeat)
 
     monkeypatch.setattr(auto_length, "_some_rounds", spy)
-    monkeypatch.setattr(split, "SECONDS_PER_SAMPLE", 1e-4)
     pair = make_pair(0.2)
     generate(pair, PROMPTS, 8, draft_length="auto", sampling=chain(temperature(1.0)))
     calibrating = {tuple(key) for keys in seen for key in keys.tolist()}

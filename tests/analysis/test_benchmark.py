@@ -156,6 +156,33 @@ def test_phases_are_timed_in_caches_as_a_loop_leaves_them(monkeypatch, warm_samp
     assert all(getattr(timed, name).ms.upper == 1000 for name in of_target) == as_in_a_loop
 
 
+@pytest.mark.parametrize("ways, window, rows", [(1, 1, {2: 2, 8: 8, 16: 16}), (2, 2, {2: 2, 8: 8, 16: 8})])
+def test_products_are_timed_by_the_rows_of_a_share(monkeypatch, ways, window, rows):
+    """In warm caches; a call of one token is as long as the window."""
+    timed = []
+
+    def stream(loop, matrices, iterations, rows):
+        timed.append(rows)
+        return ()
+
+    monkeypatch.setattr(phases, "stream", stream)
+    monkeypatch.setattr(split, "_iterations", lambda run, seconds: 4)
+    target = types.SimpleNamespace(streamed=lambda weights: [])
+    loop = types.SimpleNamespace(target=target, shares=types.SimpleNamespace(ways=ways), window=window)
+    weights = types.SimpleNamespace(target=None)
+    clock = split.ProductClock(loop, weights, [(8, 2), (2, 1), (8, 1)])
+    clock.measure()
+    clock.measure()
+    assert timed == [one for one in rows.values() for _ in range(2)] * 2  # each twice, and the first does not count
+    assert {count: len(samples) for count, samples in clock.samples_ms().items()} == dict.fromkeys(rows, 2)
+    target.streamed = None
+    silent = split.ProductClock(loop, weights, [(8, 2)])
+    silent.measure()
+    assert silent.samples_ms() == {}
+    with jax.disable_jit(), pytest.raises(ValueError, match="cannot be timed under JAX_DISABLE_JIT"):
+        split.ProductClock(loop, weights, [(8, 2)])
+
+
 def test_the_parts_and_the_unexplained_make_the_round():
     ms = {
         "draft_model": [1.0, 3.0], "draft": [1.5, 3.5], "score": [5.0, 5.0], "verify": [0.25, 0.25],

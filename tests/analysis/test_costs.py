@@ -84,8 +84,12 @@ def test_lines_run_through_what_products_leave_of_a_round():
 def test_rows_beyond_those_of_the_products():
     """They go on as they end; a single number of rows tells nothing of the shape."""
     table = table_of(round_of_products, rows=(*range(1, 10), 16, 32))
-    assert math.isclose(table.round_ms(7, 8), round_of_products(7, 8))
-    assert math.isclose(table_of(round_of_products, rows=range(2, 73)).round_ms(0), round_of_products(0, 1))
+    assert math.isclose(table.round_ms(8, 4), round_of_products(8, 4))  # 36 rows, between rounds of 9 and 72
+    assert math.isclose(table.round_ms(12, 2), round_of_products(12, 2))
+    level = dataclasses.replace(table, products_ms=(*table.products_ms, (1000, products(32))))  # the control
+    assert not math.isclose(level.round_ms(8, 4), round_of_products(8, 4), rel_tol=0.01)
+    without_one = table_of(round_of_products, rows=range(2, 73))
+    assert math.isclose(without_one.round_ms(2), round_of_products(2, 1), rel_tol=0.05)
     flat = table_of(lambda K, batch: 5 + K, rows=(4,), batches=(1,))
     assert [flat.round_ms(K) for K in (0, 2, 8)] == [5, 7, 13]
 
@@ -96,7 +100,7 @@ def test_a_batch_on_either_side_of_a_known_one_costs_about_as_much():
     for _ in range(20):
         times = {(K, b): rng.uniform(1, 9) for K in (0, 1, 4, 8) for b in (1000, 8000)}
         rounds = tuple(Round(draft_length=K, batch=b, ms=ms) for (K, b), ms in times.items())
-        table = CostTable(rounds=rounds, products_ms=tuple((rows, 1 + rows / 1e4) for rows in (1000, 72000)))
+        table = CostTable(rounds=rounds, products_ms=tuple((1000 * rows, products(rows)) for rows in range(1, 73)))
         for K in (0, 3, 8):
             for known, beside in ((1000, 1001), (8000, 7999)):
                 assert abs(table.round_ms(K, known) - table.round_ms(K, beside)) < 0.05

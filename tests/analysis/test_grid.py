@@ -98,6 +98,11 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, benchma
     with pytest.raises(KeyboardInterrupt):
         grid.measure_cells(None, CELLS[1:], grid.Results.open(path, IDENTITY), again=True)
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]  # each in its place, when it is measured
+    before, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
+    benchmarks(MemoryError(), {"n": 5}, {"n": 6})
+    grid.measure_cells(None, CELLS[:2], other, again=True)
+    grid.measure_cells(None, [cell(batch=8)], before)  # a run that began before has not what was measured meanwhile
+    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]  # memory that ran out replaced nothing
 
 
 def test_two_runs_that_add_to_one_file_keep_what_the_other_measured(tmp_path, benchmarks):

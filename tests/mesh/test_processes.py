@@ -16,7 +16,7 @@ import experiment
 import mesh_worker as worker
 from checkpoint_shapes import random_params
 from configs import chinchilla
-from specsamp import generate
+from specsamp import generate, greedy
 from specsamp.analysis.decoder import decoders
 from specsamp.checkpoints.export import export
 from specsamp.mesh import processes
@@ -60,6 +60,9 @@ def test_two_processes_give_the_tokens_of_one(tmp_path):
     results = np.load(tmp_path / "decoded.npy", allow_pickle=True).item()
     expected = worker.tokens(generate(worker.pair(), worker.PROMPTS, **worker.CALL))
     assert len({tuple(row) for row in expected}) == len(expected)
+    # Clocks differ, but all choose the same K, else they would wait for each other for ever.
+    plain = generate(worker.pair(), worker.PROMPTS, 12, draft_length=0, sampling=greedy())
+    assert results.pop("auto") == worker.tokens(plain)
     for how, tokens in results.items():
         assert tokens == expected, how
     assert set(results) == {"shares", "one model over both", "rows over both", "streamed"}
