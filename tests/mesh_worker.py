@@ -52,7 +52,7 @@ def decode(folder: pathlib.Path) -> None:
     results["one model over both"] = tokens(generate(shard(pair(), processes.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_ways=1)
     results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
-    chosen = generate(over_both, PROMPTS, 12, draft_length="auto", drafter=NgramDrafter(3), sampling=greedy())
+    chosen = generate(over_both, PROMPTS, 12, draft_length="auto", drafter=NgramDrafter(1), sampling=greedy())
     results["auto"] = tokens(chosen)
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):

@@ -88,7 +88,7 @@ def test_a_poor_draft_is_left_out_whatever_it_costs(clocks):
 
 def test_a_step_in_the_products_is_avoided(clocks):
     """Eight rows cost much more than seven: K = 7 and 8 do not pay for it, K = 6 was never decoded with."""
-    chosen = lambda: len(generate(make_pair(0.0), PROMPTS[:1], 36, draft_length="auto")[0].stats.accepted_counts) - 1
+    chosen = lambda: len(generate(make_pair(0.0), PROMPTS[:1], 50, draft_length="auto")[0].stats.accepted_counts) - 1
     seconds = {0: 1.0, 1: 1.05, 8: 3.0}
     ran = clocks(seconds, lambda rows: 1.5 if rows >= 8 else 0.0)
     assert chosen() == 6 and set(ran) == {0, 1, 8}
