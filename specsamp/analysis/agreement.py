@@ -136,7 +136,7 @@ def agreement(
     costs = CostTable(
         rounds=tuple(_round(K, batch, texts) for (batch, K), texts in fitted.items()),
         error=float(np.median([_round_error(texts) for texts in fitted.values()])),
-        # The mean, as of rounds: both cover the whole time, in which the machine may be of two minds.
+        # The mean, as of rounds: the machine may be fast for a while and then slow, and both cover all of that.
         products_ms=tuple((rows, float(ms.mean())) for rows, ms in products.samples_ms().items()),
     )
     # A text has the same rounds in every batch: it counts once.

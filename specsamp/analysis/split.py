@@ -130,14 +130,13 @@ def split_round(
 class ProductClock:
     """Products with all of the target's matrices, by rows: the shape of its call.
 
-    Whoever measures something else beside them takes turns with it: `measure` is one sample of each.
+    Whoever measures something else beside them takes turns with it: `measure` is one sample of each. A target that does
+    not say which matrices it multiplies by (``streamed``) has no samples.
 
     Args:
-      calls: batch and tokens of the calls that are meant.
+      calls: ``(batch, tokens)`` of the calls that are meant: each share multiplies its part of ``batch * tokens`` rows.
       seconds: of a sample.
       progress: is told what is being compiled.
-
-    A target that does not say which matrices it multiplies by (``streamed``) has no samples.
 
     Raises:
       ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to time.
@@ -166,7 +165,7 @@ class ProductClock:
             self._ms[rows].append(run(n) / n * 1e3)
 
     def samples_ms(self) -> dict[int, np.ndarray]:
-        """The samples so far by ``batch * tokens``; on all processes those of the first."""
+        """Milliseconds, [samples so far], by ``batch * tokens``; on all processes those of the first."""
         return {rows: np.array([of_first_process(ms) for ms in samples]) for rows, samples in self._ms.items()}
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+import fakes
 from launch.experiment import RULES
 from specsamp.analysis import agreement as module
 from specsamp.analysis import tables
@@ -60,18 +61,7 @@ def emulate(monkeypatch, round_ms, fitted=CHANCES, checked=CHANCES, noise=0.0, p
                 accepted_counts=tuple(counts.tolist()),
             )  # fmt: skip
 
-    class Products:
-        def __init__(self, loop, weights, calls, progress):
-            self.rows, self.samples = [batch * tokens for batch, tokens in calls], 0
-
-        def measure(self):
-            self.samples += 1
-
-        def samples_ms(self):
-            assert self.samples >= 8  # in turn with the texts
-            return {count: np.full(self.samples, products_ms(count)) for count in self.rows}
-
-    monkeypatch.setattr(module, "ProductClock", Products)
+    monkeypatch.setattr(module, "ProductClock", fakes.product_clock(products_ms, fewest=8))  # in turn with the texts
     monkeypatch.setattr(
         module, "decoders", lambda pair, contenders, sampling, work: {K: Side(K, work) for K in contenders}
     )

@@ -27,17 +27,7 @@ def clocks(monkeypatch):
     def set_to(seconds, products=lambda rows: 0.0):
         real, ran = auto_length._some_rounds, []
 
-        class Products:
-            def __init__(self, loop, weights, calls, seconds):
-                self.rows, self.samples = [batch * tokens for batch, tokens in calls], 0
-
-            def measure(self):
-                self.samples += 1
-
-            def samples_ms(self):
-                return {count: np.full(self.samples, products(count) * 1e3) for count in self.rows}
-
-        monkeypatch.setattr(auto_length, "ProductClock", Products)
+        monkeypatch.setattr(auto_length, "ProductClock", fakes.product_clock(lambda rows: products(rows) * 1e3))
 
         def timed(job, repeat):
             ran.append(job.loop.drafter.K)
