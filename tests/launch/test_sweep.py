@@ -18,12 +18,12 @@ def test_the_shipped_sweeps():
 
 def test_pod_commands_hold_what_was_set_for_all():
     shared = ["--config=configs/chinchilla.py:v4-32", "--config.repeats=5"]
-    done = run("sweep", *shared, "--pod=pod", "--output=gs://b/s.json")
+    done = run("sweep", *shared, "--pod=pod", "--output=gs://b/s.json", "--again")
     lines = done.stdout.strip().splitlines()
     assert done.returncode == 0 and len(lines) == 16, done.stderr
     assert lines[9] == (
         f"launch/tpu/run.sh --name=pod -- python launch/benchmark.py {shared[0]} {shared[1]} "
-        "--config.sampling.temperature=0.0 --config.draft_length=1 --distributed --output=gs://b/s.json"
+        "--config.sampling.temperature=0.0 --config.draft_length=1 --distributed --output=gs://b/s.json --again"
     )
     apart = run("sweep", "--config", "configs/chinchilla.py:v4-32", "--pod=pod")
     assert apart.returncode == 1 and "write --config=VALUE as one word" in apart.stderr and not apart.stdout
