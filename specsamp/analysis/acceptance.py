@@ -9,8 +9,10 @@ Under the block rule P(n >= i) = E[c_i], with c_i = min(1, c_{i-1} q_i/p_i), whi
 arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text.
 
 Texts differ: some are easy to draft, and then for many rounds. A batch ends with its slowest row, so the
-differences count. `Profile.of_texts` keeps one profile for each text, drawn to the whole as far as the texts
-differ by no more than chance (the moments of a beta-binomial).
+differences count, and not their size alone but how many of each there are. `Profile.of_texts` keeps one profile for
+each text, drawn to the whole until they differ by what chance leaves unexplained. Estimates that are best one by one
+are drawn further, and would spread less than the texts do: hence the square root in `_exponents` (Louis 1984, Journal
+of the American Statistical Association 79, 393-398).
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Profile:
     by_position: tuple[float, ...]  # P(n >= i | n >= i-1), i = 1, 2, ...
     beyond: float  # the same at all later positions
     texts: tuple[float, ...] = (1.0,)  # text t accepts with by_position ** texts[t]; 1 is like the whole
-    without: tuple[Profile, ...] = ()  # the profile without each text in turn: what is uncertain about it
+    without: tuple[Profile, ...] = ()  # the profile without each prompt in turn: what is uncertain about it
     judged: tuple[int, ...] = ()  # tokens behind each of by_position, where they are the only uncertainty
 
     @classmethod
@@ -133,15 +135,22 @@ class Profile:
         )
 
     @classmethod
-    def of_texts(cls, stats: Sequence[RowStats]) -> Profile:
-        """From what was counted on each text, all with the same K >= 1."""
+    def of_texts(cls, stats: Sequence[RowStats], prompts: Sequence[int] | None = None) -> Profile:
+        """From what was counted on each text, all with the same K >= 1.
+
+        Args:
+          prompts: number of the prompt that each text continues, by default one of its own. Texts of one prompt are
+            alike, but as different as they were sampled: each has a profile, and all count as one where it is asked
+            how far other prompts might lead away.
+        """
         if not stats:
             raise ValueError("no texts to take the acceptance from")
         whole = cls._of_counts(stats)
-        if len(stats) == 1:
-            return whole
-        without = tuple(cls._of_counts([*stats[:i], *stats[i + 1 :]]) for i in range(len(stats)))
-        return dataclasses.replace(whole, texts=_exponents(stats), without=without)
+        numbers = range(len(stats)) if prompts is None else prompts
+        pairs = list(zip(stats, numbers, strict=True))
+        rest = [[one for one, number in pairs if number != left_out] for left_out in sorted(set(numbers))]
+        without = tuple(cls._of_counts(texts) for texts in rest) if len(rest) > 1 else ()
+        return dataclasses.replace(whole, texts=_exponents(stats, whole), without=without)
 
     @classmethod
     def _of_counts(cls, stats: Sequence[RowStats]) -> Profile:
@@ -178,16 +187,19 @@ class Profile:
         return math.sqrt(variance)
 
 
-def _exponents(stats: Sequence[RowStats]) -> tuple[float, ...]:
-    """How each text differs from the whole, less what chance explains."""
-    judged = np.array([max(sum(one.reached), 1) for one in stats], np.float64)
-    rates = np.array([one.accepted for one in stats]) / judged
-    whole = (rates * judged).sum() / judged.sum()
-    if not 0 < whole < 1:
+def _exponents(stats: Sequence[RowStats], profile: Profile) -> tuple[float, ...]:
+    """How each text differs from the whole at the positions that it reached, less what chance explains."""
+    reached_TK = np.array([one.reached for one in stats], np.float64)
+    judged = np.maximum(reached_TK.sum(1), 1)
+    chances = np.array([*profile.by_position, *[0.0] * (reached_TK.shape[1] - len(profile.by_position))])
+    differ = (np.array([one.accepted for one in stats]) - reached_TK @ chances) / judged
+    whole = sum(one.accepted for one in stats) / judged.sum()
+    if len(stats) == 1 or not 0 < whole < 1:
         return (1.0,) * len(stats)
-    between = rates.var(ddof=1) - (whole * (1 - whole) / judged).mean()
-    weight = judged / (judged + max(whole * (1 - whole) / between - 1, 0)) if between > 0 else 0 * judged
-    drawn = np.clip(weight * rates + (1 - weight) * whole, 1e-6, 1 - 1e-6)
+    by_chance = whole * (1 - whole) / judged
+    between = differ.var(ddof=1) - by_chance.mean()
+    kept = np.sqrt(between / (between + by_chance)) if between > 0 else 0 * judged
+    drawn = np.clip(whole + kept * differ, 1e-6, 1 - 1e-6)
     return tuple((np.log(drawn) / math.log(whole)).tolist())
 
 

@@ -14,9 +14,7 @@ noise floor, below which no forecast can be expected to come.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -141,7 +139,10 @@ def agreement(
     )
     # A text has the same rounds in every batch: it counts once.
     drafted = [texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)]
-    profile = Profile.of_texts(_by_text(drafted, longest, len(halves[0])))
+    profile = Profile.of_texts(
+        [_padded(row, longest) for rows in drafted for row in rows],
+        [number % len(halves[0]) for rows in drafted for number in range(len(rows))],  # the last batch wraps around
+    )
 
     def checks(costs: CostTable) -> list[Check]:
         plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
@@ -200,21 +201,10 @@ def _round_error(texts: Texts) -> float:
     return Spread.of(ms_R).relative_error(len(ms_R))
 
 
-def _by_text(sides: Sequence[Sequence[RowStats]], longest: int, count: int) -> list[RowStats]:
-    """Counts of each of ``count`` texts over all draft lengths; what a short draft could not reach was not judged.
-
-    The last batch begins again with the first text: the rows of a text count together.
-    """
-
-    def padded(row: RowStats) -> RowStats:
-        more = (0,) * (longest - len(row.reached))
-        return dataclasses.replace(row, reached=row.reached + more, accepted_counts=row.accepted_counts + more)
-
-    by_number: dict[int, list[RowStats]] = {}
-    for rows in sides:
-        for number, row in enumerate(rows):
-            by_number.setdefault(number % count, []).append(padded(row))
-    return [functools.reduce(operator.add, rows) for rows in by_number.values()]
+def _padded(row: RowStats, longest: int) -> RowStats:
+    """What a short draft could not reach was not judged."""
+    more = (0,) * (longest - len(row.reached))
+    return dataclasses.replace(row, reached=row.reached + more, accepted_counts=row.accepted_counts + more)
 
 
 def _check(forecast: Forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:

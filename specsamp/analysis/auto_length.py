@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import sys
 import time
 import weakref
@@ -107,13 +106,12 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
             seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
             if K == longest:
                 counts.append(stats)
-    texts = [functools.reduce(operator.add, repeats) for repeats in zip(*counts, strict=True)]
-    texts = [text for text in texts if text.rounds]
-    if not texts:  # the target's logits are no law: it ends at once, with any K
+    texts, prompts = [row for rows in counts for row in rows], [*range(job.rows)] * REPEATS
+    if not any(text.rounds for text in texts):  # the target's logits are no law: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}
     return make_plan(
-        Profile.of_texts(texts), _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
+        Profile.of_texts(texts, prompts), _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
     )  # fmt: skip
 

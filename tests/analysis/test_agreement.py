@@ -161,11 +161,21 @@ def test_prompts_are_not_shared_by_the_halves(monkeypatch):
     assert {K for K, _, prompt in decoded if prompt == (1,)} == {0, 3}
 
 
-def test_a_text_that_fills_up_the_last_batch_counts_once():
-    row = RowStats(rounds=2, emitted=3, drafted=2, reached=(2,), accepted_counts=(1, 1))
-    texts = module._by_text([[row] * 3, [row] * 4], longest=2, count=3)  # alone; two batches of two
-    assert [text.rounds for text in texts] == [6, 4, 4]
-    assert texts[0].reached == (6, 0) and texts[0].accepted_counts == (3, 3, 0)
+def test_each_text_of_each_length_is_counted_and_each_prompt_once(monkeypatch):
+    """Nine prompts alone; in six batches of two, the least, the last ones begin again with the first."""
+    told = []
+    of_texts = module.Profile.of_texts
+    monkeypatch.setattr(module.Profile, "of_texts", lambda *texts: told.append(texts) or of_texts(*texts))
+    emulate(monkeypatch, linear)
+    for batch, expected in ((1, [*range(9)]), (2, [*range(9), 0, 1, 2])):
+        agreement(
+            None, lambda K: K, RULES["token"](), None, [FITTED, CHECKED] * 9, max_new_tokens=TOKENS,
+            fit_lengths=(1, 4), check_lengths=(0,), fit_batches=(batch,), check_batch=batch,
+        )  # fmt: skip
+        rows, prompts = told.pop()
+        assert prompts == expected * 2 and len(rows) == len(prompts)
+        assert all(len(row.reached) == 4 and len(row.accepted_counts) == 5 for row in rows)
+        assert all(row.reached[1] == 0 < row.reached[0] for row in rows[: len(expected)])  # K = 1
 
 
 @pytest.mark.parametrize(

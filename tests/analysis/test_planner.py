@@ -180,6 +180,38 @@ def test_texts_that_differ_are_told_from_chance():
     assert np.std(alike.texts) < 0.12 < 0.4 < np.std(differing.texts)
 
 
+def test_texts_spread_as_they_do():
+    """Neither as the counts, to which chance adds, nor as the best estimate of each, which is drawn to the whole."""
+    random, sd = np.random.default_rng(0), 0.06
+    counted = drawn_texts(random.beta(*np.array([0.7, 0.3]) * (0.21 / sd**2 - 1), 4000), 30, 4, random)
+    whole = sum(one.accepted for one in counted) / sum(sum(one.reached) for one in counted)
+    spread = np.std(whole ** np.array(Profile.of_texts(counted, [0] * len(counted)).texts))
+    assert abs(spread / sd - 1) < 0.06  # three standard errors
+    # The controls: counts spread more, and by the ratio of the two a best estimate less.
+    assert np.std([one.acceptance_rate for one in counted]) / sd > 1.2
+
+
+def test_short_drafts_are_no_texts_of_their_own():
+    """First positions are accepted more often here: texts that stop there do not differ from the others."""
+    random = np.random.default_rng(0)
+    accepted = [np.cumprod(random.random((60, 4)) < (0.9, 0.6, 0.5, 0.5), axis=1).sum(1) for _ in range(40)]
+    short = [stats((*np.bincount(np.minimum(n, 1), minlength=2), 0, 0, 0), reached=(60, 0, 0, 0)) for n in accepted]
+    long = [stats(np.bincount(n, minlength=5)) for n in accepted]
+    assert np.std(Profile.of_texts(short + long).texts) < 0.1
+    rates = [math.log(one.acceptance_rate) for one in short + long]
+    assert np.std(rates) / abs(np.mean(rates)) > 0.5  # the control: by the rate alone they do
+
+
+def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
+    texts = drawn_texts([0.4, 0.6, 0.7, 0.8], 60, 4, np.random.default_rng(0))
+    once, threefold = Profile.of_texts(texts), Profile.of_texts(texts * 3, [0, 1, 2, 3] * 3)
+    error = lambda profile: profile.tokens_per_round(4).relative_error
+    assert math.isclose(error(once), error(threefold)) and len(threefold.texts) == 12
+    assert error(Profile.of_texts(texts * 3)) < 0.6 * error(once)  # the control
+    one = Profile.of_texts(texts, [5] * 4)
+    assert not one.without and error(one) > 0 and len(one.texts) == 4
+
+
 def test_bands_cover_the_truth_as_often_as_they_say():
     """95% of 400 data sets, for counts and for texts; an error half as large is the control."""
     random = np.random.default_rng(0)
