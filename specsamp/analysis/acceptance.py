@@ -9,10 +9,9 @@ Under the block rule P(n >= i) = E[c_i], with c_i = min(1, c_{i-1} q_i/p_i), whi
 arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text.
 
 Texts differ: some are easy to draft, and then for many rounds. A batch ends with its slowest row, so the
-differences count, and not their size alone but how many of each there are. `Profile.of_texts` keeps one profile for
-each text, drawn to the whole until they differ by what chance leaves unexplained. Estimates that are best one by one
-are drawn further, and would spread less than the texts do: hence the square root in `_exponents` (Louis 1984, Journal
-of the American Statistical Association 79, 393-398).
+differences count. `Profile.of_texts` keeps one profile for each text. Counts spread more than texts do, by chance;
+the best estimate of each text for itself is drawn so far to the whole that together they spread less (Louis 1984,
+Journal of the American Statistical Association 79, 393-398). They are drawn so far here that they spread as texts do.
 """
 
 from __future__ import annotations
@@ -136,21 +135,26 @@ class Profile:
 
     @classmethod
     def of_texts(cls, stats: Sequence[RowStats], prompts: Sequence[int] | None = None) -> Profile:
-        """From what was counted on each text, all with the same K >= 1.
+        """From what was counted on each text; one without rounds tells nothing.
 
         Args:
-          prompts: number of the prompt that each text continues, by default one of its own. Texts of one prompt are
-            alike, but as different as they were sampled: each has a profile, and all count as one where it is asked
-            how far other prompts might lead away.
+          stats: all for the same K >= 1; of a shorter draft, with zeros for what it could not reach.
+          prompts: number of the prompt that each text continues, by default one of its own. Sampled texts of one
+            prompt differ: each is a text. The band has what other prompts would change, so there they count as one;
+            if there is but one, the band has what its tokens leave open.
+
+        Raises:
+          ValueError: no text has a round, or there are more or fewer prompts than texts.
         """
-        if not stats:
-            raise ValueError("no texts to take the acceptance from")
-        whole = cls._of_counts(stats)
         numbers = range(len(stats)) if prompts is None else prompts
-        pairs = list(zip(stats, numbers, strict=True))
-        rest = [[one for one, number in pairs if number != left_out] for left_out in sorted(set(numbers))]
-        without = tuple(cls._of_counts(texts) for texts in rest) if len(rest) > 1 else ()
-        return dataclasses.replace(whole, texts=_exponents(stats, whole), without=without)
+        told = [(one, number) for one, number in zip(stats, numbers, strict=True) if one.rounds]
+        if not told:
+            raise ValueError(f"{len(stats)} texts without rounds: there is no acceptance to take from them")
+        texts = [one for one, _ in told]
+        whole = cls._of_counts(texts)
+        rest = [[one for one, number in told if number != left] for left in sorted({number for _, number in told})]
+        without = tuple(cls._of_counts(others) for others in rest) if len(rest) > 1 else ()
+        return dataclasses.replace(whole, texts=_exponents(texts, whole), without=without)
 
     @classmethod
     def _of_counts(cls, stats: Sequence[RowStats]) -> Profile:
@@ -170,7 +174,7 @@ class Profile:
 
     def _error(self, draft_length: int) -> float:
         """One standard error of tokens per round."""
-        if self.without:  # jackknife over texts
+        if self.without:  # jackknife over prompts
             values = np.array([part.survival(draft_length).sum() for part in self.without])
             return math.sqrt((len(values) - 1) / len(values) * ((values - values.mean()) ** 2).sum())
         seen, pooled = len(self.judged), self.judged[1:] or self.judged  # `beyond` is the rate of the pooled
@@ -187,20 +191,25 @@ class Profile:
         return math.sqrt(variance)
 
 
-def _exponents(stats: Sequence[RowStats], profile: Profile) -> tuple[float, ...]:
-    """How each text differs from the whole at the positions that it reached, less what chance explains."""
-    reached_TK = np.array([one.reached for one in stats], np.float64)
-    judged = np.maximum(reached_TK.sum(1), 1)
-    chances = np.array([*profile.by_position, *[0.0] * (reached_TK.shape[1] - len(profile.by_position))])
-    differ = (np.array([one.accepted for one in stats]) - reached_TK @ chances) / judged
-    whole = sum(one.accepted for one in stats) / judged.sum()
-    if len(stats) == 1 or not 0 < whole < 1:
-        return (1.0,) * len(stats)
-    by_chance = whole * (1 - whole) / judged
-    between = differ.var(ddof=1) - by_chance.mean()
-    kept = np.sqrt(between / (between + by_chance)) if between > 0 else 0 * judged
-    drawn = np.clip(whole + kept * differ, 1e-6, 1 - 1e-6)
-    return tuple((np.log(drawn) / math.log(whole)).tolist())
+def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
+    """How each text differs from the whole at the positions that were judged in it, less what chance explains."""
+    judged_TK = np.array([(sum(one.accepted_counts), *one.reached[1:]) for one in texts], np.float64)
+    chances_K = np.array([*whole.by_position, *[0.0] * (judged_TK.shape[1] - len(whole.by_position))])
+    judged = judged_TK.sum(1)
+    expected = judged_TK @ chances_K / judged
+    tells = (0 < expected) & (expected < 1)
+    if tells.sum() < 2:
+        return (1.0,) * len(texts)
+    differ = np.where(tells, np.array([one.accepted for one in texts]) / judged - expected, 0.0)
+    expected = np.where(tells, expected, 0.5)  # any: a text that does not tell stays like the whole
+    slope = expected * np.log(expected)  # of the chance, by the exponent: lengths and positions are compared by it
+    by_chance = judged_TK @ (chances_K * (1 - chances_K)) / judged**2 / slope**2
+    weight = tells * judged / (tells @ judged)
+    variance = weight @ (differ / slope) ** 2 / (1 - weight @ weight)
+    between = max(variance - weight @ by_chance, 0.0)
+    kept = np.sqrt(between / np.maximum(between + by_chance, 1e-12))
+    drawn = np.clip(expected + kept * differ, 1e-6, 1 - 1e-6)
+    return tuple((np.log(drawn) / np.log(expected)).tolist())
 
 
 def _chance(name: str, value: float) -> float:

@@ -51,6 +51,7 @@ class Job(Protocol):
     weights: Weights
     request: Request
     rows: int
+    num_samples: int  # of a prompt, one after another
     slots: int
     lengths_B: np.ndarray
 
@@ -106,7 +107,9 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
             seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
             if K == longest:
                 counts.append(stats)
-    texts, prompts = [row for rows in counts for row in rows], [*range(job.rows)] * REPEATS
+    # Greedy texts are the same in every repeat, and count once.
+    told = dict.fromkeys((row, number // job.num_samples) for rows in counts for number, row in enumerate(rows))
+    texts, prompts = zip(*told, strict=True)
     if not any(text.rounds for text in texts):  # the target's logits are no law: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}

@@ -187,8 +187,57 @@ def test_texts_spread_as_they_do():
     whole = sum(one.accepted for one in counted) / sum(sum(one.reached) for one in counted)
     spread = np.std(whole ** np.array(Profile.of_texts(counted, [0] * len(counted)).texts))
     assert abs(spread / sd - 1) < 0.06  # three standard errors
-    # The controls: counts spread more, and by the ratio of the two a best estimate less.
-    assert np.std([one.acceptance_rate for one in counted]) / sd > 1.2
+    counts = np.std([one.acceptance_rate for one in counted])
+    assert counts / sd > 1.2 and sd / counts < 0.85  # the controls: counts, and best estimates of each
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_batch_of_counted_texts_against_simulation(batch):
+    """Counted at K = 1 and 4 in 200 texts of each length, forecast for 6."""
+    random = np.random.default_rng(0)
+    exponents = random.gamma(10, 0.1, 400)
+    short = [stats((*np.bincount(n, minlength=2), 0, 0, 0), reached=(45, 0, 0, 0)) for n in (
+        (random.random((45, 1)) < 0.7**e).sum(1) for e in exponents[:200]
+    )]  # fmt: skip
+    profile = Profile.of_texts(short + drawn_texts(0.7 ** exponents[200:], 30, 4, random))
+    drawn = simulate((0.7,) * 6, exponents, batch, new_tokens=96, runs=20_000)
+    at = lambda texts: rounds_per_token(dataclasses.replace(profile, texts=texts), 6, batch, 96) * 96 / drawn - 1
+    assert abs(at(profile.texts)) < 0.02
+    if batch > 1:  # the controls: texts that are all alike, or that differ by a third less or more
+        wider = lambda factor: tuple(max(1 + factor * (e - 1), 0.0) for e in profile.texts)
+        assert at((1.0,)) < -0.08 and at(wider(2 / 3)) < -0.025 and at(wider(4 / 3)) > 0.025
+
+
+def test_rounds_without_drafts_are_hard_texts():
+    """Prompt lookup that finds nothing in most rounds: the chance of a first position is of all rounds."""
+    random = np.random.default_rng(0)
+    texts = []
+    for share in random.beta(4, 6, 200):
+        drafted = random.random(60) < share
+        n = np.where(drafted, np.cumprod(random.random((60, 2)) < 0.7, axis=1).sum(1), 0)
+        counts = np.bincount(n, minlength=3)
+        texts.append(stats(counts, reached=(int(drafted.sum()), int(counts[1:].sum()))))
+    profile = Profile.of_texts(texts, [0] * 200)
+    assert np.std(profile.texts) > 0.2
+    emitted = np.mean([profile.survival(2, text).sum() for text in profile.texts])
+    assert abs(emitted / profile.survival(2).sum() - 1) < 0.05
+    empty = stats((60, 0, 0), reached=(0, 0))
+    assert Profile.of_texts([*texts, empty], [0] * 201).texts[-1] > 1.5
+
+
+def test_texts_without_rounds_tell_nothing():
+    one, none = stats((4, 3, 3)), stats((0, 0, 0))
+    assert Profile.of_texts([one, none]) == Profile.of_texts([one])
+    with pytest.raises(ValueError, match="1 texts without rounds"):
+        Profile.of_texts([none])
+    with pytest.raises(ValueError, match="0 texts without rounds"):
+        Profile.of_texts([])
+
+
+@pytest.mark.parametrize("counts", [(0, 10), (10, 0), (0, 10, 0), (0, 0, 10), (10, 0, 0)])
+def test_texts_without_chance(counts):
+    profile = Profile.of_texts([stats(counts), stats(counts), stats((*[0] * (len(counts) - 1), 3))])
+    assert np.isfinite(profile.texts).all() and np.isfinite(rounds_per_token(profile, 4, 2, 16))
 
 
 def test_short_drafts_are_no_texts_of_their_own():
