@@ -23,7 +23,7 @@ import entry
 from experiment import make_model
 from specsamp import storage
 from specsamp.analysis import grid, report
-from specsamp.analysis.acceptance import Profile, mirrored_block_survival
+from specsamp.analysis.acceptance import ByLength, Profile, mirrored_block_survival
 from specsamp.analysis.costs import Costs, PerCall, compiled_costs
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.roofline import Model, Roofline
@@ -68,10 +68,10 @@ def main() -> None:
         cells = measured_cells() if _MEASURED.value else []
         if cells and _CONTEXT.value:
             raise ValueError("--context: measured cells know the context they were measured in: leave it out")
-        profile, costs = acceptance(cells), round_costs(cells)
+        accepted, costs = acceptance(cells), round_costs(cells)
         plans = [
             make_plan(
-                profile, costs, draft_lengths=range(_LONGEST.value + 1), batch=batch, context=context,
+                accepted, costs, draft_lengths=range(_LONGEST.value + 1), batch=batch, context=context,
                 new_tokens=_NEW_TOKENS.value,
             )
             for context in _CONTEXT.value or [None] for batch in _BATCH.value
@@ -85,7 +85,7 @@ def main() -> None:
         best = plan.best
         verdict = f"K = {best.draft_length}, {best.speedup.value:.2f}x" if best.draft_length else "decode plainly"
         console.print(f"{where(plan)}: {verdict}")
-    document = {"kind": "forecast", "acceptance": profile, "costs": costs, "plans": plans}
+    document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
     if _ACCEPTANCE.value is not None:
         document["block_rule_mirrored"] = {K: block_mirrored(K) for K in range(_LONGEST.value + 1)}
     entry.write_result(_OUTPUT.value, document, console)
@@ -114,10 +114,10 @@ def read_json(path: str) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profile:
+def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profile | ByLength:
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
     if not given and cells and not _SYNTHETIC.value:
-        return grid.measured_profile(cells)
+        return grid.measured_acceptance(cells)
     if len(given) != 1:
         raise ValueError(f"give one of --acceptance, --by_position and --histogram; got {len(given)} of them")
     if _ACCEPTANCE.value is not None:

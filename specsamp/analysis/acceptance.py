@@ -4,9 +4,11 @@
     profile = Profile.of_positions((0.85, 0.8, 0.7))     # given that the ones before it were accepted
     profile = Profile.of_texts([completion.stats for completion in completions])
 
-One profile serves every K. Under the token rule token i is judged by laws that do not know how many follow.
+A profile serves every K. Under the token rule token i is judged by laws that do not know how many follow.
 Under the block rule P(n >= i) = E[c_i], with c_i = min(1, c_{i-1} q_i/p_i), which knows no K either (Sun et al.,
-arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text.
+arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text: those of
+long drafts where a token was refused, in what is hard, those of short ones more often in the middle of what is easy.
+`ByLength` knows, from counts at several K.
 
 Texts differ: some are easy to draft, and then for many rounds. A batch ends with its slowest row, so the
 differences count. `Profile.of_texts` keeps one profile for each text. Counts spread more than texts do, by chance;
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -77,6 +80,13 @@ class Band:
     def relative_error(self) -> float:
         """One standard error over the value."""
         return math.log(self.upper / self.value) / NORMAL_95
+
+
+class Acceptance(Protocol):
+    """What `specsamp.analysis.planner.make_plan` asks of acceptance: a `Profile`, or a `ByLength`."""
+
+    def at(self, draft_length: int) -> Profile:
+        """The profile of rounds of this K."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +148,7 @@ class Profile:
         """From what was counted on each text; one without rounds tells nothing.
 
         Args:
-          stats: all for the same K >= 1; of a shorter draft, with zeros for what it could not reach.
+          stats: all for the same K >= 1.
           prompts: number of the prompt that each text continues, by default one of its own. Sampled texts of one
             prompt differ: each is a text. The band has what other prompts would change, so there they count as one;
             if there is but one, the band has what its tokens leave open.
@@ -160,6 +170,9 @@ class Profile:
     def _of_counts(cls, stats: Sequence[RowStats]) -> Profile:
         total = lambda name: np.sum([getattr(one, name) for one in stats], axis=0)
         return cls.of_histogram(total("accepted_counts"), total("reached"))
+
+    def at(self, draft_length: int) -> Profile:
+        return self
 
     def survival(self, draft_length: int, text: float = 1.0) -> np.ndarray:
         """``P(n >= i)``, i = 1 .. K, float64."""
@@ -189,6 +202,36 @@ class Profile:
                 slope += of_beyond * judged / sum(pooled)
             variance += slope**2 * chance * (1 - chance) / judged
         return math.sqrt(variance)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLength:
+    """Acceptance counted at some draft lengths K >= 1: a profile for each.
+
+    Between two of them chances run on lines, as far as both have them; beyond the longest, its profile goes on.
+    """
+
+    profiles: Mapping[int, Profile]
+
+    def __post_init__(self):
+        if not self.profiles or min(self.profiles) < 1:
+            raise ValueError(f"profiles are needed at draft lengths >= 1; got {sorted(self.profiles)}")
+
+    def at(self, draft_length: int) -> Profile:
+        below = max((K for K in self.profiles if K <= draft_length), default=min(self.profiles))
+        above = min((K for K in self.profiles if K >= draft_length), default=max(self.profiles))
+        if below == above:
+            return self.profiles[below]
+        return _between(self.profiles[below], self.profiles[above], (draft_length - below) / (above - below))
+
+
+def _between(short: Profile, long: Profile, share: float) -> Profile:
+    """Lines to ``long``, a ``share`` of the way; where ``short`` ends ``long`` alone, with what it leaves uncertain."""
+    both = zip(short.by_position, long.by_position)
+    by_position = tuple((1 - share) * a + share * b for a, b in both) + long.by_position[len(short.by_position) :]
+    matched = len(short.without) == len(long.without)
+    without = [_between(*pair, share) for pair in zip(short.without, long.without)] if matched else long.without
+    return dataclasses.replace(long, by_position=by_position, texts=short.texts + long.texts, without=tuple(without))
 
 
 def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:

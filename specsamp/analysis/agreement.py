@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specsamp.analysis.acceptance import Band, Profile
+from specsamp.analysis.acceptance import Band, ByLength, Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
@@ -130,7 +130,7 @@ def agreement(
     calls, any_side = {(batch, K + 1) for _, batch, K in sides}, next(iter(sides.values()))
     products = ProductClock(any_side.loop, any_side.weights, calls, progress=progress)
     measured = _decode(sides, products, passes, progress)
-    longest, fitted = max(fit_lengths), {key[1:]: texts for key, texts in measured.items() if key[0] == "fit"}
+    fitted = {key[1:]: texts for key, texts in measured.items() if key[0] == "fit"}
     costs = CostTable(
         rounds=tuple(_round(K, batch, texts) for (batch, K), texts in fitted.items()),
         error=float(np.median([_round_error(texts) for texts in fitted.values()])),
@@ -138,14 +138,12 @@ def agreement(
         products_ms=tuple((rows, float(ms.mean())) for rows, ms in products.samples_ms().items()),
     )
     # A text has the same rounds in every batch: it counts once.
-    drafted = [texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)]
-    profile = Profile.of_texts(
-        [_padded(row, longest) for rows in drafted for row in rows],
-        [number % len(halves[0]) for rows in drafted for number in range(len(rows))],  # the last batch wraps around
-    )
+    drafted = {K: texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)}
+    prompt_of = lambda rows: [number % len(halves[0]) for number in range(len(rows))]  # the last batch wraps around
+    acceptance = ByLength({K: Profile.of_texts(rows, prompt_of(rows)) for K, rows in drafted.items()})
 
     def checks(costs: CostTable) -> list[Check]:
-        plan = make_plan(profile, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
+        plan = make_plan(acceptance, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
         return [
             _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
             for (name, _, K), texts in measured.items() if name == "check"
@@ -199,12 +197,6 @@ def _round_error(texts: Texts) -> float:
     """One relative standard error of the time of a round: what the clock leaves open."""
     ms_R = np.median(texts.seconds_PR, axis=0) / texts.rounds_R
     return Spread.of(ms_R).relative_error(len(ms_R))
-
-
-def _padded(row: RowStats, longest: int) -> RowStats:
-    """What a short draft could not reach was not judged."""
-    more = (0,) * (longest - len(row.reached))
-    return dataclasses.replace(row, reached=row.reached + more, accepted_counts=row.accepted_counts + more)
 
 
 def _check(forecast: Forecast, texts: Texts, batch: int, cost_was_fitted: bool) -> Check:

@@ -1,8 +1,7 @@
 """``draft_length="auto"``: the K that pays on this device, for these prompts, this rule and this batch.
 
 A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
-counted at K = 8, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on
-they grow nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of
+counted, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on they grow nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of
 rounds are those that decoding needs, so the one that is picked is often compiled already. The answer is kept as long
 as the pair is.
 
@@ -24,7 +23,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.acceptance import ByLength, Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.split import ProductClock, of_first_process
@@ -97,7 +96,7 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     calls = [(batch, K + 1) for K in lengths] if set(lengths) - jobs.keys() else []
     products = ProductClock(job.loop, job.weights, calls, seconds=PRODUCT_SECONDS)
     seconds: dict[int, list[float]] = {K: [] for K in jobs}
-    counts: list[list[RowStats]] = []
+    told: dict[int, dict[tuple[RowStats, int], None]] = {K: {} for K in jobs if K}  # of each text, with its prompt
     for repeat in range(-1, REPEATS):  # the first one compiles
         products.measure()
         for K, one in jobs.items():
@@ -105,16 +104,15 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
             if repeat < 0:
                 continue
             seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
-            if K == longest:
-                counts.append(stats)
-    # Greedy texts are the same in every repeat, and count once.
-    told = dict.fromkeys((row, number // job.num_samples) for rows in counts for number, row in enumerate(rows))
-    texts, prompts = zip(*told, strict=True)
-    if not any(text.rounds for text in texts):  # the target's logits are no law: it ends at once, with any K
+            if K:  # greedy texts are the same in every repeat, and count once
+                told[K] |= dict.fromkeys((row, number // job.num_samples) for number, row in enumerate(stats))
+    if not all(any(text.rounds for text, _ in texts) for texts in told.values()):
+        # The target's logits are no law: it ends at once, with any K.
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}
+    acceptance = ByLength({K: Profile.of_texts(*zip(*texts, strict=True)) for K, texts in told.items()})
     return make_plan(
-        Profile.of_texts(texts, prompts), _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
+        acceptance, _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.acceptance import ByLength, Profile
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.costs import CostTable, Round, median_rounds
 from specsamp.analysis.decoder import Workload
@@ -249,13 +249,19 @@ def _products_ms(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) ->
     return tuple((rows, float(np.median(ms))) for rows, ms in sorted(by_rows.items()))
 
 
-def measured_profile(cells: Sequence[Mapping[str, Any]]) -> Profile:
-    """Acceptance of the measured cell with the longest draft; the cells do not tell its texts apart."""
-    drafted = [cell for cell in cells if cell["key"]["draft_length"]]
+def measured_acceptance(cells: Sequence[Mapping[str, Any]]) -> ByLength:
+    """Of all measured draft lengths, over batches; the cells do not tell their texts apart."""
+    drafted: dict[int, list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        if K := cell["key"]["draft_length"]:
+            drafted.setdefault(K, []).append(cell["result"]["acceptance"])
     if not drafted:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    counts = max(drafted, key=lambda cell: cell["key"]["draft_length"])["result"]["acceptance"]
-    return Profile.of_histogram(counts["accepted_counts"], counts["reached"])
+    total = lambda counts, name: np.sum([one[name] for one in counts], axis=0)
+    return ByLength({
+        K: Profile.of_histogram(total(counts, "accepted_counts"), total(counts, "reached"))
+        for K, counts in drafted.items()
+    })  # fmt: skip
 
 
 def set_aside(path: str | os.PathLike) -> str:

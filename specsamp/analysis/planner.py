@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.analysis.acceptance import Band, Profile
+from specsamp.analysis.acceptance import Acceptance, Band, Profile
 from specsamp.analysis.costs import Costs
 
 DRAFT_LENGTHS = tuple(range(13))
@@ -64,7 +64,7 @@ class Plan:
 
 
 def make_plan(
-    profile: Profile,
+    acceptance: Acceptance,
     costs: Costs,
     *,
     draft_lengths: Sequence[int] = DRAFT_LENGTHS,
@@ -75,7 +75,7 @@ def make_plan(
     """Forecasts every draft length.
 
     Args:
-      profile: acceptance, of the rule that is meant.
+      acceptance: of the rule that is meant.
       costs: of a round.
       draft_lengths: to compare; 0 is always among them, as what the others are compared with.
       batch: rows that are decoded together.
@@ -92,6 +92,7 @@ def make_plan(
     plain_ms = costs.round_ms(0, batch, context) / batch
     forecasts = []
     for K in lengths:
+        profile = acceptance.at(K)
         tokens = profile.tokens_per_round(K)
         rounds = rounds_per_token(profile, K, batch, new_tokens)
         round_ms = costs.round_ms(K, batch, context)

@@ -204,13 +204,14 @@ def test_measured_cells_are_planned_with(measured):
     plain, drafted = (measured["result"][side]["ms_per_round"]["median"] for side in ("autoregressive", "speculative"))
     costs = grid.measured_costs([measured])
     assert costs.round_ms(0, 2) == plain and costs.round_ms(K, 2) == drafted
-    profile = grid.measured_profile([measured])
-    assert profile.by_position == tuple(measured["result"]["acceptance"]["by_position"])
-    assert make_plan(profile, costs, draft_lengths=[K], batch=2)[K].round_ms == drafted
+    acceptance = grid.measured_acceptance([measured, measured])  # of another batch: counts add up
+    assert acceptance.at(K).by_position == tuple(measured["result"]["acceptance"]["by_position"])
+    assert acceptance.at(K).judged[0] == 2 * measured["result"]["acceptance"]["rounds"]
+    assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == drafted
     assert grid.chosen([measured], rule="token", batch=2) == [measured]
     assert grid.chosen([measured], rule="block") == []
     with pytest.raises(ValueError, match="no measured cell has a draft"):
-        grid.measured_profile([{**measured, "key": key(draft_length=0, drafter="none")}])
+        grid.measured_acceptance([{**measured, "key": key(draft_length=0, drafter="none")}])
 
 
 def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):

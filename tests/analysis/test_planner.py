@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import published
-from specsamp.analysis.acceptance import Profile, expected_tokens, mirrored_block_survival
+from specsamp.analysis.acceptance import ByLength, Profile, expected_tokens, mirrored_block_survival
 from specsamp.analysis.costs import CostTable, PerCall, Round
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.results import RowStats
@@ -193,13 +193,10 @@ def test_texts_spread_as_they_do():
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_batch_of_counted_texts_against_simulation(batch):
-    """Counted at K = 1 and 4 in 200 texts of each length, forecast for 6."""
+    """Counted in 30 rounds of K = 4, forecast for 6."""
     random = np.random.default_rng(0)
     exponents = random.gamma(10, 0.1, 400)
-    short = [stats((*np.bincount(n, minlength=2), 0, 0, 0), reached=(45, 0, 0, 0)) for n in (
-        (random.random((45, 1)) < 0.7**e).sum(1) for e in exponents[:200]
-    )]  # fmt: skip
-    profile = Profile.of_texts(short + drawn_texts(0.7 ** exponents[200:], 30, 4, random))
+    profile = Profile.of_texts(drawn_texts(0.7**exponents, 30, 4, random), [0] * 400)
     drawn = simulate((0.7,) * 6, exponents, batch, new_tokens=96, runs=20_000)
     at = lambda texts: rounds_per_token(dataclasses.replace(profile, texts=texts), 6, batch, 96) * 96 / drawn - 1
     assert abs(at(profile.texts)) < 0.02
@@ -240,15 +237,67 @@ def test_texts_without_chance(counts):
     assert np.isfinite(profile.texts).all() and np.isfinite(rounds_per_token(profile, 4, 2, 16))
 
 
-def test_short_drafts_are_no_texts_of_their_own():
-    """First positions are accepted more often here: texts that stop there do not differ from the others."""
+@pytest.fixture(scope="module")
+def stretches():
+    """Counts of 60 texts by K, and mean rounds: tokens are easy or hard to draft, in stretches of ten on average."""
+
+    def decoded(K, tokens=128):
+        texts = []
+        for number in range(60):
+            random = np.random.default_rng([number])
+            easy = np.cumsum(random.random(tokens + K) < 0.1) % 2
+            accepts = random.random(tokens + K) < np.where(easy, 0.95, 0.4)
+            at, counts, reached = 0, np.zeros(K + 1, int), np.zeros(K, int)
+            while at < tokens:
+                n = int(np.cumprod(accepts[at : at + K]).sum())
+                given = min(n + 1, tokens - at)
+                counts[min(n, given)] += 1
+                reached[: min(n + 1, K, given)] += 1
+                at += given
+            texts.append(stats(counts, reached))
+        return texts
+
+    return {K: decoded(K) for K in (1, 2, 4, 6, 8, 12)}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_rounds_of_another_length_begin_elsewhere(stretches, batch):
+    by_length = ByLength({K: Profile.of_texts(stretches[K]) for K in (1, 4, 8)})
+
+    def error(acceptance, K):
+        rounds = np.random.default_rng(0).permuted(np.tile([one.rounds for one in stretches[K]], (2000, 1)), axis=1)
+        measured = rounds[:, : 60 // batch * batch].reshape(2000, -1, batch).max(2).mean()
+        return rounds_per_token(acceptance.at(K), K, batch, new_tokens=128) * 128 / measured - 1
+
+    assert max(abs(error(by_length, K)) for K in stretches) < 0.03
+    assert error(by_length.profiles[8], 1) > 0.05  # the control
+
+
+def test_chances_between_lengths_run_on_lines():
+    short = Profile(by_position=(0.9,), beyond=0.9, texts=(0.5,))
+    long = Profile(by_position=(0.7, 0.6, 0.5, 0.4, 0.3), beyond=0.2, texts=(1.0, 2.0))
+    both = ByLength({5: long, 1: short})
+    assert both.at(0) is both.at(1) is short and both.at(5) is both.at(9) is long
+    np.testing.assert_allclose(both.at(2).by_position, (0.85, 0.6, 0.5, 0.4, 0.3))
+    assert both.at(4).beyond == 0.2 and both.at(4).texts == (0.5, 1.0, 2.0)
+    assert make_plan(both, PerCall(1, 0.1))[4].tokens_per_round == both.at(4).tokens_per_round(4)
+    with pytest.raises(ValueError, match=r"profiles are needed at draft lengths >= 1; got \[0\]"):
+        ByLength({0: long})
+    with pytest.raises(ValueError, match=r"at draft lengths >= 1; got \[\]"):
+        ByLength({})
+
+
+def test_the_band_between_lengths():
+    """Of prompts, where both lengths were counted on the same; else of the longer."""
     random = np.random.default_rng(0)
-    accepted = [np.cumprod(random.random((60, 4)) < (0.9, 0.6, 0.5, 0.5), axis=1).sum(1) for _ in range(40)]
-    short = [stats((*np.bincount(np.minimum(n, 1), minlength=2), 0, 0, 0), reached=(60, 0, 0, 0)) for n in accepted]
-    long = [stats(np.bincount(n, minlength=5)) for n in accepted]
-    assert np.std(Profile.of_texts(short + long).texts) < 0.1
-    rates = [math.log(one.acceptance_rate) for one in short + long]
-    assert np.std(rates) / abs(np.mean(rates)) > 0.5  # the control: by the rate alone they do
+    rates = random.uniform(0.5, 0.8, 30)
+    at = {K: Profile.of_texts(drawn_texts(rates, 60, K, random)) for K in (1, 4, 8)}
+    error = lambda profile, K: profile.tokens_per_round(K).relative_error
+    both = ByLength(at)
+    assert len(both.at(6).without) == 30
+    assert abs(error(both.at(6), 6) / np.mean([error(at[4], 6), error(at[8], 6)]) - 1) < 0.15
+    fewer = Profile.of_texts(drawn_texts(rates[:20], 60, 4, random))
+    assert ByLength({4: fewer, 8: at[8]}).at(6).without == at[8].without
 
 
 def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
