@@ -4,7 +4,7 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds. Between these lengths and batches costs run on lines, but for the products with the target's
+from the same rounds. Between these lengths and batches both run on lines, but for the products with the target's
 matrices, which are timed alone at every number of rows (`specsamp.analysis.costs`); the worst error of lines without
 them stands beside. From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the

@@ -1,9 +1,10 @@
 """``draft_length="auto"``: the K that pays on this device, for these prompts, this rule and this batch.
 
 A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
-counted, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on they grow nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of
-rounds are those that decoding needs, so the one that is picked is often compiled already. The answer is kept as long
-as the pair is.
+counted, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on they grow
+nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of rounds are
+those that decoding needs, so the one that is picked is often compiled already. The answer is kept as long as the pair
+is.
 
 The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
 that decide what is emitted, and the completions would no longer follow the target's law.
