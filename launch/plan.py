@@ -23,7 +23,7 @@ import entry
 from experiment import make_model
 from specsamp import storage
 from specsamp.analysis import grid, report
-from specsamp.analysis.acceptance import ByLength, Profile, mirrored_block_survival
+from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
 from specsamp.analysis.costs import Costs, PerCall, compiled_costs
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.roofline import Model, Roofline
@@ -114,7 +114,7 @@ def read_json(path: str) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profile | ByLength:
+def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
     if not given and cells and not _SYNTHETIC.value:
         return grid.measured_acceptance(cells)

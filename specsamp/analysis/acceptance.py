@@ -28,6 +28,7 @@ import numpy as np
 from specsamp.decoding.results import RowStats
 
 NORMAL_95 = 1.96  # standard errors on either side
+HARDEST = 64.0  # the largest exponent of a text: next to nothing is accepted
 
 
 def expected_tokens(alpha: float, draft_length: int) -> float:
@@ -82,8 +83,8 @@ class Band:
         return math.log(self.upper / self.value) / NORMAL_95
 
 
-class Acceptance(Protocol):
-    """What `specsamp.analysis.planner.make_plan` asks of acceptance: a `Profile`, or a `ByLength`."""
+class Profiles(Protocol):
+    """What `specsamp.analysis.planner.make_plan` asks of acceptance: a `Profile` is one, `ByLength` another."""
 
     def at(self, draft_length: int) -> Profile:
         """The profile of rounds of this K."""
@@ -157,6 +158,8 @@ class Profile:
           ValueError: no text has a round, or there are more or fewer prompts than texts.
         """
         numbers = range(len(stats)) if prompts is None else prompts
+        if len(numbers) != len(stats):
+            raise ValueError(f"{len(stats)} texts need as many numbers of prompts; got {len(numbers)}")
         told = [(one, number) for one, number in zip(stats, numbers, strict=True) if one.rounds]
         if not told:
             raise ValueError(f"{len(stats)} texts without rounds: there is no acceptance to take from them")
@@ -206,12 +209,17 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class ByLength:
-    """Acceptance counted at some draft lengths K >= 1: a profile for each.
+    """Acceptance counted at some draft lengths: a profile for each.
 
-    Between two of them chances run on lines, as far as both have them; beyond the longest, its profile goes on.
+    Between two of them the chance at a position runs on a line; where the shorter ends it is the longer's. Below the
+    shortest and beyond the longest, their profiles go on. The band is of prompts where both lengths were counted on
+    the same, which only their number tells.
+
+    Raises:
+      ValueError: no profile, or one for K < 1.
     """
 
-    profiles: Mapping[int, Profile]
+    profiles: Mapping[int, Profile]  # by K
 
     def __post_init__(self):
         if not self.profiles or min(self.profiles) < 1:
@@ -226,12 +234,18 @@ class ByLength:
 
 
 def _between(short: Profile, long: Profile, share: float) -> Profile:
-    """Lines to ``long``, a ``share`` of the way; where ``short`` ends ``long`` alone, with what it leaves uncertain."""
-    both = zip(short.by_position, long.by_position)
-    by_position = tuple((1 - share) * a + share * b for a, b in both) + long.by_position[len(short.by_position) :]
+    """A ``share`` of the way from ``short`` to ``long``."""
+    more = len(short.by_position) - len(long.by_position)  # the longer may have been followed less far
+    of_long = long.by_position + (long.beyond,) * more
+    by_position = tuple((1 - share) * a + share * b for a, b in zip(short.by_position, of_long))
+    judged = tuple(round(1 / ((1 - share) ** 2 / a + share**2 / b)) for a, b in zip(short.judged, long.judged))
     matched = len(short.without) == len(long.without)
     without = [_between(*pair, share) for pair in zip(short.without, long.without)] if matched else long.without
-    return dataclasses.replace(long, by_position=by_position, texts=short.texts + long.texts, without=tuple(without))
+    return Profile(
+        by_position=by_position + long.by_position[len(by_position) :], beyond=long.beyond,
+        texts=short.texts + long.texts, without=tuple(without),
+        judged=judged + (short.judged if more > 0 else long.judged)[len(judged) :],
+    )  # fmt: skip
 
 
 def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
@@ -239,20 +253,32 @@ def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
     judged_TK = np.array([(sum(one.accepted_counts), *one.reached[1:]) for one in texts], np.float64)
     chances_K = np.array([*whole.by_position, *[0.0] * (judged_TK.shape[1] - len(whole.by_position))])
     judged = judged_TK.sum(1)
-    expected = judged_TK @ chances_K / judged
-    tells = (0 < expected) & (expected < 1)
+    share_TK = judged_TK / judged[:, None]
+    logs_K = np.log(chances_K, where=chances_K > 0, out=np.zeros_like(chances_K))
+    slope = share_TK @ (chances_K * logs_K)  # of the chance by the exponent, on which texts are compared
+    tells = slope < 0
     if tells.sum() < 2:
         return (1.0,) * len(texts)
-    differ = np.where(tells, np.array([one.accepted for one in texts]) / judged - expected, 0.0)
-    expected = np.where(tells, expected, 0.5)  # any: a text that does not tell stays like the whole
-    slope = expected * np.log(expected)  # of the chance, by the exponent: lengths and positions are compared by it
-    by_chance = judged_TK @ (chances_K * (1 - chances_K)) / judged**2 / slope**2
+    expected = share_TK @ chances_K
+    differ = np.array([one.accepted for one in texts]) / judged - expected
     weight = tells * judged / (tells @ judged)
-    variance = weight @ (differ / slope) ** 2 / (1 - weight @ weight)
-    between = max(variance - weight @ by_chance, 0.0)
+    slope = np.where(tells, slope, -1.0)
+    by_chance = share_TK @ (chances_K * (1 - chances_K)) / judged / slope**2
+    explained = (weight * (1 - weight)) @ by_chance
+    between = max((weight @ (differ / slope) ** 2 - explained) / (1 - weight @ weight), 0.0)
     kept = np.sqrt(between / np.maximum(between + by_chance, 1e-12))
-    drawn = np.clip(expected + kept * differ, 1e-6, 1 - 1e-6)
-    return tuple((np.log(drawn) / np.log(expected)).tolist())
+    found = _exponents_of(expected + kept * differ, share_TK, chances_K)
+    return tuple(np.where(tells, found, 1.0).tolist())
+
+
+def _exponents_of(chance_T: np.ndarray, share_TK: np.ndarray, chances_K: np.ndarray) -> np.ndarray:
+    """e with ``sum_k share_k chances_k^e = chance``, by halves: the sum falls with e."""
+    low, high = np.full_like(chance_T, 1e-6), np.full_like(chance_T, HARDEST)
+    for _ in range(50):
+        middle = (low + high) / 2
+        above = (share_TK * chances_K ** middle[:, None]).sum(1) > chance_T
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return (low + high) / 2
 
 
 def _chance(name: str, value: float) -> float:

@@ -4,7 +4,7 @@
     result = agreement(..., fit_batches=(1, 8), check_batch=4)
 
 Costs of a round come from a few draft lengths (and plain decoding beside them) on every second prompt, acceptance
-from the same rounds. Between these lengths and batches both run on lines, but for the products with the target's
+from the same rounds. In between both run on lines, costs also between batches, but for the products with the target's
 matrices, which are timed alone at every number of rows (`specsamp.analysis.costs`); the worst error of lines without
 them stands beside. From these the planner forecasts ms per token on the other prompts, for every draft length.
 All sides decode in turn, in one process, several passes: how far two passes over the *same* texts lie apart is the
@@ -137,10 +137,9 @@ def agreement(
         # The mean, as of rounds: the machine may be fast for a while and then slow, and both cover all of that.
         products_ms=tuple((rows, float(ms.mean())) for rows, ms in products.samples_ms().items()),
     )
-    # A text has the same rounds in every batch: it counts once.
+    # A text has the same rounds in every batch and counts once; the last batch begins again with the first text.
     drafted = {K: texts.rows for (batch, K), texts in fitted.items() if K and batch == min(fit_batches)}
-    prompt_of = lambda rows: [number % len(halves[0]) for number in range(len(rows))]  # the last batch wraps around
-    acceptance = ByLength({K: Profile.of_texts(rows, prompt_of(rows)) for K, rows in drafted.items()})
+    acceptance = ByLength({K: Profile.of_texts(rows[: len(halves[0])]) for K, rows in drafted.items()})
 
     def checks(costs: CostTable) -> list[Check]:
         plan = make_plan(acceptance, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)

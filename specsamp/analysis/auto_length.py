@@ -1,10 +1,10 @@
 """``draft_length="auto"``: the K that pays on this device, for these prompts, this rule and this batch.
 
 A few rounds of the caller's own prompts are decoded with K = 0, 1 and 8, in turn. Rounds are timed, acceptance is
-counted, and the planner picks among K = 0 .. 8: from one scored row to two costs may jump, from there on they grow
-nearly in a line, but for the products with the target's matrices, which are timed for every K. Programs of rounds are
-those that decoding needs, so the one that is picked is often compiled already. The answer is kept as long as the pair
-is.
+counted at K = 8 (of as many rounds at K = 1 much less of a text would be seen), and the planner picks among K = 0 .. 8:
+from one scored row to two costs may jump, from there on they grow nearly in a line, but for the products with the
+target's matrices, which are timed for every K. Programs of rounds are those that decoding needs, so the one that is
+picked is often compiled already. The answer is kept as long as the pair is.
 
 The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
 that decide what is emitted, and the completions would no longer follow the target's law.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import sys
 import time
 import weakref
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from specsamp.analysis.acceptance import ByLength, Profile
+from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.split import ProductClock, of_first_process
@@ -97,7 +98,7 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     calls = [(batch, K + 1) for K in lengths] if set(lengths) - jobs.keys() else []
     products = ProductClock(job.loop, job.weights, calls, seconds=PRODUCT_SECONDS)
     seconds: dict[int, list[float]] = {K: [] for K in jobs}
-    told: dict[int, dict[tuple[RowStats, int], None]] = {K: {} for K in jobs if K}  # of each text, with its prompt
+    counts: list[list[RowStats]] = []
     for repeat in range(-1, REPEATS):  # the first one compiles
         products.measure()
         for K, one in jobs.items():
@@ -105,13 +106,15 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
             if repeat < 0:
                 continue
             seconds[K].append(spent / max(max(row.rounds for row in stats), 1))
-            if K:  # greedy texts are the same in every repeat, and count once
-                told[K] |= dict.fromkeys((row, number // job.num_samples) for number, row in enumerate(stats))
-    if not all(any(text.rounds for text, _ in texts) for texts in told.values()):
-        # The target's logits are no law: it ends at once, with any K.
+            if K == longest:
+                counts.append(stats)
+    if counts == counts[:1] * REPEATS:  # greedy: every repeat is the same
+        del counts[1:]
+    texts = [functools.reduce(operator.add, repeats) for repeats in zip(*counts, strict=True)]
+    if not any(text.rounds for text in texts):  # the target's logits are no law: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}
-    acceptance = ByLength({K: Profile.of_texts(*zip(*texts, strict=True)) for K, texts in told.items()})
+    acceptance = Profile.of_texts(texts, [row // job.num_samples for row in range(job.rows)])
     return make_plan(
         acceptance, _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),

@@ -250,17 +250,22 @@ def _products_ms(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) ->
 
 
 def measured_acceptance(cells: Sequence[Mapping[str, Any]]) -> ByLength:
-    """Of all measured draft lengths, over batches; the cells do not tell their texts apart."""
-    drafted: dict[int, list[Mapping[str, Any]]] = {}
+    """Of each K, from cells of one rule, drafter and law, which do not tell their texts apart.
+
+    Cells of several batches share texts, so the one with most rounds speaks for its K.
+
+    Raises:
+      ValueError: no cell has a draft.
+    """
+    most: dict[int, Mapping[str, Any]] = {}
     for cell in cells:
-        if K := cell["key"]["draft_length"]:
-            drafted.setdefault(K, []).append(cell["result"]["acceptance"])
-    if not drafted:
+        K, counts = cell["key"]["draft_length"], cell["result"]["acceptance"]
+        if K and (K not in most or sum(counts["accepted_counts"]) > sum(most[K]["accepted_counts"])):
+            most[K] = counts
+    if not most:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    total = lambda counts, name: np.sum([one[name] for one in counts], axis=0)
     return ByLength({
-        K: Profile.of_histogram(total(counts, "accepted_counts"), total(counts, "reached"))
-        for K, counts in drafted.items()
+        K: Profile.of_histogram(counts["accepted_counts"], counts["reached"]) for K, counts in most.items()
     })  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.analysis.acceptance import Acceptance, Band, Profile
+from specsamp.analysis.acceptance import Band, Profile, Profiles
 from specsamp.analysis.costs import Costs
 
 DRAFT_LENGTHS = tuple(range(13))
@@ -64,7 +64,7 @@ class Plan:
 
 
 def make_plan(
-    acceptance: Acceptance,
+    acceptance: Profiles,
     costs: Costs,
     *,
     draft_lengths: Sequence[int] = DRAFT_LENGTHS,

@@ -40,6 +40,19 @@ def clocks(monkeypatch):
     return set_to
 
 
+@pytest.mark.parametrize("law, repeats", [(greedy(), 1), (chain(temperature(1.0)), auto_length.REPEATS)])
+def test_repeats_count_where_they_differ(clocks, monkeypatch, law, repeats):
+    """Greedy ones are copies; samples of a prompt are of one prompt."""
+    clocks({0: 1.0, 1: 1.05, 8: 1.4})
+    told, of_texts = [], auto_length.Profile.of_texts
+    monkeypatch.setattr(auto_length.Profile, "of_texts", lambda *texts: told.append(texts) or of_texts(*texts))
+    generate(make_pair(1.0), PROMPTS, 36, draft_length="auto", sampling=law, num_samples=2)
+    (texts, prompts), = told
+    assert prompts == [0, 0, 1, 1]
+    fewest = sum(text.emitted for text in texts) / (4 * 36)  # budgets end some repeats, sixteen rounds the others
+    assert repeats / 2 < fewest <= repeats
+
+
 def test_a_draft_that_pays_is_used_and_said_once(clocks, capfd):
     pair, ran = make_pair(0.0), clocks({0: 1.0, 1: 1.05, 8: 1.4})
     options = dict(draft_length="auto", sampling=chain(temperature(1.0)), seed=3)

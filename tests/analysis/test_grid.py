@@ -204,9 +204,13 @@ def test_measured_cells_are_planned_with(measured):
     plain, drafted = (measured["result"][side]["ms_per_round"]["median"] for side in ("autoregressive", "speculative"))
     costs = grid.measured_costs([measured])
     assert costs.round_ms(0, 2) == plain and costs.round_ms(K, 2) == drafted
-    acceptance = grid.measured_acceptance([measured, measured])  # of another batch: counts add up
+    fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
+    longer = measured["result"]["acceptance"] | {"accepted_counts": [5, 2, 1, 1], "reached": [9, 4, 2]}
+    others = [{"key": key(batch=1), "result": {"acceptance": fewer}},  # texts that the larger batch has too
+              {"key": key(draft_length=3), "result": {"acceptance": longer}}]  # fmt: skip
+    acceptance = grid.measured_acceptance([others[0], measured, *others])
+    assert acceptance.at(3).by_position == (4 / 9, 0.5, 0.5)
     assert acceptance.at(K).by_position == tuple(measured["result"]["acceptance"]["by_position"])
-    assert acceptance.at(K).judged[0] == 2 * measured["result"]["acceptance"]["rounds"]
     assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == drafted
     assert grid.chosen([measured], rule="token", batch=2) == [measured]
     assert grid.chosen([measured], rule="block") == []
