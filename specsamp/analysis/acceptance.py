@@ -11,9 +11,9 @@ long drafts where a token was refused, in what is hard, those of short ones more
 `ByLength` knows, from counts at several K.
 
 Texts differ: some are easy to draft, and then for many rounds. A batch ends with its slowest row, so the
-differences count. `Profile.of_texts` keeps one profile for each text. Counts spread more than texts do, by chance;
-the best estimate of each text for itself is drawn so far to the whole that together they spread less (Louis 1984,
-Journal of the American Statistical Association 79, 393-398). They are drawn so far here that they spread as texts do.
+differences count. `Profile.of_texts` keeps one profile for each text, drawn to the whole, as chance lets counts spread
+more than texts do; but not as far as would be best for each text by itself, for such estimates together spread less
+(Louis 1984, Journal of the American Statistical Association 79, 393-398).
 """
 
 from __future__ import annotations
