@@ -175,6 +175,7 @@ class Profile:
         return cls.of_histogram(total("accepted_counts"), total("reached"))
 
     def at(self, draft_length: int) -> Profile:
+        """Itself, whatever the K."""
         return self
 
     def survival(self, draft_length: int, text: float = 1.0) -> np.ndarray:
@@ -212,8 +213,8 @@ class ByLength:
     """Acceptance counted at some draft lengths: a profile for each.
 
     Between two of them the chance at a position runs on a line; where the shorter ends it is the longer's. Below the
-    shortest and beyond the longest, their profiles go on. The band is of prompts where both lengths were counted on
-    the same, which only their number tells.
+    shortest and beyond the longest, their profiles go on. The band is of prompts where both lengths were counted on as
+    many, which are taken to be the same; else that of the longer.
 
     Raises:
       ValueError: no profile, or one for K < 1.

@@ -243,7 +243,7 @@ def test_texts_without_chance(counts):
 
 @pytest.fixture(scope="module")
 def stretches():
-    """Counts of 60 texts by K, and mean rounds: tokens are easy or hard to draft, in stretches of ten on average."""
+    """Counts of 60 texts by K: tokens are easy or hard to draft, in stretches of ten on average."""
 
     def decoded(K, tokens=128):
         texts = []
