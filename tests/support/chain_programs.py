@@ -1,0 +1,136 @@
+"""Prints a digest of the StableHLO of `Loop.run` for 80 chain-shaped settings; compares two checkouts.
+
+    python tests/support/chain_programs.py                      # prints the digests of this checkout
+    python tests/support/chain_programs.py --against=HEAD~1     # compares them with those of another commit
+
+Moves, renames and optional fields must not change what is compiled for a chain. A commit that must change it says
+so and says what. Digests do not depend on the order of a program's arguments, which follows the names of fields.
+Every checkout is asked by its own copy of this file, since names differ between commits.
+"""
+
+import argparse
+import collections
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.types import Request, Weights
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.warp import chain, for_rows, temperature, top_p
+
+SLOTS, K = 64, 4
+METHODS = (
+    ("model", TokenRule()), ("model", BlockRule()), ("model", CoupledRule()), ("ngram", TokenRule()), ("none", TokenRule()),
+)  # fmt: skip
+SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3), METHODS, (1, 6)))
+
+
+def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: int) -> str:
+    """Returns the StableHLO of one setting."""
+    target = TransformerLM(tiny(positions=positions), cpu_layout)
+    draft = TransformerLM(tiny(positions=positions, num_layers=1), cpu_layout)
+    name, rule = method
+    drafter = {"model": ModelDrafter(draft, K), "ngram": NgramDrafter(K=K), "none": NoDrafter()}[name]
+    loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True)
+    warp = for_rows(chain(temperature(0.8), top_p(0.9)), batch)
+    request = Request(
+        sampling=warp,
+        draft_sampling=warp,
+        limits_B=jnp.full((batch,), 40),
+        stop_ids=jnp.array([-1]),
+        row_keys_B=row_keys(0, jnp.arange(batch), jnp.zeros(batch, jnp.int32)),
+    )
+    params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
+
+    def prepare(target_params, draft_params):
+        draft_weights = draft.prepare(draft_params, SLOTS) if name == "model" else None
+        return Weights(target=target.prepare(target_params, SLOTS), draft=draft_weights)
+
+    weights = jax.eval_shape(prepare, *params)
+    tokens_BP, lengths_B = jnp.zeros((batch, 8), jnp.int32), jnp.full((batch,), 8)
+
+    def prefill(weights):
+        return loop._prefill(weights, request, tokens_BP, lengths_B, slots=SLOTS, num_samples=1)
+
+    state = jax.eval_shape(prefill, weights)
+    return jax.jit(loop._run).lower(weights, request, state, jnp.int32(9)).as_text()
+
+
+def digest(text: str) -> str:
+    """Hashes a program without its locations and without the order of its arguments."""
+    text = re.sub(r"loc\(.*?\)|#loc.*", "", text)
+    head, body = re.search(r"func\.func public @main\((.*?)\) -> [^\n]*\n", text, re.S), None
+    body = text[: head.start()] + text[head.end() :]
+    order = {name: f"%in{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"%arg\d+", body)))}
+    body = re.sub(r"%arg\d+", lambda found: order[found.group()], body)
+    types = sorted(re.findall(r"%arg\d+: (tensor<[^>]*>)", head.group(1)))
+    return hashlib.sha256((body + "\n".join(types)).encode()).hexdigest()[:16]
+
+
+def operations(text: str) -> str:
+    """Hashes how often each operation occurs with which types: equal for two orders of a loop's carry."""
+    lines = [re.sub(r"%\w+(:\d+|#\d+)?", "%", re.sub(r"loc\(.*?\)", "", line)).strip() for line in text.splitlines()]
+    plain = collections.Counter(line for line in lines if " = " in line and "while" not in line)
+    return hashlib.sha256(repr(sorted(plain.items())).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", help="The commit to compare with.")
+    against = parser.parse_args().against
+    lines = []
+    for setting in SETTINGS:
+        text = lower(*setting)
+        positions, cpu_layout, batch, (name, rule), window = setting
+        label = f"{positions} cpu_layout={cpu_layout} batch={batch} {name} {type(rule).__name__} window={window}"
+        lines.append(f"{label}: {digest(text)} {operations(text)} {len(text)}")
+        if against is None:
+            print(lines[-1], flush=True)
+    if against is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "worktree", "add", "--detach", "-q", folder, against], cwd=ROOT, check=True)
+        try:
+            script = f"{folder}/{pathlib.Path(__file__).relative_to(ROOT)}"
+            environment = {**os.environ, "PYTHONPATH": folder}
+            theirs = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
+    compare(lines, theirs.stdout.splitlines())
+
+
+def compare(ours: list[str], theirs: list[str]) -> None:
+    """Prints what differs; exits with 1 if programs do."""
+    kinds = collections.Counter()
+    for mine, other in zip(ours, theirs, strict=True):
+        (label, mine), (label_there, other) = mine.rsplit(": ", 1), other.rsplit(": ", 1)
+        assert label == label_there, f"{label} is compared with {label_there}"
+        (exact, ops, _), (exact_there, ops_there, _) = mine.split(), other.split()
+        kind = "identical" if exact == exact_there else "reordered" if ops == ops_there else "different"
+        kinds[kind] += 1
+        if kind != "identical":
+            print(f"{label}: {kind}")
+    print(", ".join(f"{count} {kind}" for kind, count in kinds.items()), f"of {len(ours)} programs")
+    sys.exit(kinds["identical"] + kinds["reordered"] < len(ours))
+
+
+if __name__ == "__main__":
+    main()
