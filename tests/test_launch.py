@@ -7,7 +7,6 @@ import sys
 import pytest
 from absl import flags
 from ml_collections import config_flags
-from run_script import ROOT, run, save_tiny_pair
 
 from configs import random_pair
 from launch import experiment
@@ -15,6 +14,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rules import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
+from support.run_script import ROOT, run, save_tiny_pair
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

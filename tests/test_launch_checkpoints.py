@@ -3,8 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from checkpoint_shapes import CONFIG, random_params
-from run_script import run
 
 from configs import hf
 from launch import experiment
@@ -13,6 +11,8 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
 from specsamp.training.run import open_trained
+from support.checkpoint_shapes import CONFIG, random_params
+from support.run_script import run
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-import fakes
 from launch.experiment import RULES
 from specsamp.analysis import agreement as module
 from specsamp.analysis import tables
 from specsamp.analysis.agreement import agreement
 from specsamp.analysis.decoder import Timing
 from specsamp.decoding.results import RowStats
+from support import fakes
 
 FITTED, CHECKED = (1, 2), (3, 4)
 PROMPTS = [FITTED, CHECKED] * 40

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-import fakes
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature
 from specsamp.analysis import auto_length
 from specsamp.decoding.job import Job
+from support import fakes
 
 V = 8
 PROMPTS = [[1, 2, 3], [4, 5]]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fakes
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import device, memory, phases, report, split
 from specsamp.analysis.benchmark import Acceptance, benchmark
@@ -27,6 +26,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, for_rows, greedy, temperature
+from support import fakes
 
 K = 3
 WORK = Workload(batch=2, prompt_length=5, max_new_tokens=11, repeats=2, seed=4)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-import fakes
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, hyper, tables
 from specsamp.analysis.acceptance import Profile
@@ -20,6 +19,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rules import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
+from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5

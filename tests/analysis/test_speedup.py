@@ -8,7 +8,6 @@ import types
 import numpy as np
 import pytest
 
-import fakes
 from specsamp.analysis import report, speedup
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.decoder import Workload
@@ -19,6 +18,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
+from support import fakes
 
 PROMPTS = ((1, 2, 3), (4,), (5, 6))
 WORK = Workload(prompt_length=4, max_new_tokens=9, repeats=3, seed=4, prompts=PROMPTS)

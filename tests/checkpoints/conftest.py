@@ -4,11 +4,11 @@ import importlib.util
 import shutil
 
 import pytest
-from checkpoint_shapes import CONFIG, random_params
 
 from specsamp.checkpoints import export
 from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
+from support.checkpoint_shapes import CONFIG, random_params
 
 if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
     collect_ignore = ["test_live.py"]

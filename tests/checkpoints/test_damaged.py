@@ -2,17 +2,17 @@
 
 import json
 
-import golden
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_shapes import edit, open_all
 from etils import epath
 
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.shards import INDEX, find_tensors, read_header
 from specsamp.models.transformer import TransformerLM
+from support import golden
+from support.checkpoint_shapes import edit, open_all
 
 
 def tensor_change(folder, name, change):

@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from checkpoint_shapes import CONFIG, random_params
 
 from specsamp.checkpoints.export import describe, export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
@@ -15,6 +14,7 @@ from specsamp.models.config import tiny
 from specsamp.models.params import WrongShapes
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.pair import load_pair
+from support.checkpoint_shapes import CONFIG, random_params
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
 

@@ -3,17 +3,17 @@
 import dataclasses
 import functools
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumerate_laws import COMPILE_FAST
 
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.checkpoints.families import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.transformer import TransformerLM
+from support import golden
+from support.enumerate_laws import COMPILE_FAST
 
 every_model = pytest.mark.parametrize("name", golden.NAMES)
 CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4

@@ -4,13 +4,11 @@ import dataclasses
 import sys
 import types
 
-import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_shapes import edit, open_all
 from etils import epath
 
 from specsamp.checkpoints import shards
@@ -21,6 +19,8 @@ from specsamp.checkpoints.shards import Tensor, find_tensors
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh
 from specsamp.models.transformer import TransformerLM
+from support import golden
+from support.checkpoint_shapes import edit, open_all
 
 
 def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):

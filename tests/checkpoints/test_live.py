@@ -7,15 +7,12 @@ golden files do not prove, which are what it said of the same models.
 import pathlib
 import random
 
-import golden
-import golden_maker
 import huggingface_hub
 import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoint_shapes import CONFIG, random_params
 
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.families import config_of
@@ -23,6 +20,8 @@ from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.pair import load_pair
+from support import golden, golden_maker
+from support.checkpoint_shapes import CONFIG, random_params
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLOSE = 2e-5  # of the largest logit

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
-from checkpoint_shapes import CONFIG, random_params
 
 from specsamp import generate, temperature
 from specsamp.checkpoints import converted, hugging_face
@@ -20,6 +19,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import SentencePieceTokenizer
+from support.checkpoint_shapes import CONFIG, random_params
 
 DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
 

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
 
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
@@ -15,6 +14,7 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import ByteTokenizer
+from support.fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
 
 REPOSITORY = pathlib.Path(specsamp.__file__).parent.parent
 

@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
 
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.tokenizer import ByteTokenizer
+from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
 
 
 def test_pairs_that_do_not_belong_together():

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TableLM, counting_pair, joint_law, near, p_value, random_table, table_pair
 
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.pretrained.tokenizer import ByteTokenizer
+from support.fakes import TableLM, counting_pair, joint_law, near, p_value, random_table, table_pair
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():

@@ -3,30 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FALSE_ALARM, TableLM, decode, joint_law, near, p_value, random_table, table_loop
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
+from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
+from support.loop_laws import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
-
-V = 3
-TARGET = random_table(0, V)
-NEAR = near(TARGET, 1, 0.5)
-FAR = random_table(2, V)
-PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
-SAMPLES = 450_000
-FULL = chain()
-NUCLEUS = chain(temperature(0.8), top_p(0.9))
-
-
-def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLES, powered=True, **options):
-    """The p-value of ``length`` tokens of every prompt; rows have budgets of their own."""
-    budgets = [length + i % 3 for i in range(len(prompts))]
-    run = decode(loop, TARGET, draft, prompts, budgets, sampling, samples=samples, **options)
-    emitted = run.emitted(length).reshape(len(prompts), samples, length)
-    return p_value([(rows, joint_law(TARGET, sampling, p, length)) for rows, p in zip(emitted, prompts)], powered)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +79,6 @@ def test_stop_token_inside_a_block():
     run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=800_000, stop_ids=(stop,))
     emitted, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], length), stop)
     assert p_value([(emitted, law)]) > FALSE_ALARM
-
-
-def cut_at_stop(run, law, stop):
-    """Samples and law of texts cut after ``stop``, both padded with ``stop``."""
-    length = law.ndim
-    lengths = np.asarray(run.state.lengths_B) - run.prompt_lengths
-    emitted = np.where(np.arange(length)[None, :] < lengths[:, None], run.emitted(length), stop)
-    cut = np.zeros_like(law)
-    for sequence in np.ndindex(law.shape):
-        kept = sequence[: sequence.index(stop) + 1] if stop in sequence else sequence
-        cut[kept + (stop,) * (length - len(kept))] += law[sequence]
-    return emitted, cut
 
 
 def test_statistics_add_up():

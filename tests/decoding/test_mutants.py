@@ -8,15 +8,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import mutants
 import numpy as np
-from fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
-from test_loop_law import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import BlockRule, TokenRule
+from support import mutants
+from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
+from support.loop_laws import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
 

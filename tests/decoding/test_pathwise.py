@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import TableLM, decode, near, random_table, table_loop
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream
@@ -19,6 +18,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
+from support.fakes import TableLM, decode, near, random_table, table_loop
 
 V = 8
 TARGET = random_table(10, V)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FALSE_ALARM, TableLM, decode, table_loop
-from test_loop_law import FULL, NEAR, PROMPTS, TARGET, V, law_test
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.rows import place, windows
 from specsamp.sampling.rules import BlockRule, Draft, TokenRule
+from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
+from support.loop_laws import FULL, NEAR, PROMPTS, TARGET, V, law_test
 
 OPTIMISED = True  # most of the time goes into drawing
 

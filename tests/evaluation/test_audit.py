@@ -9,13 +9,22 @@ import json
 
 import jax
 import jax.numpy as jnp
-import mutants
 import numpy as np
 import pytest
-from fakes import TableLM, near, random_table
 
-from specsamp import BlockRule, CoupledRule, NgramDrafter, NoDrafter, Pair, TokenRule, TransformerLM, chain, greedy
-from specsamp import temperature, top_p
+from specsamp import (
+    BlockRule,
+    CoupledRule,
+    NgramDrafter,
+    NoDrafter,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    greedy,
+    temperature,
+    top_p,
+)
 from specsamp.analysis import report, tables
 from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.decoding import job
@@ -27,6 +36,8 @@ from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.warp import log_probs
+from support import mutants
+from support.fakes import TableLM, near, random_table
 
 V, K = 8, 3
 TARGET = random_table(10, V)

@@ -1,7 +1,8 @@
 """A cloud to run the scripts against, and one with a slice that is there."""
 
 import pytest
-from stand_in_cloud import Cloud
+
+from support.stand_in_cloud import Cloud
 
 
 @pytest.fixture

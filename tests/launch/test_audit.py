@@ -2,8 +2,7 @@
 
 import json
 
-from run_script import run
-
+from support.run_script import run
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
 TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-import fakes
 from configs import random_pair, trained_pair
 from launch import cells
 from launch.experiment import Experiment, build
@@ -16,6 +15,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import greedy
+from support import fakes
 
 V = 5
 

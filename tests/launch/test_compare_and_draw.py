@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from run_script import run, save_tiny_pair
+
+from support.run_script import run, save_tiny_pair
 
 TINY = "--config=configs/random_pair.py:tiny"
 

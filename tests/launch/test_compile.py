@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from run_script import ROOT, run
+
+from support.run_script import ROOT, run
 
 RESULTS = ROOT / "notebooks" / "results"
 

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from run_script import run
+
+from support.run_script import run
 
 CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
 RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from run_script import ROOT, run
 
 from configs import chinchilla, trained_pair
 from specsamp.analysis import hyper
+from support.run_script import ROOT, run
 
 
 def test_the_shipped_sweeps():

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from stand_in_cloud import AT, DESCRIBE, HARD, ROOT, SCRIPTS, TPUS, ssh
+
+from support.stand_in_cloud import AT, DESCRIBE, HARD, ROOT, SCRIPTS, TPUS, ssh
 
 COMMANDS = ["create", "setup", "run", "fetch", "delete", "keep_running", "gke"]
 

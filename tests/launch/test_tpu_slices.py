@@ -6,7 +6,8 @@ import subprocess
 import time
 
 import pytest
-from stand_in_cloud import AT, FAKE_GCLOUD, HARD
+
+from support.stand_in_cloud import AT, FAKE_GCLOUD, HARD
 
 
 def test_create_waits_until_the_slice_is_there(cloud):

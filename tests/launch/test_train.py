@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from run_script import ROOT, run
 
 from configs import python_pair
 from launch import export_pair
 from specsamp.pretrained.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
+from support.run_script import ROOT, run
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

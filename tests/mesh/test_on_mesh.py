@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from fakes import TableLM, random_table
 from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis import phases
 from specsamp.analysis.decoder import Workload, decoders
@@ -19,6 +19,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh, shard
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from support.fakes import TableLM, random_table
 
 MESHES = [(1, 8, None), (2, 4, None), (4, 2, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]
 every_mesh = pytest.mark.parametrize("data, model, draft_ways", MESHES)

@@ -8,22 +8,22 @@ import subprocess
 import sys
 import time
 
+import experiment
 import jax
 import numpy as np
 import pytest
 
-import experiment
-import mesh_worker as worker
-from checkpoint_shapes import random_params
 from configs import chinchilla
 from specsamp import generate, greedy
 from specsamp.analysis.decoder import decoders
 from specsamp.checkpoints.export import export
 from specsamp.mesh import processes
 from specsamp.training.log import read_metrics
+from support import mesh_worker as worker
+from support.checkpoint_shapes import random_params
 
 WORKER = pathlib.Path(worker.__file__)
-ROOT = WORKER.parents[1]
+ROOT = WORKER.parents[2]
 
 
 def free_port() -> int:
@@ -34,7 +34,8 @@ def free_port() -> int:
 
 def start(scenario, folder, count=2, port=None):
     port = port or free_port()
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | paths
     command = [sys.executable, str(WORKER), scenario, str(folder), str(port)]
     return [
         subprocess.Popen(

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumerate_laws import COMPILE_FAST
 
 from specsamp import CoupledRule, Pair, generate, temperature
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.positions import RotaryScaling
 from specsamp.models.transformer import TransformerLM
+from support.enumerate_laws import COMPILE_FAST
 
 LENGTH, CHUNK, SLOTS, WINDOW = 15, 5, 20, 4
 CLOSE = 1e-5

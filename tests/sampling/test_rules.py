@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from enumerate_laws import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
+from support.enumerate_laws import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
 
 OPTIMISED = True
 

@@ -11,9 +11,9 @@ import scipy.integrate
 import scipy.stats
 from scipy.special import log_softmax
 
-from enumerate_laws import COMPILE_FAST, enumerate_round, split
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
+from support.enumerate_laws import COMPILE_FAST, enumerate_round, split
 
 OPTIMISED = True
 

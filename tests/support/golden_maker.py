@@ -1,18 +1,19 @@
 """Writes the golden files, from the models of Hugging Face transformers; see golden.py.
 
 pip install torch transformers
-python tests/golden_maker.py
+PYTHONPATH=tests python -m support.golden_maker
 """
 
 import json
 import pathlib
 import tempfile
 
-import golden
 import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+
+from support import golden
 
 ROWS, LENGTH = 2, 24
 TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)

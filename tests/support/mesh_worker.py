@@ -1,6 +1,6 @@
 """One process of a job on CPU devices, as test_processes.py starts it.
 
-    python mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
+    PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import sys
 
 import jax
 import numpy as np
-from checkpoint_shapes import CONFIG, random_params
 
 from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis import split
@@ -22,6 +21,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.on_mesh import on_mesh, shard
 from specsamp.models.config import tiny
 from specsamp.training.checkpoint import Checkpoints
+from support.checkpoint_shapes import CONFIG, random_params
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2))
 DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))

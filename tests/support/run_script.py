@@ -13,7 +13,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.pretrained.pair import save_pair
 from specsamp.training.data import train_tokenizer
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def run(script, *arguments, **environment):

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file, save_file
 
-FOLDER = pathlib.Path(__file__).parent / "checkpoints" / "golden"
+FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 PROMPT = 12  # tokens before the greedy text, of each row
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch" / "tpu").glob("*.sh"))
 
 AT = ["--project=my-project", "--zone=us-central2-b"]
