@@ -55,7 +55,7 @@ def run(main: Callable[[], None]) -> None:
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
-            sys.exit(f"a computation of {jax.process_count()} processes failed; has one of them died? {error}")
+            processes.end_now(f"a computation of {jax.process_count()} processes failed; has one of them died? {error}")
 
     app.run(start)
 

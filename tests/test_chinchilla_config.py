@@ -46,8 +46,8 @@ def test_a_slice_of_more_devices_than_heads_takes_more_rows():
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("v4-33", "nobody sells a TPU slice 'v4-33'; the nearest: v4-32, v4-64"),
-        ("h100-8", "nobody sells"),
+        ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-32, v4-64"),
+        ("h100-8", "unknown TPU accelerator type"),
         ("batch=0", "batch must be a positive integer; got '0'"),
         ("batch=many", "got 'many'"),
         ("v4-32,v4-64", "more than one slice"),

@@ -82,7 +82,7 @@ require_command() { ((${#command[@]})) || die "no command: add it after --, as i
 # Looks the accelerator up: its own name, topology, chips, hosts and runtime_version. Ends the script where nobody sells it.
 read_slice() {
   local found
-  found="$(python3 "$ROOT/specsamp/mesh/slices.py" "$accelerator" name topology chips hosts runtime_version)" || exit 2
+  found="$(python3 "$ROOT/launch/tpu/slices.py" "$accelerator" name topology chips hosts runtime_version)" || exit 2
   read -r accelerator topology chips hosts runtime_version <<<"$found"
 }
 

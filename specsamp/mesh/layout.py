@@ -130,7 +130,7 @@ class Layout:
             if size % self._ways(over):
                 raise ValueError(
                     f"{name!r} has {size} entries, which do not divide over the {self._ways(over)} devices of "
-                    f"{' x '.join(over)}: use a mesh whose model axis divides {size}, or pad the model"
+                    f"{' x '.join(over)}: {self._advice(size, over)}"
                 )
             for axis in over:
                 if axis in used:
@@ -155,6 +155,17 @@ class Layout:
     def constrain(self, axes: Any, tree: Any) -> Any:
         """Within a compiled function: `constrain`, by logical axes."""
         return constrain(tree, self.shardings(axes, tree))
+
+    def _advice(self, size: int, over: Sequence[str]) -> str:
+        """Names the largest part of the mesh that ``size`` divides over, and the flags that choose it."""
+        fitting = math.gcd(size, self._ways(over))
+        if fitting == 1:
+            return "pad the model, or give every device a whole copy (model=1)"
+        if self._ways(over) < self._ways(tuple(axis for axis in self.mesh.shape if axis != DATA)):
+            return f"split the draft over {fitting} (--config.mesh.draft_ways={fitting}), or pad the model"
+        data = math.prod(self.mesh.shape.values()) // fitting
+        flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"
+        return f"use data={data} and model={fitting} ({flags}), or pad the model"
 
     def _ways(self, over: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in over)

@@ -9,17 +9,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import os
 import pathlib
 import pickle
+import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -29,15 +30,17 @@ from jax.sharding import Mesh
 import specsamp
 from specsamp.mesh.layout import make_mesh
 
-# A worker that is gone is noticed after this long, a coordinator that never was after that.
-HEARTBEAT_SECONDS = 30
-CONNECT_SECONDS = 45
+# A process that is gone is noticed after this long, a coordinator that never was after that. A machine so busy that
+# it answers later needs more.
+HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
+CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
 
 
 def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Joins the processes of a job and checks that all run the same code; before any other use of JAX.
 
-    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS` and says why.
+    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS`. Their last line then says so, and
+    their exit status is 1, see `end_on_abort`.
 
     Args:
       coordinator: "host:port" of process 0. All three arguments or none: a TPU pod, Slurm and Open MPI say
@@ -59,11 +62,8 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
     # Nobody here would ask whether the notice has come: let it end the process, as it ends every other program.
     jax.config.update("jax_enable_preemption_service", False)
     who = f"all {num_processes} processes reached {coordinator}" if coordinator else "all processes of this job met"
-    message = f"specsamp: not {who} within {CONNECT_SECONDS} seconds; the runtime ends this one\n"
     # The runtime aborts without saying whom it waited for.
-    alarm = threading.Timer(CONNECT_SECONDS - 2, sys.stderr.write, [message])
-    alarm.daemon = True
-    alarm.start()
+    end_on_abort(f"specsamp: not {who} within {CONNECT_SECONDS} seconds")
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=CONNECT_SECONDS,
@@ -77,9 +77,40 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         raise ConnectionError(
             f"the coordinator at {coordinator} could not be started: is its port free? ({error})"
         ) from error
-    finally:
-        alarm.cancel()
+    # Again, and with the backend there: it may have installed handlers of its own.
+    end_on_abort(
+        f"specsamp: the runtime ended process {jax.process_index()} of {jax.process_count()}: most likely another "
+        "process died or its machine was taken away; its own output says why"
+    )
     check_same_code(code_version())
+
+
+def end_on_abort(message: str) -> None:
+    """Replaces what follows an abort of the runtime by ``message``, as the last line, and exit status 1.
+
+    The runtime aborts a process whose job has lost another one: it prints some thirty lines of its own stack, and
+    then raises SIGABRT in a thread of its own. Python's handlers would run too late, hence one of C.
+    """
+    if os.name == "posix":
+        _abort_handlers.append(_ABORT_HANDLER(lambda number: end_now(message)))
+        ctypes.CDLL(None).signal(int(signal.SIGABRT), _abort_handlers[-1])
+
+
+def end_now(message: str, status: int = 1) -> NoReturn:
+    """Prints ``message`` as the last line of this process and ends it, without waiting for the others.
+
+    A normal exit would wait `HEARTBEAT_SECONDS` for the process that died, and be aborted then.
+    """
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, f"{message}\n".encode(errors="replace"))
+    finally:
+        os._exit(status)
+
+
+_ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_abort_handlers: list[Any] = []  # kept, as C only has their addresses
 
 
 def code_version() -> str:
@@ -165,7 +196,12 @@ def my_replica(model: int, **parts: int | None) -> Replica:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all processes, in their order; every process must call it."""
+    """Returns the values of all processes, in their order; every process must call it.
+
+    Values travel as pickles, which can run code where they are read. Only processes that joined this job send them,
+    but JAX's coordinator takes everybody who reaches its port: keep that port inside a network that you trust, as
+    the hosts of a TPU slice do.
+    """
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)

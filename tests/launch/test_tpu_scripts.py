@@ -129,8 +129,8 @@ def test_gke_uses_xpk(cloud):
 @pytest.mark.parametrize(
     "script, arguments, message",
     [
-        ("create", ["--name=pod", "--accelerator=v4-30"], "nobody sells a TPU slice 'v4-30'; the nearest: v4-16, v4-32"),
-        ("create", ["--name=pod", "--accelerator=2x2x4"], "nobody sells a TPU slice '2x2x4'; the nearest: v4-32, v5p-32"),
+        ("create", ["--name=pod", "--accelerator=v4-30"], "unknown TPU accelerator type 'v4-30'; closest matches: v4-16, v4-32"),
+        ("create", ["--name=pod", "--accelerator=2x2x4"], "unknown TPU accelerator type '2x2x4'; closest matches: v4-32, v5p-32"),
         ("create", ["--name=pod", "--accelerator=tpu7x-16"], "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh"),
         ("create", ["--name=pod"], "no --accelerator: say what to order, as in --accelerator=v4-32"),
         ("create", ["--accelerator=v4-32"], "no --name: name the slice"),
@@ -145,9 +145,9 @@ def test_gke_uses_xpk(cloud):
         ("setup", ["--name=pod", "--ref=nowhere"], "no commit 'nowhere'"),
         ("fetch", ["--from=gs://bucket/run"], "no --to"),
         ("fetch", ["--from=runs/x", "--to=y"], "no --name"),
-        ("keep_running", ["--name=pod", "--accelerator=v6e-512", "--", "true"], "the nearest: v6e-256"),
+        ("keep_running", ["--name=pod", "--accelerator=v6e-512", "--", "true"], "closest matches: v6e-256"),
         ("keep_running", ["--name=pod", "--accelerator=v6e-8", "--max_restarts=x", "--", "true"], "got 'x'"),
-        ("gke", ["create", "--name=big", "--accelerator=tpu7x-17"], "the nearest: tpu7x-16, tpu7x-32"),
+        ("gke", ["create", "--name=big", "--accelerator=tpu7x-17"], "closest matches: tpu7x-16, tpu7x-32"),
         ("gke", ["--name=big"], "say what to do: create, run or delete; got '--name=big'"),
     ],
 )
@@ -182,3 +182,30 @@ def test_only_what_is_committed_is_copied(cloud):
     assert done.returncode == 2 and "not committed: .gitignore ...: commit, or add --ref=" in done.stderr
     assert not cloud.calls()
     assert cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
+
+
+def describe(*arguments):
+    """Asks as the shell scripts do, but without any installed package."""
+    script = ROOT / "launch" / "tpu" / "slices.py"
+    return subprocess.run([sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_a_slice_is_described_without_installed_packages():
+    assert describe("v4-32", "topology").stdout == "2x2x4\n"
+    assert describe("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
+    assert "hbm_bytes: 34359738368\n" in describe("v4-32").stdout
+    names = describe("--list").stdout.split()
+    assert len(names) == 220 and "v6e-256" in names
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["v4-30"], "closest matches: v4-16, v4-32"),
+        (["v4-32", "colour"], "no field 'colour': choose from name, "),
+        ([], "no accelerator type: give one, such as v4-32, or --list"),
+    ],
+)
+def test_a_question_about_an_unknown_slice_or_field_is_refused(arguments, message):
+    done = describe(*arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

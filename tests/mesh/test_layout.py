@@ -101,10 +101,27 @@ def test_axes_have_the_structure_of_what_they_name(positions, flat):
 
 def test_a_size_that_does_not_divide():
     layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* over the 8 devices of model: use a mesh whose"):
+    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* over the 8 devices of model: pad the model, or"):
         layout.spec(P("vocab", "embed"), (50257, 64))
-    with pytest.raises(ValueError, match="'heads' has 4 entries"):
+    with pytest.raises(ValueError, match="'heads' has 4 entries.*use data=2 and model=4"):
         on_mesh(TransformerLM(tiny()), layout).init(jax.random.key(0))
+
+
+def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
+    """The heads of the paper's pair, on the 256 chips of a v5e:16x16."""
+    axes = lambda names: {"axis_names": names, "axis_types": (AxisType.Auto,) * len(names)}
+    layout = Layout.tensor_parallel(jax.sharding.AbstractMesh((1, 256), **axes(("data", "model"))))
+    with pytest.raises(ValueError) as refused:
+        layout.spec(P("heads"), (64,))
+    assert str(refused.value) == (
+        "'heads' has 64 entries, which do not divide over the 256 devices of model: use data=4 and model=64 "
+        "(--config.mesh.data=4 --config.mesh.model=64), or pad the model"
+    )
+    mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "copies", "model")))
+    with pytest.raises(ValueError, match=r"the 128 devices of model x copies: use data=4 and model=64 \("):
+        Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
+    with pytest.raises(ValueError, match=r"the 32 devices of model: split the draft over 16 \(--config.mesh.draft_ways=16\)"):
+        Layout.tensor_parallel(mesh, over=("model",)).spec(P("heads"), (16,))
 
 
 def test_a_mesh_axis_used_twice():

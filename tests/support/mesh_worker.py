@@ -116,9 +116,17 @@ def die(folder: pathlib.Path, dying: int) -> None:
         processes.gather_objects("alive")
 
 
+def die_caught(folder: pathlib.Path) -> None:
+    """As above, and the other ends as launch/entry.py ends it."""
+    try:
+        die(folder, 1)
+    except jax.errors.JaxRuntimeError:
+        processes.end_now("a computation failed")
+
+
 SCENARIOS = {
     "decode": decode, "save": save, "restore": restore, "checkpoint": checkpoint, "nothing": lambda folder: None,
-    "die": lambda folder: die(folder, 1), "coordinator_dies": lambda folder: die(folder, 0),
+    "die": lambda folder: die(folder, 1), "coordinator_dies": lambda folder: die(folder, 0), "die_caught": die_caught,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class Cloud:
 
     def __init__(self, folder):
         self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
-        for path in (*SCRIPTS, ROOT / "specsamp" / "mesh" / "slices.py"):
+        catalogue = (ROOT / "launch" / "tpu" / "slices.py", ROOT / "specsamp" / "mesh" / "slices.py")
+        for path in (*SCRIPTS, *catalogue):
             copy = self.checkout / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
