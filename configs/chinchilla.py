@@ -71,8 +71,8 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config.mesh = ConfigDict()
     config.mesh.data = devices // ways
     config.mesh.model = ways
-    draft_ways = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
-    config.mesh.draft_ways = 0 if draft_ways == ways else draft_ways
+    draft_model_parallelism = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
+    config.mesh.draft_model_parallelism = 0 if draft_model_parallelism == ways else draft_model_parallelism
     return config
 
 

@@ -22,19 +22,19 @@ class PublicPair:
     target: str
     draft: str
     ways: int = 1  # devices that hold one copy of the target together; they divide its heads
-    draft_ways: int = 0  # the same of the draft; 0: as many as the target's
-    key_heads: int = 0  # of the target, where they are fewer than ``ways``
+    draft_model_parallelism: int = 0  # the same of the draft; 0: as many as the target's
+    num_kv_heads: int = 0  # of the target, where they are fewer than ``ways``
 
 
 PAIRS = {
     "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),  # for one laptop
     "llama-8b": PublicPair(target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", ways=4),
     "llama-70b": PublicPair(
-        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", ways=16, key_heads=8
-    ),  # fmt: skip
+        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", ways=16, num_kv_heads=8
+    ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
-    "qwen-7b": PublicPair(target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", ways=4, draft_ways=1),
+    "qwen-7b": PublicPair(target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", ways=4, draft_model_parallelism=1),
     "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", ways=8),
     "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", ways=4),
     "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", ways=4),
@@ -71,8 +71,10 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.mesh = ConfigDict()
     config.mesh.data = 1  # shares of the batch
     config.mesh.model = pair.ways  # devices that hold one copy of the target together; 1 x 1 is one device
-    config.mesh.draft_ways = pair.draft_ways  # devices that hold one copy of the draft together; 0: as the target's
-    config.mesh.key_heads = pair.key_heads  # of the target, where they are fewer than its devices; 0: enough
+    config.mesh.draft_model_parallelism = (
+        pair.draft_model_parallelism
+    )  # devices that hold one copy of the draft together; 0: as the target's
+    config.mesh.num_kv_heads = pair.num_kv_heads  # of the target, where they are fewer than its devices; 0: enough
     return config
 
 

@@ -11,7 +11,7 @@
 Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with
 four of its twelve layers, for the demo; "tiny", which also runs without compiling anything; "7b", a target of
 7B and a draft of 0.5B parameters in bfloat16, for one GPU. The time of a round is that of a trained pair
-of the same shape, because no shape depends on what is accepted. Acceptance is not: both laws are flat
+of the same shape, because no shape depends on what is accepted. Acceptance is not: both distributions are flat
 (logits of standard deviation one), so one sampled draft in three is accepted and hardly any greedy one,
 which says nothing about a pair that was trained.
 """
@@ -54,7 +54,9 @@ def get_config(size: str = "38m") -> ConfigDict:
     config.mesh = ConfigDict()
     config.mesh.data = 1  # shares of the batch
     config.mesh.model = 1  # devices that hold one copy of the target together; 1 x 1 is one device
-    config.mesh.draft_ways = 0  # devices that hold one copy of the draft together; 0: as many as the target's
+    config.mesh.draft_model_parallelism = (
+        0  # devices that hold one copy of the draft together; 0: as many as the target's
+    )
     return config
 
 

@@ -33,7 +33,9 @@ def get_config(pair: str = "python") -> ConfigDict:
     config.mesh = ConfigDict()
     config.mesh.data = 1  # shares of the batch
     config.mesh.model = 1  # devices that hold one copy of the target together; 1 x 1 is one device
-    config.mesh.draft_ways = 0  # devices that hold one copy of the draft together; 0: as many as the target's
+    config.mesh.draft_model_parallelism = (
+        0  # devices that hold one copy of the draft together; 0: as many as the target's
+    )
     return config
 
 

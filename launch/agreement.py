@@ -22,7 +22,7 @@ from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
 from specsamp.analysis.agreement import Agreement, agreement
 from specsamp.analysis.grid import Results, law_of, outcome_of
-from specsamp.mesh import processes
+from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
@@ -74,23 +74,36 @@ def main() -> None:
 
 
 def compare(
-    config: ConfigDict, experiment: Experiment, results: Results, warp: Warp, key: Mapping[str, Any],
+    config: ConfigDict,
+    experiment: Experiment,
+    results: Results,
+    warp: Warp,
+    key: Mapping[str, Any],
     progress: Callable[[str], None],
-) -> Agreement | str:  # fmt: skip
-    """One law and batch, unless the results have it; what is to be said of it."""
+) -> Agreement | str:
+    """One distribution and batch, unless the results have it; what is to be said of it."""
     where, work = f"{key['law']}, batch {key['batch']}", experiment.workload
-    if known := processes.gather_objects(results.find(key))[0]:  # the first process reads the file
+    if known := distributed.gather_objects(results.find(key))[0]:  # the first process reads the file
         told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
         return f"{where}: in {_OUTPUT.value} already, {told}"
     drafter = choose("drafter", config.drafter, DRAFTERS)
     measured = outcome_of(
         lambda: agreement(
-            experiment.pair, lambda K: drafter(experiment.pair, K), RULES[config.rule](), warp, work.prompts,
-            max_new_tokens=work.max_new_tokens, fit_lengths=_FIT.value, fit_batches=fit_batches()[key["batch"]],
-            check_lengths=range(_LONGEST.value + 1), check_batch=key["batch"], passes=_PASSES.value, seed=work.seed,
+            experiment.pair,
+            lambda K: drafter(experiment.pair, K),
+            RULES[config.rule](),
+            warp,
+            work.prompts,
+            max_new_tokens=work.max_new_tokens,
+            fit_lengths=_FIT.value,
+            fit_batches=fit_batches()[key["batch"]],
+            check_lengths=range(_LONGEST.value + 1),
+            check_batch=key["batch"],
+            passes=_PASSES.value,
+            seed=work.seed,
             progress=lambda text: progress(f"{where}: {text}"),
         )
-    )  # fmt: skip
+    )
     if "result" in measured:
         measured = {"within": measured["result"].worst_error <= ALLOWED, **measured}
     header = {"command": entry.command(), "environment": report.environment()}

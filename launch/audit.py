@@ -2,7 +2,7 @@
 
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
-    python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,law
+    python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
 
 The checks compute in float32: weights of another dtype are held a second time, in that.
 
@@ -44,9 +44,13 @@ def main() -> None:
     try:
         entry.check_output(_OUTPUT.value)
         settings = Settings(
-            checks=tuple(_CHECKS.value), detect=_DETECT.value, samples=_SAMPLES.value, false_alarm=_FALSE_ALARM.value,
-            law_prompts=_LAW_PROMPTS.value, rows=_ROWS.value,
-        )  # fmt: skip
+            checks=tuple(_CHECKS.value),
+            detect=_DETECT.value,
+            samples=_SAMPLES.value,
+            false_alarm=_FALSE_ALARM.value,
+            law_prompts=_LAW_PROMPTS.value,
+            rows=_ROWS.value,
+        )
         experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
         subject = make_subject(config, experiment, _COUNT.value)
         use_compilation_cache()
@@ -59,9 +63,12 @@ def main() -> None:
     report.show([tables.audit_table(found)], console, _PLAIN.value)
     console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True)
     document = {
-        "config": config.to_dict(), "pair": experiment.pair_name, "passed": found.passed, "summary": found.summary,
+        "config": config.to_dict(),
+        "pair": experiment.pair_name,
+        "passed": found.passed,
+        "summary": found.summary,
         **dataclasses.asdict(found),
-    }  # fmt: skip
+    }
     entry.write_result(_OUTPUT.value, document, console)
     if not found.passed:
         sys.exit(FAILED)
@@ -78,9 +85,15 @@ def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subj
         prompts = [row[:length].tolist() for row, length in zip(tokens_BP, lengths, strict=True)]
     chosen = [prompts[i * len(prompts) // count] for i in range(count)] if len(prompts) > count else prompts
     return Subject(
-        pair=experiment.pair, prompts=chosen, drafter=cell.drafter, rule=cell.rule, sampling=cell.sampling,
-        draft_sampling=cell.draft_sampling, max_new_tokens=work.max_new_tokens, seed=work.seed,
-    )  # fmt: skip
+        pair=experiment.pair,
+        prompts=chosen,
+        drafter=cell.drafter,
+        rule=cell.rule,
+        sampling=cell.sampling,
+        draft_sampling=cell.draft_sampling,
+        max_new_tokens=work.max_new_tokens,
+        seed=work.seed,
+    )
 
 
 if __name__ == "__main__":

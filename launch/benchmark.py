@@ -54,9 +54,13 @@ def show_memory(experiment: Experiment, console) -> None:
     work, pair = experiment.workload, experiment.pair
     with console.status("starting") as status:
         grid = memory.memory_grid(
-            pair.target.config, pair.draft.config, experiment.rule, experiment.sampling,
-            slots=work.prompt_length + work.max_new_tokens, progress=lambda text: status.update(text),
-        )  # fmt: skip
+            pair.target.config,
+            pair.draft.config,
+            experiment.rule,
+            experiment.sampling,
+            slots=work.prompt_length + work.max_new_tokens,
+            progress=lambda text: status.update(text),
+        )
     report.show([report.memory_table(grid)], console, _PLAIN.value)
     models = {"target": pair.target.config, "draft": pair.draft.config}
     entry.write_result(_OUTPUT.value, {"config": _CONFIG.value.to_dict(), "models": models, "result": grid}, console)

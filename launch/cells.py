@@ -90,10 +90,13 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     rule = choose("rule", config.rule, RULES)()
     drafter = make_drafter(config.drafter, experiment.pair, K)  # checks the name
     key = {
-        "draft_length": 0 if plain else K, "drafter": "none" if plain else config.drafter,
-        "rule": "token" if plain else config.rule, "batch": integer("batch", config.batch, 1),
-        **{name: law[name] for name in LAW}, "draft_temperature": None if plain else heat,
-    }  # fmt: skip
+        "draft_length": 0 if plain else K,
+        "drafter": "none" if plain else config.drafter,
+        "rule": "token" if plain else config.rule,
+        "batch": integer("batch", config.batch, 1),
+        **{name: law[name] for name in LAW},
+        "draft_temperature": None if plain else heat,
+    }
     if rate is not None and not plain:
         key["synthetic_acceptance"] = rate
         rule = SyntheticAcceptance(rule, rate)
@@ -102,15 +105,20 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     if heat is not None:
         temperature(heat)  # out of range? said with the value
         draft_law = ConfigDict({**law.to_dict(), "temperature": float(heat)})
+
     # Temperatures are data and 0 is greedy: a chain keeps one program for all of them.
-    warm = lambda fields: make_sampling(fields) if fields.temperature else chain(temperature(0.0))
+    def warm(fields):
+        return make_sampling(fields) if fields.temperature else chain(temperature(0.0))
+
     mixed = heat is not None and (heat == 0) != (law.temperature == 0)
     return Cell(
-        key=key, drafter=NoDrafter() if plain else drafter, rule=rule,
+        key=key,
+        drafter=NoDrafter() if plain else drafter,
+        rule=rule,
         sampling=warm(law) if mixed else make_sampling(law),
         draft_sampling=None if heat is None else warm(draft_law) if mixed else make_sampling(draft_law),
         workload=dataclasses.replace(experiment.workload, **work),
-    )  # fmt: skip
+    )
 
 
 def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
@@ -148,7 +156,10 @@ def run_cells(
         cells = make_cells(config, points, experiment)
         for cell in cells:
             check_fits(experiment.pair, [cell.drafter], cell.workload)
-        say = lambda text: console.print(text, style="yellow", soft_wrap=True)
+
+        def say(text):
+            return console.print(text, style="yellow", soft_wrap=True)
+
         results = Results.open(output, identity_of(config, experiment), say)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
@@ -159,7 +170,10 @@ def run_cells(
     if there:
         told = "replaced one by one" if again else "not measured again (--again would)"
         console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
-    header = lambda: {"command": entry.command(), "environment": report.environment()}
+
+    def header():
+        return {"command": entry.command(), "environment": report.environment()}
+
     with console.status("starting") as status:
         try:
             measured = grid.measure_cells(

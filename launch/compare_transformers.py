@@ -56,23 +56,34 @@ def main() -> None:
         console.print(f"{name:13} {Spread.of(values).median:6.2f} ms per token")
     console.print(f"ratio         {ratio.median:6.2f}x")
     document = {
-        "torch": torch.__version__, "transformers": transformers.__version__, "torch_threads": torch.get_num_threads(),
-        "config": _CONFIG.value.to_dict(), "transformers_parameters": parameters,
-        "ms_per_token": {name: Spread.of(values) for name, values in ms.items()}, "ratio": ratio,
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "config": _CONFIG.value.to_dict(),
+        "transformers_parameters": parameters,
+        "ms_per_token": {name: Spread.of(values) for name, values in ms.items()},
+        "ratio": ratio,
+    }
     entry.write_result(_OUTPUT.value, document, console)
 
 
 def same_shape(config: TransformerConfig) -> transformers.Starcoder2ForCausalLM:
-    """Ungated feed-forward, shared key heads, rotary positions on whole heads, tied embeddings."""
+    """Ungated feed-forward, shared kv heads, rotary positions on whole heads, tied embeddings."""
     return transformers.Starcoder2ForCausalLM(
         transformers.Starcoder2Config(
-            vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, use_bias=False,
-            intermediate_size=config.feedforward_width, max_position_embeddings=config.max_positions,
-            tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            use_bias=False,
+            intermediate_size=config.feedforward_width,
+            max_position_embeddings=config.max_positions,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            bos_token_id=None,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 @torch.inference_mode()

@@ -28,15 +28,15 @@ from experiment import RULES, choose, make_model, make_sampling
 from specsamp.analysis import compile_tables
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.checkpoints.families import config_of
+from specsamp.checkpoints.architectures import config_of
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.on_mesh import DataShares, draft_layout, on_mesh
+from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.calibration import calibrate
-from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report
+from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", lock_config=True)
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
@@ -62,20 +62,27 @@ def main() -> None:
         target, draft = models_of(config)
         chip, sizes = parse(_TOPOLOGY.value)
         model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-        ways = config.mesh.draft_ways or math.gcd(draft.config.num_heads, model_ways)
-        fewer = not config.mesh.draft_ways and ways < model_ways
+        ways = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, model_ways)
+        fewer = not config.mesh.draft_model_parallelism and ways < model_ways
         ways = None if ways == model_ways else ways
-        key_heads = target.config.num_kv_heads
+        num_kv_heads = target.config.num_kv_heads
         rows = config.batch // max(config.mesh.data, 1)
-        mesh = described_mesh(_TOPOLOGY.value, config.mesh.data, draft_ways=ways, key_heads=key_heads, rows=rows)
+        mesh = described_mesh(
+            _TOPOLOGY.value, config.mesh.data, draft_model_parallelism=ways, num_kv_heads=num_kv_heads, rows=rows
+        )
         if fewer:
             console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
-        target = on_mesh(target, Layout.tensor_parallel(mesh))
-        draft = on_mesh(draft, draft_layout(mesh, ways))
+        target = shard_model(target, Layout.tensor_parallel(mesh))
+        draft = shard_model(draft, draft_layout(mesh, ways))
         programs = Programs(
-            target=target, draft=draft, mesh=mesh, sampling=make_sampling(config.sampling), batch=config.batch,
-            slots=_SLOTS.value, weight_dtype=_WEIGHTS.value,
-        )  # fmt: skip
+            target=target,
+            draft=draft,
+            mesh=mesh,
+            sampling=make_sampling(config.sampling),
+            batch=config.batch,
+            slots=_SLOTS.value,
+            weight_dtype=_WEIGHTS.value,
+        )
         if _FITS.value:
             grid = fits(programs, chip.hbm_bytes // chip.devices)
             tables.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console, _PLAIN.value)
@@ -84,27 +91,33 @@ def main() -> None:
             return
         with console.status("compiling") as status:
             report = compile_report(
-                programs, topology=_TOPOLOGY.value, draft_length=config.draft_length,
+                programs,
+                topology=_TOPOLOGY.value,
+                draft_length=config.draft_length,
                 rule=choose("rule", config.rule, RULES)(),
                 progress=lambda text: status.update(f"compiling: {text}"),
-            )  # fmt: skip
+            )
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
     shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value)
     tables.show(shown, console, _PLAIN.value)
     document = {
-        "kind": "compiler estimate", "config": config.to_dict(), "libtpu": tables.version("libtpu"),
-        "models": {"target": target.config, "draft": draft.config}, "report": report,
+        "kind": "compiler estimate",
+        "config": config.to_dict(),
+        "libtpu": tables.version("libtpu"),
+        "models": {"target": target.config, "draft": draft.config},
+        "report": report,
         "ms_per_token": {
             str(a): {
                 str(latency): report.ms_per_token(expected_tokens(a, report.draft_length), latency)
                 for latency in LATENCIES_US
             }
-            for a in _ACCEPTANCE.value if report.fits
+            for a in _ACCEPTANCE.value
+            if report.fits
         },
         "calibration": calibrate(),
         "calibrated_ms": {p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None},
-    }  # fmt: skip
+    }
     entry.write_result(_OUTPUT.value, document, console)
 
 
@@ -139,10 +152,16 @@ def fits(programs: Programs, capacity: int) -> list[dict]:
         for batch in [b * shares for b in BATCHES]:
             weights, caches = dataclasses.replace(programs, batch=batch, slots=context).bytes_of_state()
             left, row = USABLE * capacity - weights, caches * shares / batch
-            grid.append({
-                "context": context, "batch": batch, "weights": weights, "caches": caches,
-                "share": (weights + caches) / capacity, "most_rows": max(int(left // row), 0) * shares,
-            })  # fmt: skip
+            grid.append(
+                {
+                    "context": context,
+                    "batch": batch,
+                    "weights": weights,
+                    "caches": caches,
+                    "share": (weights + caches) / capacity,
+                    "most_rows": max(int(left // row), 0) * shares,
+                }
+            )
     return grid
 
 

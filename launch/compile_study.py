@@ -21,13 +21,14 @@ from absl import flags
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
-import entry
 from rich.progress import Progress
+
+import entry
 from specsamp import storage
 from specsamp.analysis import report as tables
 from specsamp.analysis.compile_figures import PICTURES
-from specsamp.tpu.calibration import calibrate
 from specsamp.tpu import study
+from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.variants import variants
 
 STUDIES = study.STUDIES | {"variants": variants}
@@ -72,9 +73,13 @@ def main() -> None:
 def head(study: str) -> dict:
     """What goes before the answers."""
     return {
-        "command": entry.command(), "environment": tables.environment(), "kind": "compiler estimate", "study": study,
-        "libtpu": tables.version("libtpu"), "calibration": calibrate(),
-    }  # fmt: skip
+        "command": entry.command(),
+        "environment": tables.environment(),
+        "kind": "compiler estimate",
+        "study": study,
+        "libtpu": tables.version("libtpu"),
+        "calibration": calibrate(),
+    }
 
 
 def read(path: str, study: str) -> dict:
@@ -86,7 +91,10 @@ def read(path: str, study: str) -> dict:
     here, place = head(study), storage.place(path)
     if not place.exists():
         return here | {"cells": []}
-    versions = lambda document: (document["libtpu"], document["environment"]["jax"])
+
+    def versions(document):
+        return (document["libtpu"], document["environment"]["jax"])
+
     try:
         found = json.loads(place.read_text())
         same = found["study"] == study and versions(found) == versions(here)
@@ -116,10 +124,19 @@ def table(document: dict) -> tables.Table:
             name = ""
     return tables.Table(
         title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']})",
-        header=("", "program", "HBM traffic, MB", "over floor", "streaming, ms", "cycles, ms", "collectives",
-                "calibrated, ms"),
-        rows=rows, note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
-    )  # fmt: skip
+        header=(
+            "",
+            "program",
+            "HBM traffic, MB",
+            "over floor",
+            "streaming, ms",
+            "cycles, ms",
+            "collectives",
+            "calibrated, ms",
+        ),
+        rows=rows,
+        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
+    )
 
 
 def line(facts: dict) -> tuple[str, ...]:
@@ -128,10 +145,13 @@ def line(facts: dict) -> tuple[str, ...]:
     floor = facts.get("over_floor")
     calibrated = facts.get("calibrated_ms")
     return (
-        f"{facts['hbm_bytes'] / 1e6:,.1f}", f"{floor:.3f}" if floor else "", f"{facts['streaming_ms']:.3f}",
-        f"{facts['cycles_ms']:.3f}", str(round(sum(facts["collectives"].values()))),
+        f"{facts['hbm_bytes'] / 1e6:,.1f}",
+        f"{floor:.3f}" if floor else "",
+        f"{facts['streaming_ms']:.3f}",
+        f"{facts['cycles_ms']:.3f}",
+        str(round(sum(facts["collectives"].values()))),
         f"{calibrated:.2f}" if calibrated else "",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ With --model=N the devices of the mesh hold the parameters between reading and w
 import sys
 import time
 
-import entry
 import jax
 from absl import flags
 
+import entry
 from specsamp import storage
-from specsamp.checkpoints import converted
+from specsamp.checkpoints import orbax
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh
+from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES, human_count
 from specsamp.models.transformer import TransformerLM
 
@@ -46,14 +46,19 @@ def main() -> None:
             raise ValueError(f"{_CHECKPOINT.value} is converted already")
         model = TransformerLM(checkpoint.config)
         if _MODEL.value > 1:
-            model = on_mesh(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
+            model = shard_model(
+                model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value))
+            )
         console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
         start = time.perf_counter()
         with console.status("reading") as status:
-            show = lambda name, done, total: status.update(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")
+
+            def show(name, done, total):
+                return status.update(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")
+
             params = read_params(checkpoint, model, show)
             status.update("writing")
-            converted.write(checkpoint, params, _OUTPUT.value)
+            orbax.write(checkpoint, params, _OUTPUT.value)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
     console.print(f"{_OUTPUT.value}: written in {time.perf_counter() - start:.0f} s")

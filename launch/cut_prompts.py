@@ -15,8 +15,8 @@ from absl import flags
 
 import entry
 from specsamp import storage
-from specsamp.pretrained.pair import load_pair, pair_folder
-from specsamp.pretrained.prompts import cut_prompts
+from specsamp.checkpoints.pair import load_pair, pair_folder
+from specsamp.evaluation.prompts import cut_prompts
 
 _PAIR = flags.DEFINE_string("pair", "python", "Whose held-out files, and whose tokenizer.")
 _COUNT = flags.DEFINE_integer("count", 160, "How many.", lower_bound=1)

@@ -1,9 +1,9 @@
 """Speculative decoding in a minute: a trained pair writes Python, every token coloured by who wrote it.
 
-    bash launch/demo.sh
-    python launch/demo.py --prompt='def fibonacci(n):'
-    python launch/demo.py --plain
-    JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
+bash launch/demo.sh
+python launch/demo.py --prompt='def fibonacci(n):'
+python launch/demo.py --plain
+JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 """
 
 import functools
@@ -47,7 +47,7 @@ def main() -> None:
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
-    # Numbers of a warp are data: the greedy and the sampled law run the same programs.
+    # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
     laws = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
     try:
@@ -78,8 +78,11 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     console.print(
         f"\n[bold]prompt {prompt}[/bold], sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
-        Text("drafted and accepted", style=DRAFTED), ", ", own("the target's own"), sep="",
-    )  # fmt: skip
+        Text("drafted and accepted", style=DRAFTED),
+        ", ",
+        own("the target's own"),
+        sep="",
+    )
     if tokenizer is None:
         console.print(Text().join(Text("█", style=DRAFTED) if d else Text("░") for d in drafted))
         return
@@ -151,18 +154,29 @@ def streaming_share(side: Decoder) -> float:
 def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:
     def column(law: str) -> list[str]:
         plain, drafted = timings[law, "autoregressive"], timings[law, "speculative"]
-        per_token = lambda runs: [t.loop_seconds / t.stats.emitted * 1e3 for t in runs]
+
+        def per_token(runs):
+            return [t.loop_seconds / t.stats.emitted * 1e3 for t in runs]
+
         ratio = np.median([a / b for a, b in zip(per_token(plain), per_token(drafted), strict=True)])
         stats = functools.reduce(operator.add, (timing.stats for timing in drafted))
         return [
-            f"{np.median(per_token(plain)):.2f}", f"{np.median(per_token(drafted)):.2f}", f"{ratio:.2f}x",
-            f"{stats.acceptance_rate:.1%}", f"{stats.emitted_per_round:.2f}", f"{share:.0%}",
-        ]  # fmt: skip
+            f"{np.median(per_token(plain)):.2f}",
+            f"{np.median(per_token(drafted)):.2f}",
+            f"{ratio:.2f}x",
+            f"{stats.acceptance_rate:.1%}",
+            f"{stats.emitted_per_round:.2f}",
+            f"{share:.0%}",
+        ]
 
     names = (
-        "autoregressive, ms per token", f"speculative, K = {experiment.drafter.K}, ms per token", "speedup",
-        "acceptance, of judged tokens", "emitted per round", "autoregressive step: plain products' share of its time",
-    )  # fmt: skip
+        "autoregressive, ms per token",
+        f"speculative, K = {experiment.drafter.K}, ms per token",
+        "speedup",
+        "acceptance, of judged tokens",
+        "emitted per round",
+        "autoregressive step: plain products' share of its time",
+    )
     return report.Table(
         title="Both sides in one process, in turn; medians",
         header=("", *("greedy", "sampled")),

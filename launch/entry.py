@@ -1,7 +1,7 @@
 """What all entry points share: flags for many processes, quiet logs, errors as one line.
 
-    python launch/quality.py --distributed                                   # on every worker of a TPU pod
-    python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
+python launch/quality.py --distributed                                   # on every worker of a TPU pod
+python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
 """
 
 import glob
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.mesh import processes
+from specsamp.mesh import distributed
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
 if importlib.util.find_spec("libtpu") and not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"):
@@ -45,7 +45,7 @@ def run(main: Callable[[], None]) -> None:
         numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         if _DISTRIBUTED.value or any(number is not None for number in numbers):
             try:
-                processes.start(*numbers)
+                distributed.start(*numbers)
             except (ValueError, ConnectionError, RuntimeError) as error:
                 sys.exit(f"joining other processes: {error}")
         try:
@@ -55,7 +55,9 @@ def run(main: Callable[[], None]) -> None:
         except jax.errors.JaxRuntimeError as error:
             if jax.process_count() == 1:
                 raise
-            processes.end_now(f"a computation of {jax.process_count()} processes failed; has one of them died? {error}")
+            distributed.end_now(
+                f"a computation of {jax.process_count()} processes failed; has one of them died? {error}"
+            )
 
     app.run(start)
 

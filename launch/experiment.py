@@ -14,17 +14,17 @@ from rich.console import Console
 
 from specsamp import storage
 from specsamp.analysis.decoder import Workload
-from specsamp.checkpoints.pair import read_pair
+from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
+from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
+from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh, placed_params, shard
-from specsamp.mesh.processes import Replica, my_replica
+from specsamp.mesh.sharded import DataShares, ShardedModel, draft_layout, placed_params, shard, shard_model
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import fingerprint, load_pair, load_prompts
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.training.checkpoint import Checkpoints
@@ -81,20 +81,29 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
             raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
         runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
         pair = bare_pair(
-            make_model(config.target), make_model(config.draft), config.seed, mesh=mesh, draft_ways=draft_ways(config),
+            make_model(config.target),
+            make_model(config.draft),
+            config.seed,
+            mesh=mesh,
+            draft_model_parallelism=draft_model_parallelism(config),
             runs=runs,
-        )  # fmt: skip
+        )
         name = ", ".join(runs) if all(runs) else None
     else:
         pair = load_pair(name)
         if mesh is not None:
-            pair = shard(pair, mesh, draft_ways=draft_ways(config))
+            pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config.drafter, pair, config.draft_length)
     return Experiment(
-        pair=pair, pair_name=name, drafter=drafter, rule=rule, sampling=sampling, workload=workload,
+        pair=pair,
+        pair_name=name,
+        drafter=drafter,
+        rule=rule,
+        sampling=sampling,
+        workload=workload,
         weights=fingerprint(config.pair) if config.get("pair") else None,
-    )  # fmt: skip
+    )
 
 
 def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
@@ -108,9 +117,14 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
             console.print(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}", style="dim")
 
     return read_pair(
-        config.hugging_face.target, config.hugging_face.draft, dtype=config.hugging_face.dtype, mesh=mesh,
-        draft_ways=draft_ways(config), progress=progress, say=console.print,
-    )  # fmt: skip
+        config.hugging_face.target,
+        config.hugging_face.draft,
+        dtype=config.hugging_face.dtype,
+        mesh=mesh,
+        draft_model_parallelism=draft_model_parallelism(config),
+        progress=progress,
+        say=console.print,
+    )
 
 
 _WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
@@ -146,8 +160,11 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 def headline(experiment: Experiment, task: str | None = None) -> str:
     """Three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
     pair, work = experiment.pair, experiment.workload
-    count = lambda model: f"{models.human_count(model.config.num_parameters)} parameters"
-    device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, OnMesh) else 1
+
+    def count(model):
+        return f"{models.human_count(model.config.num_parameters)} parameters"
+
+    device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
     random = (
         "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
@@ -169,7 +186,7 @@ def bare_pair(
     seed: int,
     *,
     mesh: Mesh | None = None,
-    draft_ways: int | None = None,
+    draft_model_parallelism: int | None = None,
     runs: tuple[str, str] = ("", ""),
 ) -> Pair:
     """Two models without a tokenizer, their parameters of training runs, or random where a name is empty.
@@ -177,8 +194,8 @@ def bare_pair(
     In the compute dtype and where they belong from the start: a large model fits nowhere else.
     """
     if mesh is not None:
-        target = on_mesh(target, Layout.tensor_parallel(mesh))
-        draft = on_mesh(draft, draft_layout(mesh, draft_ways))
+        target = shard_model(target, Layout.tensor_parallel(mesh))
+        draft = shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
         params = [
@@ -189,12 +206,14 @@ def bare_pair(
     return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
 
 
-def random_params(model: TransformerLM | OnMesh, key: jax.Array) -> Any:
-    make = lambda key: jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
+    def make(key):
+        return jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+
     return jax.jit(make)(key)
 
 
-def read_params(model: TransformerLM | OnMesh, folder: str) -> Any:
+def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
     """Of the last checkpoint of a training run, whatever the mesh it was saved from."""
     place = storage.place(folder) / "checkpoints"
     if not place.exists():
@@ -231,17 +250,21 @@ def config_replica(config: ConfigDict) -> Replica:
 def mesh_parts(config: ConfigDict) -> dict[str, int | None]:
     """What the model axis of the mesh may be made of, see `make_mesh`."""
     rows = config.get("batch", 1) // max(config.mesh.data, 1)  # 0 is refused with the mesh
-    return {"draft_ways": draft_ways(config), "key_heads": key_heads(config), "rows": rows}
+    return {
+        "draft_model_parallelism": draft_model_parallelism(config),
+        "num_kv_heads": num_kv_heads(config),
+        "rows": rows,
+    }
 
 
-def draft_ways(config: ConfigDict) -> int | None:
-    return config.mesh.draft_ways or None
+def draft_model_parallelism(config: ConfigDict) -> int | None:
+    return config.mesh.draft_model_parallelism or None
 
 
-def key_heads(config: ConfigDict) -> int | None:
+def num_kv_heads(config: ConfigDict) -> int | None:
     """Of the target, where the configuration says it."""
     if "hugging_face" in config:
-        return config.mesh.key_heads or None
+        return config.mesh.num_kv_heads or None
     return make_model(config.target).config.num_kv_heads if "target" in config else None
 
 

@@ -6,12 +6,12 @@ python launch/export_hugging_face.py --pair=python --side=target --output=export
 
 import sys
 
-import entry
 from absl import flags
 
+import entry
 from specsamp.checkpoints.export import export
-from specsamp.pretrained.pair import load_pair
-from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.checkpoints.pair import load_pair
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.run import open_trained
 
 _RUN = flags.DEFINE_string("run", None, "Folder of a training run, or")

@@ -1,6 +1,6 @@
 """Makes a pair of two training runs: int8 storage, and what is left of both models after it.
 
-    python launch/export_pair.py --target=runs/target --draft=runs/draft --output=runs/my_pair
+python launch/export_pair.py --target=runs/target --draft=runs/draft --output=runs/my_pair
 """
 
 import json
@@ -13,7 +13,7 @@ from rich.console import Console
 import entry
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.pretrained.pair import load_pair, save_pair
+from specsamp.checkpoints.pair import load_pair, save_pair
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.evaluate import COMPARED_LAWS, evaluate
@@ -58,25 +58,37 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
         side: {
-            "config": without_paths(trained.run_config()), "corpus": trained.made_from("corpus"),
-            "step": trained.step, "last_metrics": trained.last_metrics(),
+            "config": without_paths(trained.run_config()),
+            "corpus": trained.made_from("corpus"),
+            "step": trained.step,
+            "last_metrics": trained.last_metrics(),
         }
         for side, trained in (("target", target), ("draft", draft))
     }
-    save = lambda: save_pair(
-        output, target=(target.config, target.params), draft=(draft.config, draft.params),
-        tokenizer_json=tokenizer_json, provenance=provenance, eos=target.run_config()["data"]["eos"],
-    )  # fmt: skip
+
+    def save():
+        return save_pair(
+            output,
+            target=(target.config, target.params),
+            draft=(draft.config, draft.params),
+            tokenizer_json=tokenizer_json,
+            provenance=provenance,
+            eos=target.run_config()["data"]["eos"],
+        )
+
     save()
     stored = load_pair(output.absolute())
     rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
     models = {side: trained.model_in("float32") for side, trained in (("target", target), ("draft", draft))}
-    measure = lambda target_params, draft_params: {
-        "target": evaluate(Pretrain(models["target"]), target_params, None, rows, 16),
-        "draft": evaluate(
-            Distill(models["draft"], models["target"]), draft_params, target_params, rows, 16, warps=COMPARED_LAWS
-        ),
-    }
+
+    def measure(target_params, draft_params):
+        return {
+            "target": evaluate(Pretrain(models["target"]), target_params, None, rows, 16),
+            "draft": evaluate(
+                Distill(models["draft"], models["target"]), draft_params, target_params, rows, 16, warps=COMPARED_LAWS
+            ),
+        }
+
     with console.status("measuring on held-out text"):
         measured = {
             "float32": measure(target.params, draft.params),
@@ -92,7 +104,10 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
 
 def without_paths(config: dict) -> dict:
     """Where runs and texts lay on this machine is nobody else's business; their names are enough."""
-    shorten = lambda fields, *names: fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
+
+    def shorten(fields, *names):
+        return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
+
     return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
 
 
@@ -103,7 +118,10 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     """
     if path.exists():
         return
-    beginning = lambda text: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
+
+    def beginning(text):
+        return text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
+
     texts = {name: beginning(text) for name, text in corpus.held_out.items()}
     prompts = [{"file": name, "line": 1, "text": text} for name, text in texts.items() if text]  # not of blank lines
     storage.write(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")

@@ -27,7 +27,7 @@ from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survi
 from specsamp.analysis.costs import Costs, PerCall, compiled_costs
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.roofline import Model, Roofline
-from specsamp.tpu.described import CHIPS
+from specsamp.tpu.topology import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")
 _BY_POSITION = flags.DEFINE_list("by_position", None, "Chances by drafted position; the last one holds on.")
@@ -71,11 +71,16 @@ def main() -> None:
         accepted, costs = acceptance(cells), round_costs(cells)
         plans = [
             make_plan(
-                accepted, costs, draft_lengths=range(_LONGEST.value + 1), batch=batch, context=context,
+                accepted,
+                costs,
+                draft_lengths=range(_LONGEST.value + 1),
+                batch=batch,
+                context=context,
                 new_tokens=_NEW_TOKENS.value,
             )
-            for context in _CONTEXT.value or [None] for batch in _BATCH.value
-        ]  # fmt: skip
+            for context in _CONTEXT.value or [None]
+            for batch in _BATCH.value
+        ]
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     report.show([plan_table(plan) for plan in plans], console, _PLAIN.value)
@@ -92,12 +97,17 @@ def main() -> None:
 
 
 def measured_cells() -> list[Mapping[str, Any]]:
-    """Those of one rule, drafter and law; a draft with a temperature of its own is another drafter."""
+    """Those of one rule, drafter and distribution; a draft with a temperature of its own is another drafter."""
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None}
     if _TEMPERATURE.value is not None:
         wanted["temperature"] = _TEMPERATURE.value
-    made_up = lambda cell: "synthetic_acceptance" in cell["key"]
-    fits = lambda cell: cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
+
+    def made_up(cell):
+        return "synthetic_acceptance" in cell["key"]
+
+    def fits(cell):
+        return cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
+
     cells = [cell for cell in grid.chosen(grid.read_document(_MEASURED.value)["cells"], **wanted) if fits(cell)]
     laws = sorted({grid.law_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if len(laws) != 1:
@@ -153,17 +163,22 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     chip = CHIPS[_CHIP.value]
     target, draft = (roofline_model(make_model(config[side]).config) for side in ("target", "draft"))
     return Roofline(
-        target=target, draft=draft, bytes_per_second=chip.hbm_bytes_per_second,
-        flops_per_second=chip.flops_per_second, devices=_DEVICES.value, call_ms=_CALL_MS.value,
-    )  # fmt: skip
+        target=target,
+        draft=draft,
+        bytes_per_second=chip.hbm_bytes_per_second,
+        flops_per_second=chip.flops_per_second,
+        devices=_DEVICES.value,
+        call_ms=_CALL_MS.value,
+    )
 
 
 def roofline_model(config) -> Model:
     """All parameters are streamed, in the compute dtype."""
     return Model(
-        weight_bytes=config.num_parameters * config.compute_dtype.itemsize, parameters=config.num_parameters,
+        weight_bytes=config.num_parameters * config.compute_dtype.itemsize,
+        parameters=config.num_parameters,
         kv_bytes_per_token=config.kv_bytes_per_token,
-    )  # fmt: skip
+    )
 
 
 def where(plan: Plan) -> str:
@@ -178,9 +193,12 @@ def plan_table(plan: Plan) -> report.Table:
     for one in plan.forecasts:
         star = " *" if one is plan.best else ""
         row = [
-            f"K = {one.draft_length}{star}", report.band(one.tokens_per_round), f"{one.round_ms:.3g}",
-            report.band(one.ms_per_token), report.band(one.speedup, "x"),
-        ]  # fmt: skip
+            f"K = {one.draft_length}{star}",
+            report.band(one.tokens_per_round),
+            f"{one.round_ms:.3g}",
+            report.band(one.ms_per_token),
+            report.band(one.speedup, "x"),
+        ]
         rows.append((*row, f"{block_mirrored(one.draft_length):.2f}") if rate else tuple(row))
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
     return report.Table(

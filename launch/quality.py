@@ -1,6 +1,6 @@
 """How many completions of a pair are Python, up to where the budget cut them.
 
-    python launch/quality.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_quality.json
+python launch/quality.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_quality.json
 """
 
 import sys
@@ -34,9 +34,16 @@ def main() -> None:
     mine, per_prompt = replica.share(len(prompts)), -(-_COMPLETIONS.value // len(prompts))
     with console.status("completing"):
         completions = mine and generate(
-            pair, [prompts[i] for i in mine], work.max_new_tokens, sampling=experiment.sampling,
-            drafter=experiment.drafter, rule=experiment.rule, num_samples=per_prompt, seed=work.seed, prompt_ids=mine,
-        )  # fmt: skip
+            pair,
+            [prompts[i] for i in mine],
+            work.max_new_tokens,
+            sampling=experiment.sampling,
+            drafter=experiment.drafter,
+            rule=experiment.rule,
+            num_samples=per_prompt,
+            seed=work.seed,
+            prompt_ids=mine,
+        )
     good = [0] * len(mine)
     for c in completions:
         good[c.prompt_index] += parses(prompts[mine[c.prompt_index]], c.text, ended=c.finish == "stop")
@@ -45,9 +52,13 @@ def main() -> None:
     share = sum(by_prompt) / total
     console.print(f"{sum(by_prompt)} of {total} completions parse: {share:.1%}")
     document = {
-        "config": _CONFIG.value.to_dict(), "completions": total, "parse": sum(by_prompt), "share": share,
-        "parse_by_prompt": by_prompt, "completions_per_prompt": per_prompt,
-    }  # fmt: skip
+        "config": _CONFIG.value.to_dict(),
+        "completions": total,
+        "parse": sum(by_prompt),
+        "share": share,
+        "parse_by_prompt": by_prompt,
+        "completions_per_prompt": per_prompt,
+    }
     entry.write_result(_OUTPUT.value, document, console)
 
 

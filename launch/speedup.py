@@ -1,6 +1,6 @@
 """Speedup of a trained pair over draft lengths and rules, greedy and sampled, with what theory allows beside it.
 
-    python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
 """
 
 import dataclasses
@@ -45,9 +45,16 @@ def main() -> None:
         for law, warp in LAWS.items():
             try:
                 curves[law] = speedup_curve(
-                    experiment.pair, make, rules, _LENGTHS.value, warp, experiment.workload, passes=_PASSES.value,
-                    deterministic=law == "greedy", progress=lambda text: status.update(f"{law}: {text}"),
-                )  # fmt: skip
+                    experiment.pair,
+                    make,
+                    rules,
+                    _LENGTHS.value,
+                    warp,
+                    experiment.workload,
+                    passes=_PASSES.value,
+                    deterministic=law == "greedy",
+                    progress=lambda text: status.update(f"{law}: {text}"),
+                )
             except ValueError as error:
                 sys.exit(f"--config: {error}")
     report.show([report.curve_table(law, curve) for law, curve in curves.items()], console, _PLAIN.value)

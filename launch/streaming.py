@@ -14,23 +14,23 @@ import tempfile
 import threading
 import time
 
-import entry
 import jax
 import numpy as np
 from absl import flags
 from rich.console import Console
 from safetensors.numpy import save
 
-from specsamp.checkpoints import converted
+import entry
+from specsamp.checkpoints import orbax
+from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.export import describe
-from specsamp.checkpoints.families import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.names import sizes, source_of
-from specsamp.checkpoints.shards import INDEX
+from specsamp.checkpoints.params import named
+from specsamp.checkpoints.safetensors_io import INDEX
+from specsamp.checkpoints.tensor_names import sizes, source_of
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh
+from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
-from specsamp.models.params import named
 from specsamp.models.transformer import TransformerLM
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A checkpoint to read; by default one is made.")
@@ -62,27 +62,29 @@ def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
     largest = max(np.prod(tensor.shape) * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     model = TransformerLM(checkpoint.config)
     if jax.device_count() > 1:
-        model = on_mesh(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
+        model = shard_model(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
     jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the runtime's own memory is there before it counts
     begin = resident()
     with Peak() as reading:
         params = read_params(checkpoint, model)
     local = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
     result = {
-        "processes": jax.process_count(), "devices": jax.device_count(), "model": _MODEL.value,
+        "processes": jax.process_count(),
+        "devices": jax.device_count(),
+        "model": _MODEL.value,
         "parameters, MB": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
         "held by this process, MB": local / 1e6,
         "largest tensor, MB": largest / 1e6,
         "reading: peak beside what is held, MB": reading.beside(begin + local),
         "reading: seconds": round(reading.seconds, 1),
-    }  # fmt: skip
+    }
     if _CONVERT.value:
         with Peak() as writing:
-            converted.write(checkpoint, params, converted_folder)
+            orbax.write(checkpoint, params, converted_folder)
         del params
         again = open_checkpoint(converted_folder)
         with Peak() as restoring:
-            restored = converted.read_params(again, model)
+            restored = orbax.read_params(again, model)
         result |= {
             "writing Orbax: peak beside what is held, MB": writing.beside(begin + local),
             "reading Orbax: peak beside what is held, MB": restoring.beside(begin + local),

@@ -1,7 +1,7 @@
 """Pre-trains a target, or distils a draft from one; started again, it goes on where it was.
 
-    python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
-    python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
+python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 """
 
 import os
@@ -18,17 +18,24 @@ from rich.console import Console
 
 import entry
 from specsamp import storage
-from specsamp.mesh import processes
+from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig, human_count
-from specsamp.models.params import check_shapes
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import JsonTokenizer
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training import run
 from specsamp.training.data import (
-    Corpus, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
-)  # fmt: skip
+    Corpus,
+    Mixture,
+    Windows,
+    held_out_windows,
+    read_corpus,
+    standard_library,
+    token_stream,
+    train_tokenizer,
+)
 from specsamp.training.evaluate import COMPARED_LAWS
 from specsamp.training.generated import complete_windows
 from specsamp.training.log import Progress
@@ -89,9 +96,18 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     rows = target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
     train(
-        task, recipe, batches, folder, held_out=held_out, frozen=target.params, rhythm=rhythm, console=console,
-        params=init, warps=COMPARED_LAWS, mesh=mesh,
-    )  # fmt: skip
+        task,
+        recipe,
+        batches,
+        folder,
+        held_out=held_out,
+        frozen=target.params,
+        rhythm=rhythm,
+        console=console,
+        params=init,
+        warps=COMPARED_LAWS,
+        mesh=mesh,
+    )
 
 
 def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
@@ -102,22 +118,20 @@ def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, 
     """
     if jax.process_count() == 1:
         return
-    facts = {
-        "configuration": config.to_json(), "corpus": corpus.describe()["sha256"], "tokenizer": tokenizer.to_json()
-    }  # fmt: skip
-    theirs = processes.gather_objects(facts)
+    facts = {"configuration": config.to_json(), "corpus": corpus.describe()["sha256"], "tokenizer": tokenizer.to_json()}
+    theirs = distributed.gather_objects(facts)
     different = [name for name in facts if len({other[name] for other in theirs}) > 1]
     if different:
         raise ValueError(
             f"the processes differ in {', '.join(different)}: give all the same command, and hosts with another Python "
             "a --config.data.folder of their own copy of the text"
         )
-    word = processes.gather_objects(os.urandom(8).hex())[0]
+    word = distributed.gather_objects(os.urandom(8).hex())[0]
     if entry.is_first():
         storage.write(folder / "seen_by_all", word)
     multihost_utils.sync_global_devices("a word in the folder")
     seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
-    if not all(processes.gather_objects(seen)):
+    if not all(distributed.gather_objects(seen)):
         raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
 
 
@@ -146,7 +160,7 @@ def make_tokenizer(
 
 
 def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:
-    """Models that are made from each other must not have read what either is judged by.
+    """Models that are made from each other must not have read what either is verified by.
 
     Raises:
       ValueError: both were given the same files, with another share of them held out.
@@ -218,10 +232,15 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
     for number, (first, path) in enumerate(paths.items()):
         if number % jax.process_count() == jax.process_index() and not path.exists():
             part = complete_windows(
-                target.model_in(config.compute_dtype), target.params, rows[first : first + fields.batch],
-                prompt_length=fields.prompt_length, seed=config.recipe.seed, batch=fields.batch, first_id=first,
+                target.model_in(config.compute_dtype),
+                target.params,
+                rows[first : first + fields.batch],
+                prompt_length=fields.prompt_length,
+                seed=config.recipe.seed,
+                batch=fields.batch,
+                first_id=first,
                 sampling=generated_law(fields),
-            )  # fmt: skip
+            )
             run.write_array(path, part)
         progress.report(min(first + fields.batch, len(rows)))
     if jax.process_count() > 1:

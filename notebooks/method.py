@@ -15,7 +15,7 @@
 # # Speculative sampling, on models small enough to check
 #
 # A **draft** proposes K tokens, one call of the **target** scores them all, and a rule keeps as many as it can and
-# corrects the first that it cannot. What comes out follows the target's law exactly
+# corrects the first that it cannot. What comes out follows the target's distribution exactly
 # ([Chen et al. 2023](https://arxiv.org/abs/2302.01318)). Here both models are tables of five tokens, so *exactly* can
 # be looked at: first the rule, then its proof as a histogram, a better rule, and three others, two of them wrong.
 
@@ -54,10 +54,18 @@ print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {ja
 print("The models of this notebook are tables: any device will do.")
 
 TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
-plt.rcParams.update({
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+    }
+)
 
 # %% [markdown]
 # ## Two models
@@ -88,15 +96,17 @@ random = np.random.default_rng(0)
 target_logits = 1.3 * random.normal(size=(V, V))
 draft_logits = target_logits + 1.5 * random.normal(size=(V, V))
 pair = Pair(
-    target=Bigram(), target_params=jnp.asarray(target_logits, jnp.float32),
-    draft=Bigram(), draft_params=jnp.asarray(draft_logits, jnp.float32),
-)  # fmt: skip
+    target=Bigram(),
+    target_params=jnp.asarray(target_logits, jnp.float32),
+    draft=Bigram(),
+    draft_params=jnp.asarray(draft_logits, jnp.float32),
+)
 target_VV, draft_VV = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (target_logits, draft_logits))
 
 # %% [markdown]
 # ## Accept, residual, bonus
 #
-# With $q$ the target's law and $p$ the draft's (the paper's letters), a drafted token $x \sim p$ is kept with
+# With $q$ the target's distribution and $p$ the draft's (the paper's letters), a drafted token $x \sim p$ is kept with
 # probability
 #
 # $$\min\left(1, \frac{q(x)}{p(x)}\right), \quad\text{else another is drawn from}\quad
@@ -134,7 +144,7 @@ def one_round(last: int, random: np.random.Generator) -> list[int]:
     drafted = []
     for _ in range(K):
         drafted.append(int(random.choice(V, p=draft_VV[drafted[-1] if drafted else last])))
-    before = [last, *drafted]  # one call of the target would give the laws after all of these
+    before = [last, *drafted]  # one call of the target would give the distributions after all of these
     emitted = []
     for i, token in enumerate(drafted):
         target_V, draft_V = target_VV[before[i]], draft_VV[before[i]]
@@ -162,11 +172,11 @@ text
 # %% [markdown]
 # ## Is it exact?
 #
-# `generate` does the same on the device, for all rows at once. The joint law of the first two tokens can be written
+# `generate` does the same on the device, for all rows at once. The joint distribution of the first two tokens can be written
 # down, so draw many texts and compare. The yardstick:
 #
 # * how far apart: total variation, $\mathrm{TV} = \tfrac12 \sum_x |\hat\pi(x) - \pi(x)|$;
-# * how far chance alone takes N samples of the right law: on average at most
+# * how far chance alone takes N samples of the right distribution: on average at most
 #   $\tfrac12 \sum_x \sqrt{\pi(x)(1 - \pi(x)) / N}$, and beyond that plus $\sqrt{\ln(10^6) / 2N}$ less than once in a
 #   million (McDiarmid's inequality: one sample moves TV by at most 1/N).
 
@@ -200,9 +210,11 @@ def by_chance(law: np.ndarray) -> float:
 law, draft_law = joint_law(target_VV), joint_law(draft_VV)
 chance = by_chance(law)
 exact = {
-    "no draft, K = 0": draw_many(TokenRule(), draft_length=0), "token rule": draw_many(TokenRule(), draft_length=K),
-    "block rule": draw_many(BlockRule(), draft_length=K), "coupled rule": draw_many(CoupledRule(), draft_length=K),
-}  # fmt: skip
+    "no draft, K = 0": draw_many(TokenRule(), draft_length=0),
+    "token rule": draw_many(TokenRule(), draft_length=K),
+    "block rule": draw_many(BlockRule(), draft_length=K),
+    "coupled rule": draw_many(CoupledRule(), draft_length=K),
+}
 
 
 def show_distances(drawn: dict) -> None:
@@ -219,7 +231,7 @@ assert all(total_variation(shares, law) < chance for shares, _ in exact.values()
 
 # %%
 def show_histogram(axis, shares: np.ndarray, colour: str, title: str) -> None:
-    """Shares as bars, the target's law as steps, the draft's as dots."""
+    """Shares as bars, the target's distribution as steps, the draft's as dots."""
     axis.bar(range(V * V), shares, 0.8, color=colour, alpha=0.55, label=f"{SAMPLES:,} texts")
     edges = np.arange(V * V + 1) - 0.5
     axis.step(edges, [*law, law[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly")
@@ -244,7 +256,7 @@ plt.show()
 # expectation, and is the token rule for K = 1. The example of the paper, by enumeration:
 
 # %%
-mirrored = np.log([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])  # the target's law of two tokens, and the draft's
+mirrored = np.log([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])  # the target's distribution of two tokens, and the draft's
 drafts_BK = np.stack(np.meshgrid([0, 1], [0, 1], indexing="ij"), -1).reshape(-1, 2)  # all drafts of K = 2
 log_probs = jnp.asarray(np.broadcast_to(mirrored[:, None, None], (2, 4, 3, 2)), jnp.float32)
 drafts = Draft(tokens_BK=jnp.asarray(drafts_BK), num_drafted_B=jnp.full(4, 2), log_probs_BKV=log_probs[1, :, :2])
@@ -264,7 +276,7 @@ def emitted_per_round(rule, draft_length: int) -> tuple[float, float]:
     """The mean over texts, and its standard error."""
     done = generate(
         pair, [[LAST]], TOKENS, sampling=chain(), rule=rule, draft_length=draft_length, num_samples=TEXTS, seed=2
-    )  # fmt: skip
+    )
     rates = [row.stats.emitted_per_round for row in done]
     return float(np.mean(rates)), float(np.std(rates, ddof=1) / np.sqrt(TEXTS))
 
@@ -285,10 +297,10 @@ plt.show()
 # A rule is a small object: a chance to accept, a residual, a draw. So others are quickly written.
 #
 # 1. **Standard rejection sampling** accepts with $q(x) / (M p(x))$, $M = \max_z q(z)/p(z)$; what is refused leaves the
-#    law $q$ to draw from. It is *exact*, but accepts only $1/M$ where the residual allows $1 - \mathrm{TV}(p, q)$.
-# 2. **Accept always**: fast, and the law becomes the draft's (but for every bonus).
+#    distribution $q$ to draw from. It is *exact*, but accepts only $1/M$ where the residual allows $1 - \mathrm{TV}(p, q)$.
+# 2. **Accept always**: fast, and the distribution becomes the draft's (but for every bonus).
 # 3. **Noise reused**: the residual is drawn with the random number that drew the refused token. Nothing fails, and the
-#    law is neither the target's nor the draft's: that number is known to lie where the draft was refused.
+#    distribution is neither the target's nor the draft's: that number is known to lie where the draft was refused.
 
 
 # %%
@@ -327,7 +339,7 @@ others = {
     "standard rejection": draw_many(StandardRejection(), draft_length=K),
     "accept always": draw_many(AcceptAlways(), draft_length=K),
     "noise reused": draw_many(NoiseReused(), draft_length=K),
-}  # fmt: skip
+}
 show_distances({"token rule": exact["token rule"], **others})
 distances = {name: total_variation(shares, law) for name, (shares, _) in others.items()}
 assert distances["standard rejection"] < chance < min(distances["accept always"], distances["noise reused"])
@@ -342,5 +354,5 @@ axes[-1].set_xlabel("first two tokens")
 plt.show()
 
 # %% [markdown]
-# That is how this repository tests itself: every rule is enumerated, the whole loop is drawn from against laws that can
+# That is how this repository tests itself: every rule is enumerated, the whole loop is drawn from against distributions that can
 # be written down, and a table of such mutants shows that the tests would notice.

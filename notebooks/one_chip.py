@@ -46,8 +46,16 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 
 from specsamp import (
-    ModelDrafter, TokenRule, TransformerConfig, TransformerLM, chain, generate, load_pair, temperature, top_p,
-)  # fmt: skip
+    ModelDrafter,
+    TokenRule,
+    TransformerConfig,
+    TransformerLM,
+    chain,
+    generate,
+    load_pair,
+    temperature,
+    top_p,
+)
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import benchmark
@@ -56,13 +64,13 @@ from specsamp.analysis.decoder import Workload
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.roofline import Model, Roofline
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.pair import read_pair
+from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import published_config
 from specsamp.decoding.loop import decode_window
 from specsamp.models.config import human_count
-from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.report import USABLE, WINDOW
 from specsamp.tpu.study import Stack, facts
+from specsamp.tpu.topology import described_mesh, parse
 
 device, console = jax.devices()[0], Console(width=110)
 print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
@@ -71,10 +79,18 @@ stands = "No TPU and no GPU: a tiny random pair stands for the real one."
 print("The real pair will be downloaded." if DOWNLOAD else stands)
 
 TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
-plt.rcParams.update({
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+    }
+)
 
 # %% [markdown]
 # ## Does it fit?
@@ -91,11 +107,12 @@ configs = {side: published_config(name) for side, name in NAMES.items()}
 chip, _ = parse(CHIP)
 shapes = {
     side: Model(
-        weight_bytes=c.num_parameters * c.compute_dtype.itemsize, parameters=c.num_parameters,
+        weight_bytes=c.num_parameters * c.compute_dtype.itemsize,
+        parameters=c.num_parameters,
         kv_bytes_per_token=c.kv_bytes_per_token,
     )
     for side, c in configs.items()
-}  # fmt: skip
+}
 rows = []
 for side, shape in shapes.items():
     cache = SLOTS * shape.kv_bytes_per_token
@@ -183,9 +200,16 @@ def write_tiny(folder: pathlib.Path) -> dict[str, str]:
     tokenizer = load_pair("python").tokenizer
     for number, (side, num_layers) in enumerate((("target", 4), ("draft", 1))):
         config = TransformerConfig(
-            vocab_size=tokenizer.vocab_size, width=128, num_layers=num_layers, num_heads=4, num_kv_heads=2,
-            positions="rotary", gated=True, activation="silu", tied=False,
-        )  # fmt: skip
+            vocab_size=tokenizer.vocab_size,
+            width=128,
+            num_layers=num_layers,
+            num_heads=4,
+            num_kv_heads=2,
+            positions="rotary",
+            gated=True,
+            activation="silu",
+            tied=False,
+        )
         export(str(folder / side), config, TransformerLM(config).init(jax.random.key(number)), tokenizer)
     return {side: str(folder / side) for side in NAMES}
 

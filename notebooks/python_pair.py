@@ -60,10 +60,10 @@ from specsamp.analysis.agreement import agreement
 from specsamp.analysis.benchmark import Acceptance
 from specsamp.analysis.costs import PerCall
 from specsamp.analysis.planner import make_plan
+from specsamp.checkpoints.pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
 from specsamp.models.config import human_count
-from specsamp.pretrained.pair import load_prompts, pair_folder
 from specsamp.sampling.warp import log_probs
 
 device, console = jax.devices()[0], Console(width=110)
@@ -72,14 +72,27 @@ if device.platform != "cpu":
     print("The pair is small: an accelerator mostly waits between its steps. Acceptance is the same everywhere.")
 
 TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
-plt.rcParams.update({
-    "figure.dpi": 110, "figure.constrained_layout.use": True, "font.size": 9, "axes.titlesize": 10,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "figure.constrained_layout.use": True,
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+    }
+)
 
 # %%
 pair, prompts = load_pair("python"), load_prompts("python")
-law = lambda t: chain(temperature(t), top_p(0.95))  # of target and draft; 0.0 is greedy
+
+
+def law(t):
+    return chain(temperature(t), top_p(0.95))  # of target and draft; 0.0 is greedy
+
+
 for side, model in (("target", pair.target), ("draft", pair.draft)):
     print(f"{side}: {human_count(model.config.num_parameters)} parameters, {model.config.num_layers} layers")
 print(f"{pair.tokenizer.vocab_size} tokens in the vocabulary, {len(prompts)} held-out prompts")
@@ -127,9 +140,9 @@ by_writer(asked[0], sampled[0])
 # %% [markdown]
 # ## Acceptance
 #
-# The **acceptance rate** counts accepted tokens over *judged* ones; the tokens **emitted per round** are another
+# The **acceptance rate** counts accepted tokens over *verified* ones; the tokens **emitted per round** are another
 # number, 1 to K + 1. Whether a drafted token is kept is one coin flip given the text so far, so errors are binomial.
-# Numbers of a law are data: greedy decoding runs the program that is already compiled.
+# Numbers of a distribution are data: greedy decoding runs the program that is already compiled.
 
 # %%
 greedy = generate(pair, asked, TOKENS, sampling=law(0.0), draft_length=K, seed=3)
@@ -146,7 +159,7 @@ report.show([report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", h
 # ## What is easy to draft?
 #
 # On source that neither model has read, the chance that a draft is kept is known before any is drawn: it is
-# $\sum_x \min(p(x), q(x))$ at every position, given the *true* text before it (here with both laws at temperature 0.8
+# $\sum_x \min(p(x), q(x))$ at every position, given the *true* text before it (here with both distributions at temperature 0.8
 # and top-p 0.95). The kinds: code, comments, and the prose of documentation strings.
 
 # %%
@@ -243,19 +256,35 @@ Pieces(
 CHECKED = (0, 1, 2, 4)
 told = [pair.tokenizer.encode(prompt) for prompt in prompts[:8]]
 checked = agreement(
-    pair, lambda K: ModelDrafter(pair.draft, K, decode_window()), TokenRule(), law(0.8), told, max_new_tokens=24,
-    fit_lengths=(1, 4), check_lengths=CHECKED, passes=2,
-)  # fmt: skip
-report.show([report.Table(
-    title="ms per token, batch 1", header=("", "forecast (95%)", "measured", "speedup", "two passes differ by"),
-    rows=[
-        (
-            f"K = {c.draft_length}", report.band(c.forecast), f"{c.measured:.3g}",
-            f"{checked.checks[0].measured / c.measured:.2f}x", f"{c.noise:.1%}",
+    pair,
+    lambda K: ModelDrafter(pair.draft, K, decode_window()),
+    TokenRule(),
+    law(0.8),
+    told,
+    max_new_tokens=24,
+    fit_lengths=(1, 4),
+    check_lengths=CHECKED,
+    passes=2,
+)
+report.show(
+    [
+        report.Table(
+            title="ms per token, batch 1",
+            header=("", "forecast (95%)", "measured", "speedup", "two passes differ by"),
+            rows=[
+                (
+                    f"K = {c.draft_length}",
+                    report.band(c.forecast),
+                    f"{c.measured:.3g}",
+                    f"{checked.checks[0].measured / c.measured:.2f}x",
+                    f"{c.noise:.1%}",
+                )
+                for c in checked.checks
+            ],
         )
-        for c in checked.checks
     ],
-)], console)  # fmt: skip
+    console,
+)
 print(f"forecast: K = {checked.best_forecast} is best; measured: K = {checked.best_measured}")
 
 # %%
@@ -281,6 +310,13 @@ costs, rows = PerCall(target_ms=1.0, draft_ms=0.1), []
 for name in KINDS:
     best = make_plan(Profile.of_rate(accepted[name][0]), costs).best
     rows.append((name, report.with_error(*accepted[name][:2]), str(best.draft_length), f"{best.speedup.value:.2f}x"))
-report.show([report.Table(
-    title="If a draft call costs a tenth", header=("", "acceptance", "best K", "speedup"), rows=rows,
-)], console)  # fmt: skip
+report.show(
+    [
+        report.Table(
+            title="If a draft call costs a tenth",
+            header=("", "acceptance", "best K", "speedup"),
+            rows=rows,
+        )
+    ],
+    console,
+)

@@ -1,8 +1,9 @@
 """Exact speculative sampling for large language models in JAX.
 
-    from specsamp import Pair, generate, chain, temperature, top_p
+from specsamp import Pair, generate, chain, temperature, top_p
 """
 
+from specsamp.checkpoints.pair import load_pair
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream, use_compilation_cache
 from specsamp.decoding.loop import Loop
@@ -11,13 +12,35 @@ from specsamp.decoding.results import Chunk, Completion, RowStats
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import load_pair
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
 
 __all__ = [
-    "BlockRule", "Chunk", "Completion", "CoupledRule", "Draft", "LanguageModel", "Loop", "ModelDrafter",
-    "NgramDrafter", "NoDrafter", "Output", "Pair", "RowStats", "TokenRule", "TransformerConfig", "TransformerLM",
-    "Verdict", "chain", "generate", "greedy", "load_pair", "min_p", "stream", "temperature", "top_k", "top_p",
+    "BlockRule",
+    "Chunk",
+    "Completion",
+    "CoupledRule",
+    "Draft",
+    "LanguageModel",
+    "Loop",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "Output",
+    "Pair",
+    "RowStats",
+    "TokenRule",
+    "TransformerConfig",
+    "TransformerLM",
+    "Verdict",
+    "chain",
+    "generate",
+    "greedy",
+    "load_pair",
+    "min_p",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
     "use_compilation_cache",
-]  # fmt: skip
+]

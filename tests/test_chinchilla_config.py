@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 from configs import chinchilla
 from launch import experiment
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.on_mesh import on_mesh
+from specsamp.mesh.sharded import shard_model
 from specsamp.training.checkpoint import Checkpoints
 
 
@@ -16,25 +16,29 @@ def test_the_paper():
     assert (config.target.preset, config.draft.preset) == ("chinchilla_70b", "draft_4b")
     assert (config.draft_length, config.batch, config.rule) == (4, 1, "token")
     assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 0.8)
-    assert (config.mesh.data, config.mesh.model, config.mesh.draft_ways) == (1, 16, 0)
+    assert (config.mesh.data, config.mesh.model, config.mesh.draft_model_parallelism) == (1, 16, 0)
     greedy = chinchilla.get_config("v4-32,greedy").sampling
     assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    "argument, devices, draft_ways, batch",
+    "argument, devices, draft_model_parallelism, batch",
     [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-16", 8, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
 )
-def test_other_slices_and_batches(argument, devices, draft_ways, batch):
+def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
     """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
     config = chinchilla.get_config(argument)
-    assert (config.mesh.model, config.mesh.draft_ways, config.batch) == (devices, draft_ways, batch)
-    ways = draft_ways or devices
-    names = ("data", "copies", "model")
+    assert (config.mesh.model, config.mesh.draft_model_parallelism, config.batch) == (
+        devices,
+        draft_model_parallelism,
+        batch,
+    )
+    ways = draft_model_parallelism or devices
+    names = ("data", "replica", "model")
     mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
-    over = {"target": ("model", "copies"), "draft": ("model",)}
+    over = {"target": ("model", "replica"), "draft": ("model",)}
     for side, axes in over.items():
-        model = on_mesh(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))
+        model = shard_model(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
 
 

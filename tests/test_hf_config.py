@@ -10,16 +10,25 @@ from configs import hf
 from launch import experiment
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
-from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.transformer import TransformerLM
 
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
-    "meta-llama/Llama-3.1-70B": 70.554e9, "meta-llama/Llama-3.1-8B": 8.0303e9, "meta-llama/Llama-3.2-1B": 1.2358e9,
-    "Qwen/Qwen2.5-7B": 7.6156e9, "Qwen/Qwen2.5-3B": 3.0859e9,
-    "Qwen/Qwen2.5-0.5B": 494.03e6, "Qwen/Qwen3-32B": 32.762e9, "Qwen/Qwen3-0.6B": 596.05e6,
-    "google/gemma-2-9b": 9.2417e9, "google/gemma-2-2b": 2.6143e9, "EleutherAI/pythia-12b": 11.846e9,
-    "EleutherAI/pythia-160m": 162.32e6, "openai-community/gpt2-large": 774.03e6, "distilbert/distilgpt2": 81.913e6,
-}  # fmt: skip
+    "meta-llama/Llama-3.1-70B": 70.554e9,
+    "meta-llama/Llama-3.1-8B": 8.0303e9,
+    "meta-llama/Llama-3.2-1B": 1.2358e9,
+    "Qwen/Qwen2.5-7B": 7.6156e9,
+    "Qwen/Qwen2.5-3B": 3.0859e9,
+    "Qwen/Qwen2.5-0.5B": 494.03e6,
+    "Qwen/Qwen3-32B": 32.762e9,
+    "Qwen/Qwen3-0.6B": 596.05e6,
+    "google/gemma-2-9b": 9.2417e9,
+    "google/gemma-2-2b": 2.6143e9,
+    "EleutherAI/pythia-12b": 11.846e9,
+    "EleutherAI/pythia-160m": 162.32e6,
+    "openai-community/gpt2-large": 774.03e6,
+    "distilbert/distilgpt2": 81.913e6,
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -32,17 +41,19 @@ def test_sizes_are_the_published_ones(name):
 def test_both_models_divide_over_their_mesh(name):
     config, pair = hf.get_config(name), hf.PAIRS[name]
     ways = config.mesh.model
-    shape, names = mesh_axes(1, ways, experiment.draft_ways(config), experiment.key_heads(config))
+    shape, names = mesh_axes(1, ways, experiment.draft_model_parallelism(config), experiment.num_kv_heads(config))
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
     rows = -(-max(target.vocab_size, draft.vocab_size) // ways) * ways
-    layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, experiment.draft_ways(config))
+    layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, experiment.draft_model_parallelism(config))
     for shape, layout in zip((target, draft), layouts):
-        model = on_mesh(TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout)
+        model = shard_model(TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout)
         params = jax.eval_shape(model.model.init, jax.random.key(0))
         model.param_shardings(params)
-    bytes_per_chip = 2 * target.num_parameters / ways + 2 * draft.num_parameters / (pair.draft_ways or ways)
+    bytes_per_chip = 2 * target.num_parameters / ways + 2 * draft.num_parameters / (
+        pair.draft_model_parallelism or ways
+    )
     assert bytes_per_chip < 12e9  # of a v5e's 16 GiB, with room for caches
 
 

@@ -46,7 +46,7 @@ def parse(monkeypatch):
         ("--config.sampling.temperature=hot", "hot"),
         ("--config.target.num_layers=x", "num_layers"),
     ],
-)  # fmt: skip
+)
 def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
     with pytest.raises((AttributeError, KeyError, TypeError, ValueError, flags.Error), match=named):
         parse(argument)
@@ -76,7 +76,9 @@ def test_unknown_sizes_fail():
 
 
 def test_a_configuration_becomes_objects(parse, monkeypatch):
-    without_params = lambda target, draft, *_, **__: Pair(target=target, target_params={}, draft=draft, draft_params={})
+    def without_params(target, draft, *_, **__):
+        return Pair(target=target, target_params={}, draft=draft, draft_params={})
+
     monkeypatch.setattr(experiment, "bare_pair", without_params)
     config = parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
     made = experiment.build(config)
@@ -120,9 +122,13 @@ def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
     save_tiny_pair(tmp_path, prompts=["def f"])
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
     done = run(
-        "demo", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", "--plain", *fields,
+        "demo",
+        f"--config=configs/trained_pair.py:{tmp_path}",
+        "--passes=1",
+        "--plain",
+        *fields,
         JAX_DISABLE_JIT="1",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 1 of 1 prompts, 2 tokens" in done.stdout
 
@@ -132,9 +138,13 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
     fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
     done = run(
-        "benchmark", "--config=configs/random_pair.py:tiny", f"--output={output}", "--plain",
-        *(f"--config.{name}={value}" for name, value in fields.items()), JAX_DISABLE_JIT="1",
-    )  # fmt: skip
+        "benchmark",
+        "--config=configs/random_pair.py:tiny",
+        f"--output={output}",
+        "--plain",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+        JAX_DISABLE_JIT="1",
+    )
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["result.json"]
     document = json.loads(output.read_text(encoding="utf-8"))
@@ -142,7 +152,9 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     (cell,) = document["cells"]
     assert cell["workload"]["repeats"] == 1 and document["identity"]["config"]["seed"] == 0
     assert document["identity"]["random_weights"] and cell["result"]["split"] is None
-    assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(document["environment"])
+    assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(
+        document["environment"]
+    )
 
 
 @pytest.mark.parametrize(

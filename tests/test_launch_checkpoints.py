@@ -8,7 +8,7 @@ from configs import hf
 from launch import experiment
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
 from specsamp.training.run import open_trained
 from support.checkpoint_shapes import CONFIG, random_params

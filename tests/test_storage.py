@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training import run
 from specsamp.training.data import train_tokenizer
 from specsamp.training.log import MetricsLog, read_metrics

@@ -4,7 +4,7 @@
     profile = Profile.of_positions((0.85, 0.8, 0.7))     # given that the ones before it were accepted
     profile = Profile.of_texts([completion.stats for completion in completions])
 
-A profile serves every K. Under the token rule token i is judged by laws that do not know how many follow.
+A profile serves every K. Under the token rule token i is verified by distributions that do not know how many follow.
 Under the block rule P(n >= i) = E[c_i], with c_i = min(1, c_{i-1} q_i/p_i), which knows no K either (Sun et al.,
 arXiv 2403.10444). What a profile cannot know is that rounds of another length begin elsewhere in the text: those of
 long drafts where a token was refused, in what is hard, those of short ones more often in the middle of what is easy.
@@ -45,7 +45,7 @@ def mirrored_block_survival(alpha: float, draft_length: int) -> np.ndarray:
     A rate alone does not settle how much the block rule gains. Nothing, where a ratio is either 0 or at least 1;
     much, for two tokens whose chances target and draft exchange, the example of Sun et al. (arXiv 2403.10444,
     section 2; alpha = 2/3 is its figure). This is the latter: the ratio is alpha / (2 - alpha) with chance
-    (2 - alpha) / 2, and its inverse otherwise. It is no bound: laws that differ from one position to the next can gain
+    (2 - alpha) / 2, and its inverse otherwise. It is no bound: distributions that differ from one position to the next can gain
     more.
     """
     alpha = _chance("the acceptance rate", alpha)
@@ -119,7 +119,7 @@ class Profile:
         """From rounds by number of accepted tokens, 0 .. K.
 
         Args:
-          reached: rounds in which position i was judged, where budgets and stops cut rounds short; default all
+          reached: rounds in which position i was verified, where budgets and stops cut rounds short; default all
             rounds that accepted the i - 1 tokens before it.
 
         Raises:
@@ -171,7 +171,9 @@ class Profile:
 
     @classmethod
     def _of_counts(cls, stats: Sequence[RowStats]) -> Profile:
-        total = lambda name: np.sum([getattr(one, name) for one in stats], axis=0)
+        def total(name):
+            return np.sum([getattr(one, name) for one in stats], axis=0)
+
         return cls.of_histogram(total("accepted_counts"), total("reached"))
 
     def at(self, draft_length: int) -> Profile:
@@ -243,14 +245,16 @@ def _between(short: Profile, long: Profile, share: float) -> Profile:
     matched = len(short.without) == len(long.without)
     without = [_between(*pair, share) for pair in zip(short.without, long.without)] if matched else long.without
     return Profile(
-        by_position=by_position + long.by_position[len(by_position) :], beyond=long.beyond,
-        texts=short.texts + long.texts, without=tuple(without),
+        by_position=by_position + long.by_position[len(by_position) :],
+        beyond=long.beyond,
+        texts=short.texts + long.texts,
+        without=tuple(without),
         judged=judged + (short.judged if more > 0 else long.judged)[len(judged) :],
-    )  # fmt: skip
+    )
 
 
 def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
-    """How each text differs from the whole at the positions that were judged in it, less what chance explains."""
+    """How each text differs from the whole at the positions that were verified in it, less what chance explains."""
     judged_TK = np.array([(sum(one.accepted_counts), *one.reached[1:]) for one in texts], np.float64)
     chances_K = np.array([*whole.by_position, *[0.0] * (judged_TK.shape[1] - len(whole.by_position))])
     judged = judged_TK.sum(1)

@@ -118,9 +118,13 @@ def agreement(
     def sides_of(name: str, half: int, batch: int, lengths: Sequence[int]) -> dict[tuple, Decoder]:
         repeats = len(halves[half]) if batch == 1 else max(-(-len(halves[half]) // batch), FEWEST_BATCHES)
         work = Workload(
-            batch=batch, prompt_length=max(map(len, prompts)), max_new_tokens=max_new_tokens, repeats=repeats,
-            seed=seed, prompts=halves[half],
-        )  # fmt: skip
+            batch=batch,
+            prompt_length=max(map(len, prompts)),
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            seed=seed,
+            prompts=halves[half],
+        )
         contenders = {K: (make_drafter(K) if K else NoDrafter(), rule) for K in sorted({0, *lengths})}
         return {(name, batch, K): side for K, side in decoders(pair, contenders, sampling, work).items()}
 
@@ -145,14 +149,20 @@ def agreement(
         plan = make_plan(acceptance, costs, draft_lengths=check_lengths, batch=check_batch, new_tokens=max_new_tokens)
         return [
             _check(plan[K], texts, check_batch, K in (0, *fit_lengths) and check_batch in fit_batches)
-            for (name, _, K), texts in measured.items() if name == "check"
-        ]  # fmt: skip
+            for (name, _, K), texts in measured.items()
+            if name == "check"
+        ]
 
     lines = checks(dataclasses.replace(costs, products_ms=()))
     return _summary(
-        checks(costs), costs, worst_error_of_lines=_worst(lines), fit_lengths=tuple(fit_lengths),
-        fit_batches=tuple(fit_batches), check_batch=check_batch, prompts=(len(halves[0]), len(halves[1])),
-    )  # fmt: skip
+        checks(costs),
+        costs,
+        worst_error_of_lines=_worst(lines),
+        fit_lengths=tuple(fit_lengths),
+        fit_batches=tuple(fit_batches),
+        check_batch=check_batch,
+        prompts=(len(halves[0]), len(halves[1])),
+    )
 
 
 def _decode(
@@ -180,9 +190,11 @@ def _decode(
                     rows[name] += timing.rows
     return {
         name: Texts(
-            seconds_PR=seconds[name], rounds_R=rounds[name], rows=tuple(rows[name]),
+            seconds_PR=seconds[name],
+            rounds_R=rounds[name],
+            rows=tuple(rows[name]),
             tokens=side.workload.max_new_tokens,
-        )  # fmt: skip
+        )
         for name, side in sides.items()
     }
 
@@ -205,12 +217,15 @@ def _check(forecast: Forecast, texts: Texts, batch: int, cost_was_fitted: bool) 
     rounds = texts.rounds_R.sum() / tokens
     round_ms = measured * batch / rounds
     return Check(
-        draft_length=forecast.draft_length, cost_was_fitted=cost_was_fitted, forecast=forecast.ms_per_token,
-        measured=float(measured), error=float(forecast.ms_per_token.value / measured - 1),
+        draft_length=forecast.draft_length,
+        cost_was_fitted=cost_was_fitted,
+        forecast=forecast.ms_per_token,
+        measured=float(measured),
+        error=float(forecast.ms_per_token.value / measured - 1),
         noise=float((totals.max() - totals.min()) / totals.mean()),
         rounds_error=float(forecast.rounds_per_token / rounds - 1),
         round_ms_error=float(forecast.round_ms / round_ms - 1),
-    )  # fmt: skip
+    )
 
 
 def _worst(checks: Sequence[Check]) -> float:
@@ -223,7 +238,12 @@ def _summary(checks: Sequence[Check], costs: CostTable, **asked: Any) -> Agreeme
     by_forecast = min(checks, key=lambda check: check.forecast.value)
     by_clock = min(checks, key=lambda check: check.measured)
     return Agreement(
-        costs=costs, checks=tuple(checks), worst_error=_worst(checks),
-        worst_noise=max(check.noise for check in checks), best_forecast=by_forecast.draft_length,
-        best_measured=by_clock.draft_length, lost=by_forecast.measured / by_clock.measured - 1, **asked,
-    )  # fmt: skip
+        costs=costs,
+        checks=tuple(checks),
+        worst_error=_worst(checks),
+        worst_noise=max(check.noise for check in checks),
+        best_forecast=by_forecast.draft_length,
+        best_measured=by_clock.draft_length,
+        lost=by_forecast.measured / by_clock.measured - 1,
+        **asked,
+    )

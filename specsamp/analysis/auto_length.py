@@ -7,7 +7,7 @@ target's matrices, which are timed for every K. Programs of rounds are those tha
 picked is often compiled already. The answer is kept as long as the pair is.
 
 The noise of these rounds is no noise of the completions. Were it the same, K would depend on the very numbers
-that decide what is emitted, and the completions would no longer follow the target's law.
+that decide what is emitted, and the completions would no longer follow the target's distribution.
 """
 
 from __future__ import annotations
@@ -111,24 +111,33 @@ def calibrate(job_of: Callable[[int], Job], longest: int) -> Plan:
     if counts == counts[:1] * REPEATS:  # greedy: every repeat is the same
         del counts[1:]
     texts = [functools.reduce(operator.add, repeats) for repeats in zip(*counts, strict=True)]
-    if not any(text.rounds for text in texts):  # the target's logits are no law: it ends at once, with any K
+    if not any(text.rounds for text in texts):  # the target's logits are no distribution: it ends at once, with any K
         return make_plan(Profile.of_rate(0), _costs(seconds, job.rows, {}), draft_lengths=[0], batch=job.rows)
     products_ms = {rows // batch * job.rows: ms for rows, ms in products.samples_ms().items()}
     acceptance = Profile.of_texts(texts, [row // job.num_samples for row in range(job.rows)])
     return make_plan(
-        acceptance, _costs(seconds, job.rows, products_ms), draft_lengths=lengths, batch=job.rows,
+        acceptance,
+        _costs(seconds, job.rows, products_ms),
+        draft_lengths=lengths,
+        batch=job.rows,
         new_tokens=int(np.clip(_budget(job), 1, LONGEST_TEXT)),
-    )  # fmt: skip
+    )
 
 
 def _costs(seconds: Mapping[int, list[float]], batch: int, products_ms: Mapping[int, np.ndarray]) -> CostTable:
     """Medians. Products that take longer than rounds that hold them were disturbed, or are not the model's."""
     rounds = {K: Spread.of(np.maximum(spent, 1e-9) * 1e3) for K, spent in seconds.items()}
     products = {rows: Spread.of(np.maximum(samples, 1e-6)) for rows, samples in products_ms.items()}
-    within = lambda K: (K + 1) * batch not in products or products[(K + 1) * batch].median < rounds[K].median
+
+    def within(K):
+        return (K + 1) * batch not in products or products[(K + 1) * batch].median < rounds[K].median
+
     if not all(map(within, rounds)):
         products = {}
-    error_of = lambda spreads: float(np.median([one.relative_error(REPEATS) for one in spreads])) if spreads else 0.0
+
+    def error_of(spreads):
+        return float(np.median([one.relative_error(REPEATS) for one in spreads])) if spreads else 0.0
+
     return CostTable(
         rounds=tuple(Round(draft_length=K, ms=one.median, batch=batch) for K, one in rounds.items()),
         error=math.hypot(error_of(rounds.values()), error_of(products.values())),
@@ -165,7 +174,7 @@ def _turned(drafter: Drafter, K: int) -> Drafter:
 
 
 def _key(job: Job) -> Any:
-    """Device, models, rule, drafter, the law and its numbers, the batch, and what its caches hold; not the texts."""
+    """Device, models, rule, drafter, the distribution and its numbers, the batch, and what its caches hold; not the texts."""
     laws = (job.request.sampling, job.request.draft_sampling)
     numbers = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(laws))
     device = jax.devices()[0]
@@ -175,7 +184,10 @@ def _key(job: Job) -> Any:
 
 def _verdict(plan: Plan) -> str:
     best, drafted = plan.best, plan.best_speculative
-    told = lambda one: f"{one.speedup.value:.2f}x forecast ({one.speedup.lower:.2f} to {one.speedup.upper:.2f})"
+
+    def told(one):
+        return f"{one.speedup.value:.2f}x forecast ({one.speedup.lower:.2f} to {one.speedup.upper:.2f})"
+
     if best.draft_length:
         return f'draft_length="auto" is {best.draft_length} for {plan.batch} rows: {told(best)}'
     why = "" if drafted is None else f", the best draft, K = {drafted.draft_length}, is {told(drafted)}"

@@ -29,7 +29,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.described import is_out_of_memory
+from specsamp.tpu.topology import is_out_of_memory
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 9  # repeats of the phases of a round
@@ -76,24 +76,31 @@ class Acceptance:
     rounds: int
     emitted: int
     emitted_per_round: float
-    rate: float | None  # alpha: accepted per judged token; None if nothing was drafted
+    rate: float | None  # alpha: accepted per verified token; None if nothing was drafted
     rate_error: float | None
-    reached: tuple[int, ...]  # per position, rounds in which it was judged
+    reached: tuple[int, ...]  # per position, rounds in which it was verified
     by_position: tuple[float | None, ...]  # accepted, of those reached
     by_position_error: tuple[float | None, ...]
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
 
     @classmethod
     def of(cls, stats: RowStats) -> Acceptance:
-        known = lambda x: None if math.isnan(x) else x
+        def known(x):
+            return None if math.isnan(x) else x
+
         positions = [known(rate) for rate in stats.acceptance_by_position]
         rate = known(stats.acceptance_rate)
         return cls(
-            rounds=stats.rounds, emitted=stats.emitted, emitted_per_round=stats.emitted_per_round,
-            rate=rate, rate_error=_binomial_error(rate, sum(stats.reached)), reached=stats.reached,
-            by_position=tuple(positions), accepted_counts=stats.accepted_counts,
+            rounds=stats.rounds,
+            emitted=stats.emitted,
+            emitted_per_round=stats.emitted_per_round,
+            rate=rate,
+            rate_error=_binomial_error(rate, sum(stats.reached)),
+            reached=stats.reached,
+            by_position=tuple(positions),
+            accepted_counts=stats.accepted_counts,
             by_position_error=tuple(_binomial_error(*pair) for pair in zip(positions, stats.reached, strict=True)),
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,10 +212,13 @@ def _side(decoder: Decoder, timing: np.ndarray, warm_up_seconds: float, token_se
     tokens = decoder.workload.batch * decoder.workload.max_new_tokens
     prefill, seconds, rounds = timing.T
     return Side(
-        draft_length=decoder.loop.drafter.K, ms_per_token=Spread.of(seconds / tokens * 1e3),
-        ms_per_round=Spread.of(seconds / rounds * 1e3), prefill_ms=Spread.of(prefill * 1e3),
-        warm_up_seconds=warm_up_seconds, token_ms=Percentiles.of(token_seconds * 1e3),
-    )  # fmt: skip
+        draft_length=decoder.loop.drafter.K,
+        ms_per_token=Spread.of(seconds / tokens * 1e3),
+        ms_per_round=Spread.of(seconds / rounds * 1e3),
+        prefill_ms=Spread.of(prefill * 1e3),
+        warm_up_seconds=warm_up_seconds,
+        token_ms=Percentiles.of(token_seconds * 1e3),
+    )
 
 
 def _binomial_error(rate: float | None, trials: int) -> float | None:

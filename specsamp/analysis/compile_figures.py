@@ -34,14 +34,23 @@ def draw_shapes(cells: Cells) -> Any:
 def draw_scoring(cells: Cells) -> Any:
     """A call of the target over one of two tokens, against tokens: streaming or computing, whichever is longer."""
     figure, (axis,) = axes_of(1, "tokens in one call")
-    busy = lambda cell: max(cell["streaming_ms"], cell["cycles_ms"])
+
+    def busy(cell):
+        return max(cell["streaming_ms"], cell["cycles_ms"])
+
     for colour, topology in zip(COLOURS, dict.fromkeys(cell["name"]["topology"] for cell in cells)):
         calls = [c for c in cells if c["name"]["topology"] == topology and c["name"]["tokens"] > 1 and "cycles_ms" in c]
         if not calls:
             continue
         tokens = [cell["name"]["tokens"] for cell in calls]
-        axis.plot(tokens, [busy(cell) / busy(calls[0]) for cell in calls], marker="o", markersize=3, color=colour,
-                  label=f"{topology} (ridge {calls[0]['ridge_tokens']:.0f})")  # fmt: skip
+        axis.plot(
+            tokens,
+            [busy(cell) / busy(calls[0]) for cell in calls],
+            marker="o",
+            markersize=3,
+            color=colour,
+            label=f"{topology} (ridge {calls[0]['ridge_tokens']:.0f})",
+        )
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)

@@ -21,27 +21,45 @@ def report_tables(report: Report, weights: int, caches: int, acceptance: Sequenc
     made = [
         Table(
             title=f"One call on one device: {where}",
-            header=("", "tokens", "HBM, GiB", "temporary, MB", "HBM traffic, MB", "floor (half a cache), MB",
-                    "over floor", "collectives", "they carry, MB", "large copies, host"),
+            header=(
+                "",
+                "tokens",
+                "HBM, GiB",
+                "temporary, MB",
+                "HBM traffic, MB",
+                "floor (half a cache), MB",
+                "over floor",
+                "collectives",
+                "they carry, MB",
+                "large copies, host",
+            ),
             rows=[_traffic(program) for program in report.programs],
             note=f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of "
-                 f"{chip.hbm_bytes // chip.devices / GIB:.0f} GiB; the round is draft, score, verify, commit",
+            f"{chip.hbm_bytes // chip.devices / GIB:.0f} GiB; the round is draft, score, verify, commit",
         ),
         Table(
             title="Milliseconds: the longer of streaming and cycles, and collectives one after another",
-            header=("", "streaming", "cycles", "collectives", *(f"at {latency} us" for latency in LATENCIES_US),
-                    "calibrated"),
+            header=(
+                "",
+                "streaming",
+                "cycles",
+                "collectives",
+                *(f"at {latency} us" for latency in LATENCIES_US),
+                "calibrated",
+            ),
             rows=[_times(report, program) for program in fitting],
             note=f"calibrated on {calibrate().points} published steps of TPU v4 at batch 1, off by "
-                 f"{calibrate().error:.0%} at most where one was left out; beyond them nothing checks it",
+            f"{calibrate().error:.0%} at most where one was left out; beyond them nothing checks it",
         ),
-    ]  # fmt: skip
+    ]
     if report.fits and len(fitting) > 1:
-        made.append(Table(
-            title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
-            header=("acceptance", *(f"at {latency} us" for latency in LATENCIES_US), "calibrated"),
-            rows=[_per_token(report, rate) for rate in acceptance],
-        ))  # fmt: skip
+        made.append(
+            Table(
+                title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
+                header=("acceptance", *(f"at {latency} us" for latency in LATENCIES_US), "calibrated"),
+                rows=[_per_token(report, rate) for rate in acceptance],
+            )
+        )
     for program in report.programs:
         if program.out_of_memory:
             lines = [(line,) for line in program.out_of_memory.splitlines()]
@@ -54,20 +72,29 @@ def _traffic(p: Program) -> tuple[str, ...]:
         return (p.name, str(p.tokens), "does not fit", *[""] * 7)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none"
     return (
-        p.name, str(p.tokens), f"{p.memory.total / GIB:.2f}", f"{p.memory.temporaries / 1e6:.0f}",
-        f"{p.hbm_bytes / 1e6:,.0f}", f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
-        f"{p.over_floor:.3f}", kinds, f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
+        p.name,
+        str(p.tokens),
+        f"{p.memory.total / GIB:.2f}",
+        f"{p.memory.temporaries / 1e6:.0f}",
+        f"{p.hbm_bytes / 1e6:,.0f}",
+        f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
+        f"{p.over_floor:.3f}",
+        kinds,
+        f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
         f"{p.num_copies}, {p.host_transfers}",
-    )  # fmt: skip
+    )
 
 
 def _times(report: Report, p: Program) -> tuple[str, ...]:
     chip, (least, likely, most) = report.chip, report.calibrated_ms(p.name)
     return (
-        p.name, f"{p.streaming_ms(chip):.2f}", f"{p.cycles / chip.clock_hz * 1e3:.2f}",
-        str(sum(p.collectives.values())), *(f"{p.milliseconds(chip, latency):.2f}" for latency in LATENCIES_US),
+        p.name,
+        f"{p.streaming_ms(chip):.2f}",
+        f"{p.cycles / chip.clock_hz * 1e3:.2f}",
+        str(sum(p.collectives.values())),
+        *(f"{p.milliseconds(chip, latency):.2f}" for latency in LATENCIES_US),
         f"{likely:.2f} ({least:.2f} to {most:.2f})",
-    )  # fmt: skip
+    )
 
 
 def _per_token(report: Report, rate: float) -> tuple[str, ...]:
@@ -75,22 +102,30 @@ def _per_token(report: Report, rate: float) -> tuple[str, ...]:
     pairs = (report.ms_per_token(emitted, latency) for latency in LATENCIES_US)
     least, likely, most = (ms / emitted for ms in report.calibrated_ms("round"))
     return (
-        f"{rate:.2f}", *(f"{fast:.2f} ({alone:.2f})" for alone, fast in pairs),
+        f"{rate:.2f}",
+        *(f"{fast:.2f} ({alone:.2f})" for alone, fast in pairs),
         f"{likely:.2f}, {least:.2f} to {most:.2f} ({report.calibrated_ms('target step')[1]:.2f})",
-    )  # fmt: skip
+    )
 
 
 def fits_table(grid: Sequence[Mapping[str, Any]], topology: str) -> Table:
     """Batch x context: the share of a device's memory, and how many sequences fit."""
     cells = {(g["context"], g["batch"]): g for g in grid}
     contexts, batches = (sorted({g[name] for g in grid}) for name in ("context", "batch"))
-    percent = lambda share: f"{share:.0%}" if share < 10 else ">1000%"
+
+    def percent(share):
+        return f"{share:.0%}" if share < 10 else ">1000%"
+
     return Table(
         title=f"Weights and caches, share of a device's memory: {topology}",
         header=("slots", *(f"batch {batch}" for batch in batches), "sequences that fit"),
         rows=[
-            (f"{context:,}", *(percent(cells[context, batch]["share"]) for batch in batches),
-             str(cells[context, batches[0]]["most_rows"])) for context in contexts
+            (
+                f"{context:,}",
+                *(percent(cells[context, batch]["share"]) for batch in batches),
+                str(cells[context, batches[0]]["most_rows"]),
+            )
+            for context in contexts
         ],
         note="temporaries come on top",
-    )  # fmt: skip
+    )

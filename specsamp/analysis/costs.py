@@ -79,7 +79,10 @@ class CostTable:
             raise ValueError(f"costs are known at contexts {', '.join(map(str, contexts))}: say which is meant")
         if context is None or not contexts:
             return self._at_context(contexts[0] if contexts else None, draft_length, batch)
-        at = lambda one: self._at_context(one, draft_length, batch)
+
+        def at(one):
+            return self._at_context(one, draft_length, batch)
+
         return _between("context", context, {one: lambda one=one: at(one) for one in contexts})
 
     def _at_context(self, context: int | None, draft_length: int, batch: int) -> float:

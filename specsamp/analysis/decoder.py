@@ -102,11 +102,12 @@ class Decoder:
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
         ids_B = jnp.asarray(ids_B, jnp.int32)
         return Request(
-            sampling=for_rows(self.sampling, work.batch), draft_sampling=for_rows(self.draft_sampling, work.batch),
+            sampling=for_rows(self.sampling, work.batch),
+            draft_sampling=for_rows(self.draft_sampling, work.batch),
             row_keys_B=row_keys(work.seed, ids_B, jnp.zeros_like(ids_B)),
             limits_B=jnp.asarray(lengths_B + work.max_new_tokens),
             stop_ids=jnp.full(4, -1, jnp.int32),
-        )  # fmt: skip
+        )
 
     def prefill(self, repeat: int) -> DecodeState:
         tokens_BP, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
@@ -118,7 +119,7 @@ class Decoder:
         """Decodes the prompts of one repeat to the end; nothing but the loop is in ``loop_seconds``.
 
         Raises:
-          ValueError: a row ended early, because the target's logits were no law.
+          ValueError: a row ended early, because the target's logits were no distribution.
         """
         request = jax.block_until_ready(self.request(repeat))
         start = time.perf_counter()
@@ -131,12 +132,18 @@ class Decoder:
         emitted = [slice(*ends) for ends in zip(lengths_B, state.lengths_B)]
         if (state.lengths_B - lengths_B < self.workload.max_new_tokens).any():
             raise ValueError("the target's logits hold NaN, or nothing finite: a row ended before its last token")
-        of_rows = lambda x_BS: tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
+
+        def of_rows(x_BS):
+            return tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
+
         return Timing(
-            prefill_seconds=middle - start, loop_seconds=end - middle, rounds=int(state.stats.rounds_B.max()),
+            prefill_seconds=middle - start,
+            loop_seconds=end - middle,
+            rounds=int(state.stats.rounds_B.max()),
             rows=tuple(RowStats.of(state.stats, row) for row in range(self.workload.batch)),
-            texts=of_rows(state.tokens_BS), from_draft=of_rows(state.from_draft_BS),
-        )  # fmt: skip
+            texts=of_rows(state.tokens_BS),
+            from_draft=of_rows(state.from_draft_BS),
+        )
 
     def token_seconds(self, repeat: int) -> np.ndarray:
         """How long each token took when rounds are waited for one by one, as a stream does.
@@ -191,11 +198,15 @@ def decoders(
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {
         name: Decoder(
-            loop=loop, weights=pair.weights(loop.drafter, slots), sampling=laws[0], draft_sampling=laws[1],
-            workload=workload, slots=slots,
+            loop=loop,
+            weights=pair.weights(loop.drafter, slots),
+            sampling=laws[0],
+            draft_sampling=laws[1],
+            workload=workload,
+            slots=slots,
         )
         for name, loop in loops.items()
-    }  # fmt: skip
+    }
 
 
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:

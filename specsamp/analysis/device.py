@@ -66,9 +66,11 @@ def memory_use(weights: Any, caches: Any) -> MemoryUse:
     kilobytes = 1 if sys.platform == "darwin" else 1024
     of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes
     return MemoryUse(
-        weights=_bytes(weights), caches=_bytes(caches), peak=of_process if peak is None else peak,
+        weights=_bytes(weights),
+        caches=_bytes(caches),
+        peak=of_process if peak is None else peak,
         peak_is_of="process" if peak is None else "device",
-    )  # fmt: skip
+    )
 
 
 def _bytes(tree: Any) -> int:

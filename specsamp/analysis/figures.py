@@ -19,7 +19,7 @@ COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One law over draft lengths, in shares of plain decoding.
+    """One distribution over draft lengths, in shares of plain decoding.
 
     Each share is of the plain decoding that took turns with it: cells are measured minutes apart, on a machine that
     may be busier by then.
@@ -37,7 +37,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchCurve:
-    """One drafter, rule, law and draft length over batch sizes."""
+    """One drafter, rule, distribution and draft length over batch sizes."""
 
     name: str
     batches: tuple[int, ...]
@@ -46,16 +46,19 @@ class BatchCurve:
 
 
 def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = "model") -> list[Curve]:
-    """One curve for each law, from the cells of this batch, rule and drafter.
+    """One curve for each distribution, from the cells of this batch, rule and drafter.
 
     Raises:
       ValueError: there are none.
     """
     wanted = [
-        cell for cell in cells
-        if "result" in cell and cell["key"]["batch"] == batch and cell["key"].get("draft_temperature") is None
+        cell
+        for cell in cells
+        if "result" in cell
+        and cell["key"]["batch"] == batch
+        and cell["key"].get("draft_temperature") is None
         and (cell["key"]["drafter"] == "none" or (cell["key"]["drafter"], cell["key"]["rule"]) == (drafter, rule))
-    ]  # fmt: skip
+    ]
     groups = _grouped(wanted, law_of).items()
     found = [_curve(name, group) for name, group in groups if any(cell["key"]["draft_length"] for cell in group)]
     if not found:
@@ -64,7 +67,7 @@ def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = 
 
 
 def batch_curves(cells: Cells) -> list[BatchCurve]:
-    """One curve for each drafter, rule, law and K that was measured at two batch sizes or more.
+    """One curve for each drafter, rule, distribution and K that was measured at two batch sizes or more.
 
     Raises:
       ValueError: there are none.
@@ -78,11 +81,12 @@ def batch_curves(cells: Cells) -> list[BatchCurve]:
         speedups = [cell["result"]["speedup"] for cell in group]
         found.append(
             BatchCurve(
-                name=name, batches=tuple(cell["key"]["batch"] for cell in group),
+                name=name,
+                batches=tuple(cell["key"]["batch"] for cell in group),
                 speedup=tuple(one["median"] for one in speedups),
                 quartiles=tuple((one["lower"], one["upper"]) for one in speedups),
             )
-        )  # fmt: skip
+        )
     if not found:
         raise ValueError("no curve over batch sizes: nothing was measured at two of them")
     return found
@@ -108,9 +112,14 @@ def draw_paper(curves: Sequence[Curve]) -> Any:
         share.plot(points, task.emitted_share, **options, label=label)
     plain = published.ROUND_MS[0]
     rounds.plot(
-        range(len(published.ROUND_MS)), [ms / plain for ms in published.ROUND_MS], "o", color="black", markersize=4,
-        label=f"Chen et al. ({plain} ms)", zorder=0,
-    )  # fmt: skip
+        range(len(published.ROUND_MS)),
+        [ms / plain for ms in published.ROUND_MS],
+        "o",
+        color="black",
+        markersize=4,
+        label=f"Chen et al. ({plain} ms)",
+        zorder=0,
+    )
     total.set_title(f"time for {published.TOKENS} tokens, of K = 0", fontsize=10)
     share.set_title("emitted per round, of K + 1", fontsize=10)
     rounds.set_title("time of a round, of K = 0", fontsize=10)
@@ -163,14 +172,15 @@ def _curve(name: str, group: Cells) -> Curve:
     rounds = [[result[side]["ms_per_round"]["median"] for side in sides] for result in results]
     emitted = [1.0 if K == 0 else result["acceptance"]["emitted_per_round"] for K, result in zip(lengths, results)]
     return Curve(
-        name=name, draft_lengths=lengths,
+        name=name,
+        draft_lengths=lengths,
         plain_ms=published.TOKENS * group[0]["key"]["batch"] * results[0]["autoregressive"]["ms_per_token"]["median"],
         total=tuple(1 / result["speedup"]["median"] for result in results),
         quartiles=tuple((1 / result["speedup"]["upper"], 1 / result["speedup"]["lower"]) for result in results),
         emitted_share=tuple(e / (K + 1) for K, e in zip(lengths, emitted)),
         round=tuple(drafted / plain for drafted, plain in rounds),
         parts=_parts(lengths, results),
-    )  # fmt: skip
+    )
 
 
 def _parts(lengths: Sequence[int], results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:

@@ -35,7 +35,7 @@ from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.described import is_out_of_memory
+from specsamp.tpu.topology import is_out_of_memory
 
 Key = Mapping[str, Any]  # names and numbers
 CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
@@ -43,7 +43,7 @@ CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,53
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One drafter, rule, law and batch."""
+    """One drafter, rule, distribution and batch."""
 
     key: Key
     drafter: Drafter
@@ -108,7 +108,10 @@ class Results:
         """
         identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
         added = Results.open(self.path, identity).cells if writes else []
-        name = lambda one: json.dumps(one["key"], sort_keys=True)
+
+        def name(one):
+            return json.dumps(one["key"], sort_keys=True)
+
         last = json.loads(report.to_json(cell))
         cells = {name(one): one for one in [*self.cells, *added, last]}  # of equal keys the last
         self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
@@ -156,13 +159,22 @@ def measure_cells(
         cell = cells[number]
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         started = datetime.datetime.now(datetime.UTC)
-        say = lambda text, where=where: progress(f"{where}: {text}")
+
+        def say(text, where=where):
+            return progress(f"{where}: {text}")
+
         measured = outcome_of(
             functools.partial(
-                benchmark, pair, cell.drafter, cell.rule, cell.sampling, cell.workload, say,
+                benchmark,
+                pair,
+                cell.drafter,
+                cell.rule,
+                cell.sampling,
+                cell.workload,
+                say,
                 draft_sampling=cell.draft_sampling,
             )
-        )  # fmt: skip
+        )
         if "result" in measured:
             now.append((cell, measured["result"]))
         if len(now) % CELLS_BETWEEN_CLEARING == 0:
@@ -207,10 +219,13 @@ def describe(key: Key) -> str:
 
 def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, Any]]:
     """Measured cells whose key has these values; plain decoding has any drafter and rule."""
-    fits = lambda cell: all(
-        cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
-        for name, value in key.items()
-    )
+
+    def fits(cell):
+        return all(
+            cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
+            for name, value in key.items()
+        )
+
     return [cell for cell in cells if "result" in cell and fits(cell)]
 
 
@@ -223,7 +238,10 @@ def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
     rounds, errors = [], []
     for batch in sorted({cell["key"]["batch"] for cell in cells}):
         here = [cell for cell in cells if cell["key"]["batch"] == batch]
-        spread = lambda cell, side: Spread(**cell["result"][side]["ms_per_round"])
+
+        def spread(cell, side):
+            return Spread(**cell["result"][side]["ms_per_round"])
+
         step_ms = float(np.median([spread(cell, "autoregressive").median for cell in here]))
         rounds.append(Round(draft_length=0, batch=batch, ms=step_ms))
         for cell in (cell for cell in here if cell["key"]["draft_length"]):
@@ -250,7 +268,7 @@ def _products_ms(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) ->
 
 
 def measured_acceptance(cells: Sequence[Mapping[str, Any]]) -> ByLength:
-    """Of each K, from cells of one rule, drafter and law, which do not tell their texts apart.
+    """Of each K, from cells of one rule, drafter and distribution, which do not tell their texts apart.
 
     Cells of several batches share texts, so the one with most rounds speaks for its K.
 
@@ -264,9 +282,9 @@ def measured_acceptance(cells: Sequence[Mapping[str, Any]]) -> ByLength:
             most[K] = counts
     if not most:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    return ByLength({
-        K: Profile.of_histogram(counts["accepted_counts"], counts["reached"]) for K, counts in most.items()
-    })  # fmt: skip
+    return ByLength(
+        {K: Profile.of_histogram(counts["accepted_counts"], counts["reached"]) for K, counts in most.items()}
+    )
 
 
 def set_aside(path: str | os.PathLike) -> str:
@@ -292,4 +310,3 @@ def _flat(tree: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {name: tree}
     return {k: v for key, value in tree.items() for k, v in _flat(value, f"{name}.{key}" if name else key).items()}
-

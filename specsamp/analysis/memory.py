@@ -52,7 +52,10 @@ def memory_grid(
     points = []
     for batch, draft_length, vocab_size in grid:
         progress(f"compiling: B = {batch}, K = {draft_length}, V = {vocab_size}")
-        sized = lambda config: TransformerLM.here(dataclasses.replace(config, vocab_size=vocab_size))
+
+        def sized(config):
+            return TransformerLM.here(dataclasses.replace(config, vocab_size=vocab_size))
+
         drafter = ModelDrafter(sized(draft), draft_length, decode_window()) if draft_length else NoDrafter()
         loop = Loop(target=sized(target), drafter=drafter, rule=rule, window=decode_window())
         points.append(loop_memory(loop, sampling, batch=batch, slots=slots))
@@ -69,11 +72,14 @@ def loop_memory(loop: Loop, sampling: Warp, *, batch: int, slots: int) -> LoopMe
     compiled = Loop.run.lower(loop, weights, request, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
     rows, caches = loop.drafter.K + 1, jax.tree.leaves((state.cache, state.drafter_state))
     return LoopMemory(
-        batch=batch, draft_length=loop.drafter.K, vocab_size=loop.target.vocab_size, slots=slots,
+        batch=batch,
+        draft_length=loop.drafter.K,
+        vocab_size=loop.target.vocab_size,
+        slots=slots,
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         logits_bytes=4 * batch * rows * loop.target.vocab_size,
         cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
-    )  # fmt: skip
+    )
 
 
 def _prepared(model: TransformerLM | None, slots: int) -> Any:
@@ -84,6 +90,9 @@ def _request(sampling: Warp, batch: int) -> Request:
     sampling_B = jax.tree.map(jnp.asarray, for_rows(sampling, batch))
     zeros_B = jnp.zeros(batch, jnp.int32)
     return Request(
-        sampling=sampling_B, draft_sampling=sampling_B, row_keys_B=row_keys(0, zeros_B, zeros_B), limits_B=zeros_B,
+        sampling=sampling_B,
+        draft_sampling=sampling_B,
+        row_keys_B=row_keys(0, zeros_B, zeros_B),
+        limits_B=zeros_B,
         stop_ids=jnp.full(4, -1, jnp.int32),
-    )  # fmt: skip
+    )

@@ -135,16 +135,20 @@ def _read_one_logit(logits_BV: Array, offset: Array | int, drafter: int = 0) -> 
 
 
 @functools.partial(
-    compiling.jit, options_of=lambda phase, loop, *_, **__: loop.compiler_options,
-    static_argnames=("phase", "loop"), donate_argnames="board",
-)  # fmt: skip
+    compiling.jit,
+    options_of=lambda phase, loop, *_, **__: loop.compiler_options,
+    static_argnames=("phase", "loop"),
+    donate_argnames="board",
+)
 def repeat(
     phase: Phase, loop: Loop, weights: Weights, request: Request, board: Board, iterations: Array | int
 ) -> Board:
     """Runs ``phase`` ``iterations`` times, one after the other."""
 
     def times(weights: Weights, request: Request, board: Board, iterations: Array | int) -> Board:
-        step = lambda _, board: phase(loop, weights, request, jax.lax.optimization_barrier(board))
+        def step(_, board):
+            return phase(loop, weights, request, jax.lax.optimization_barrier(board))
+
         return jax.lax.fori_loop(0, iterations, step, board)
 
     by_rows = (False, Request.by_rows(), True, False)
@@ -178,5 +182,8 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
     """
     said = getattr(model, "streamed", None)
     matrices = said(weights) if said else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
-    spread = lambda leaf: isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
+
+    def spread(leaf):
+        return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
+
     return [leaf.addressable_shards[0].data if spread(leaf) else leaf for leaf in matrices]

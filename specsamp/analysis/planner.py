@@ -7,7 +7,7 @@ A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) an
 (`specsamp.analysis.costs`); K = 0 is plain decoding and competes with the others.
 
 A batch ends with its slowest row. With ``new_tokens`` the planner counts how many rounds the slowest of B
-rows needs: the law of what a row has emitted after r rounds is carried from round to round, exactly, with
+rows needs: the distribution of what a row has emitted after r rounds is carried from round to round, exactly, with
 the budget cutting the last one; then ``E[max] = sum_r 1 - P(R <= r)^B``. Rows are texts drawn at random from
 those of the profile. Without ``new_tokens`` rows never end (a server that refills them).
 """
@@ -100,11 +100,14 @@ def make_plan(
         both_clocks = costs.error * math.sqrt(2) if K else 0.0
         forecasts.append(
             Forecast(
-                draft_length=K, tokens_per_round=tokens, rounds_per_token=rounds, round_ms=round_ms,
+                draft_length=K,
+                tokens_per_round=tokens,
+                rounds_per_token=rounds,
+                round_ms=round_ms,
                 ms_per_token=Band.around(ms, math.hypot(tokens.relative_error, costs.error)),
                 speedup=Band.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
             )
-        )  # fmt: skip
+        )
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))
 
 

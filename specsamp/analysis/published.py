@@ -20,11 +20,17 @@ class Task:
 
 
 HUMANEVAL = Task(
-    name="HumanEval", alpha=0.885, total_ms=(1805, 1108, 875, 777, 735, 710, 697, 675),
-    emitted_share=(1, 0.945, 0.887, 0.838, 0.797, 0.752, 0.712, 0.677), ms_per_token=5.73,
-)  # fmt: skip
+    name="HumanEval",
+    alpha=0.885,
+    total_ms=(1805, 1108, 875, 777, 735, 710, 697, 675),
+    emitted_share=(1, 0.945, 0.887, 0.838, 0.797, 0.752, 0.712, 0.677),
+    ms_per_token=5.73,
+)
 XSUM = Task(
-    name="XSum", alpha=0.755, total_ms=(1805, 1197, 993, 935, 943, 965, 990, 1002),
-    emitted_share=(1, 0.875, 0.78, 0.695, 0.618, 0.553, 0.50, 0.455), ms_per_token=7.52,
-)  # fmt: skip
+    name="XSum",
+    alpha=0.755,
+    total_ms=(1805, 1197, 993, 935, 943, 965, 990, 1002),
+    emitted_share=(1, 0.875, 0.78, 0.695, 0.618, 0.553, 0.50, 0.455),
+    ms_per_token=7.52,
+)
 TASKS = (HUMANEVAL, XSUM)

@@ -81,19 +81,23 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
 
 
 def memory_table(grid: Iterable[LoopMemory]) -> Table:
-    megabytes = lambda size: f"{size / 1e6:.2f}"
+    def megabytes(size):
+        return f"{size / 1e6:.2f}"
+
     return Table(
         title="Memory of the loop beside weights and state, MB, as compiled",
         header=("B, K, V", "loop", "B(K+1)V floats", "ratio", "caches, in the state"),
         rows=[
             (
-                f"{point.batch}, {point.draft_length}, {point.vocab_size}", megabytes(point.temp_bytes),
-                megabytes(point.logits_bytes), f"{point.temp_bytes / point.logits_bytes:.1f}",
+                f"{point.batch}, {point.draft_length}, {point.vocab_size}",
+                megabytes(point.temp_bytes),
+                megabytes(point.logits_bytes),
+                f"{point.temp_bytes / point.logits_bytes:.1f}",
                 megabytes(point.cache_bytes),
             )
             for point in grid
         ],
-    )  # fmt: skip
+    )
 
 
 def curve_table(law: str, curve: Curve) -> Table:
@@ -104,23 +108,36 @@ def curve_table(law: str, curve: Curve) -> Table:
         costs, counts = point.costs, point.acceptance
         return (
             f"{point.rule}, K = {point.draft_length}{' *' if point is best[point.rule] else ''}",
-            spread(point.ms_per_token), spread(point.speedup, "x"), f"{counts.rate or 0:.3f}",
-            f"{counts.emitted_per_round:.2f}", f"{costs.draft_call / costs.target_step:.3f}",
-            f"{costs.score / costs.target_step:.2f}", f"{point.allowed:.2f}x", f"{point.efficiency:.0%}",
+            spread(point.ms_per_token),
+            spread(point.speedup, "x"),
+            f"{counts.rate or 0:.3f}",
+            f"{counts.emitted_per_round:.2f}",
+            f"{costs.draft_call / costs.target_step:.3f}",
+            f"{costs.score / costs.target_step:.2f}",
+            f"{point.allowed:.2f}x",
+            f"{point.efficiency:.0%}",
             f"{point.efficiency_of_rounds:.0%}",
-        )  # fmt: skip
+        )
 
     same = "" if curve.same_tokens is None else f"; the same tokens on {curve.same_tokens} of {curve.prompts} prompts"
     return Table(
         title=f"{law}: autoregressive {spread(curve.ms_per_token)} ms per token{same}",
         header=(
-            "", "ms per token", "speedup", "acceptance", "per round", "draft call", "scoring", "allowed", "reached",
+            "",
+            "ms per token",
+            "speedup",
+            "acceptance",
+            "per round",
+            "draft call",
+            "scoring",
+            "allowed",
+            "reached",
             "by rounds",
         ),
         rows=[row(point) for point in curve.points],
         note="median over prompts ± half the distance of the quartiles; draft call and scoring in steps of the target; "
         "allowed by the measured acceptance and costs; * is best",
-    )  # fmt: skip
+    )
 
 
 def show(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
@@ -171,10 +188,11 @@ def _acceptance_table(counts: Acceptance) -> Table:
         title="Drafted tokens: accepted where judged, ± standard error",
         header=("position", "judged", "accepted", "rounds with so many"),
         rows=[
-            ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"), *rows,
+            ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"),
+            *rows,
             ("all", str(sum(counts.reached)), with_error(counts.rate, counts.rate_error), f"of {counts.rounds}"),
         ],
-    )  # fmt: skip
+    )
 
 
 def _split_table(split: RoundSplit) -> Table:
@@ -240,9 +258,13 @@ def with_error(rate: float | None, error: float | None) -> str:
 def _plain(table: Table) -> str:
     cells = [tuple(table.header), *map(tuple, table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    align = lambda row: "  ".join(
-        cell.ljust(width) if i < table.left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
-    ).rstrip()
+
+    def align(row):
+        return "  ".join(
+            cell.ljust(width) if i < table.left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+
     return "\n".join([table.title, *map(align, cells), *([table.note] if table.note else [])])
 
 

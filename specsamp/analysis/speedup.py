@@ -125,40 +125,66 @@ def speedup_curve(
         counts = functools.reduce(operator.add, (prompt[0].stats for prompt in timings[label]))
         points.append(
             _point(
-                rule, K, seconds[BASELINE], seconds[label], Spread.of(seconds[label] / tokens * 1e3),
-                Acceptance.of(counts), costs[K],
+                rule,
+                K,
+                seconds[BASELINE],
+                seconds[label],
+                Spread.of(seconds[label] / tokens * 1e3),
+                Acceptance.of(counts),
+                costs[K],
             )
-        )  # fmt: skip
-    texts = lambda name: [prompt[0].texts for prompt in timings[name]]
+        )
+
+    def texts(name):
+        return [prompt[0].texts for prompt in timings[name]]
+
     same = [all(one == texts(BASELINE)[i] for one in row) for i, row in enumerate(zip(*map(texts, labels)))]
     return Curve(
-        ms_per_token=Spread.of(seconds[BASELINE] / tokens * 1e3), points=tuple(points), prompts=workload.repeats,
+        ms_per_token=Spread.of(seconds[BASELINE] / tokens * 1e3),
+        points=tuple(points),
+        prompts=workload.repeats,
         same_tokens=sum(same) if deterministic else None,
-    )  # fmt: skip
+    )
 
 
 def _point(
-    rule: str, draft_length: int, plain_P: np.ndarray, drafted_P: np.ndarray, ms_per_token: Spread,
-    acceptance: Acceptance, costs: Costs,
-) -> Point:  # fmt: skip
+    rule: str,
+    draft_length: int,
+    plain_P: np.ndarray,
+    drafted_P: np.ndarray,
+    ms_per_token: Spread,
+    acceptance: Acceptance,
+    costs: Costs,
+) -> Point:
     overall = float(plain_P.sum() / drafted_P.sum())
     allowed = expected_tokens(acceptance.rate or 0.0, draft_length) / costs.least_round
     return Point(
-        rule=rule, draft_length=draft_length, speedup=Spread.of(plain_P / drafted_P), overall=overall,
-        ms_per_token=ms_per_token, acceptance=acceptance, costs=costs, allowed=allowed, efficiency=overall / allowed,
+        rule=rule,
+        draft_length=draft_length,
+        speedup=Spread.of(plain_P / drafted_P),
+        overall=overall,
+        ms_per_token=ms_per_token,
+        acceptance=acceptance,
+        costs=costs,
+        allowed=allowed,
+        efficiency=overall / allowed,
         efficiency_of_rounds=overall / (acceptance.emitted_per_round / costs.least_round),
-    )  # fmt: skip
+    )
 
 
 def _clock(speculative: Decoder, autoregressive: Decoder, progress: Callable[[str], None]) -> PhaseClock:
-    say = lambda text: progress(f"costs at K = {speculative.loop.drafter.K}: {text}")
+    def say(text):
+        return progress(f"costs at K = {speculative.loop.drafter.K}: {text}")
+
     return PhaseClock(speculative.running(), autoregressive.running(), say)
 
 
 def _costs(draft_length: int, split: RoundSplit) -> Costs:
     return Costs(
-        target_step=split.step.ms.median, draft_call=split.draft_model.ms.median / draft_length,
-        score=split.score.ms.median, least_round=split.least_round.median,
+        target_step=split.step.ms.median,
+        draft_call=split.draft_model.ms.median / draft_length,
+        score=split.score.ms.median,
+        least_round=split.least_round.median,
         draws_and_verdict=split.draft_sampling.median + split.verify.ms.median + split.commit.ms.median,
         streaming_share=split.stream_step.ms.median / split.step.ms.median,
-    )  # fmt: skip
+    )

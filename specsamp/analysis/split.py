@@ -88,11 +88,16 @@ class PhaseClock:
         _refuse_without_jit()
         spec, auto = _Bench(*speculative), _Bench(*autoregressive)
         self._runs: dict[str, Run] = {  # in this order: the first five read the target's weights
-            "round": spec.run(phases.whole_round), "score": spec.run(phases.score), "stream_score": spec.run_stream(),
-            "step": auto.run(phases.whole_round), "stream_step": auto.run_stream(),
-            "draft_model": spec.run(phases.draft_model), "draft": spec.run(phases.draft),
-            "verify": spec.run(phases.verify), "commit": spec.run(phases.commit),
-        }  # fmt: skip
+            "round": spec.run(phases.whole_round),
+            "score": spec.run(phases.score),
+            "stream_score": spec.run_stream(),
+            "step": auto.run(phases.whole_round),
+            "stream_step": auto.run_stream(),
+            "draft_model": spec.run(phases.draft_model),
+            "draft": spec.run(phases.draft),
+            "verify": spec.run(phases.verify),
+            "commit": spec.run(phases.commit),
+        }
         self._streamed_bytes = sum(matrix.nbytes for matrix in spec.matrices)
         self._iterations = {}
         self._ms: dict[str, list[tuple[float, float]]] = {}  # per iteration, at n and at n / 2
@@ -143,9 +148,14 @@ class ProductClock:
     """
 
     def __init__(
-        self, loop: Loop, weights: Weights, calls: Iterable[tuple[int, int]], *, seconds: float = SECONDS_PER_SAMPLE,
+        self,
+        loop: Loop,
+        weights: Weights,
+        calls: Iterable[tuple[int, int]],
+        *,
+        seconds: float = SECONDS_PER_SAMPLE,
         progress: Callable[[str], None] = lambda text: None,
-    ):  # fmt: skip
+    ):
         _refuse_without_jit()
         says = getattr(loop.target, "streamed", None) is not None
         matrices = phases.matrices_of(loop.target, weights.target) if says else []
@@ -176,7 +186,8 @@ def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_byt
     return RoundSplit(
         **{
             name: PhaseTime(
-                ms=Spread.of(at_n[name]), iterations=iterations[name],
+                ms=Spread.of(at_n[name]),
+                iterations=iterations[name],
                 linearity=float(np.median(samples[:, 0] / samples[:, 1])),
             )
             for name, samples in ms.items()
@@ -189,7 +200,7 @@ def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_byt
         streamed_bytes=streamed_bytes,
         step_gb_per_s=Spread.of(streamed_bytes / at_n["step"] / 1e6),
         stream_gb_per_s=Spread.of(streamed_bytes / at_n["stream_step"] / 1e6),
-    )  # fmt: skip
+    )
 
 
 class _Bench:

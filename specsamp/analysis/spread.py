@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of a normal law: the standard error of a median of many samples, over the distance of its quartiles and by the root
+# Of a normal distribution: the standard error of a median of many samples, over the distance of its quartiles and by the root
 # of their number.
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 

@@ -2,7 +2,7 @@
 
 With random weights hardly a draft is accepted, so the time of a *token* means nothing. `SyntheticAcceptance` does
 all the work of a rule and then accepts every drafted token with a given chance, whatever the models think. What
-is emitted follows no model's law: ``exact`` is false, and every result made with it says so.
+is emitted follows no model's distribution: ``exact`` is false, and every result made with it says so.
 """
 
 from __future__ import annotations

@@ -13,9 +13,12 @@ from specsamp.evaluation.audit import CHECKS, Audit
 
 
 def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
-    """One row for each cell of a file of `specsamp.analysis.grid`; the quickest of each law and batch is starred."""
+    """One row for each cell of a file of `specsamp.analysis.grid`; the quickest of each distribution and batch is starred."""
     cells = list(cells)
-    law = lambda cell: (law_of(cell["key"]), cell["key"]["batch"])
+
+    def law(cell):
+        return (law_of(cell["key"]), cell["key"]["batch"])
+
     best: dict[tuple, float] = {}
     for cell in cells:
         if "result" in cell:
@@ -26,44 +29,67 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
         if "result" not in cell:
             return describe(cell["key"]), "out of memory", *[""] * 8
         result = cell["result"]
-        show = lambda value, unit="": "" if value is None else spread(Spread(**value), unit)
+
+        def show(value, unit=""):
+            return "" if value is None else spread(Spread(**value), unit)
+
         plain, drafted, counts = result["autoregressive"], result["speculative"], result["acceptance"]
         split, star = result["split"], " *" if result["speedup"]["median"] == best[law(cell)] else ""
         parts = ""
         if split is not None:
             parts = " + ".join(f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify"))
         return (
-            describe(cell["key"]) + star, show(plain["ms_per_token"]), show(drafted["ms_per_token"]),
-            show(result["speedup"], "x"), with_error(counts["rate"], counts["rate_error"]),
-            f"{counts['emitted_per_round']:.2f}", parts,
+            describe(cell["key"]) + star,
+            show(plain["ms_per_token"]),
+            show(drafted["ms_per_token"]),
+            show(result["speedup"], "x"),
+            with_error(counts["rate"], counts["rate_error"]),
+            f"{counts['emitted_per_round']:.2f}",
+            parts,
             f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
-            f"{drafted['prefill_ms']['median']:.3g}", show(result["streaming_share"], "%"),
-        )  # fmt: skip
+            f"{drafted['prefill_ms']['median']:.3g}",
+            show(result["streaming_share"], "%"),
+        )
 
     return Table(
         title=title,
         header=(
-            "", "plain, ms per token", "drafted", "speedup", "acceptance", "per round", "draft + score + verify, ms",
-            "a token: p50, p99", "prefill, ms", "streaming",
+            "",
+            "plain, ms per token",
+            "drafted",
+            "speedup",
+            "acceptance",
+            "per round",
+            "draft + score + verify, ms",
+            "a token: p50, p99",
+            "prefill, ms",
+            "streaming",
         ),
         rows=[row(cell) for cell in cells],
         note="median ± half the distance of the quartiles; acceptance ± standard error, of judged tokens; ms per token "
         "over all rows, a token's own ms with rounds waited for one by one; streaming: weights per second of a plain "
         "round, of what the device reached with one matrix of that size; * is the best of its law and batch",
-    )  # fmt: skip
+    )
 
 
 def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
     """One row for each draft length that was forecast and measured."""
-    percent = lambda share: f"{share:+.1%}"
+
+    def percent(share):
+        return f"{share:+.1%}"
+
     rows = [
         (
-            f"K = {check.draft_length}{' (fitted)' if check.cost_was_fitted else ''}", band(check.forecast),
-            f"{check.measured:.3g}", percent(check.error), percent(check.rounds_error), percent(check.round_ms_error),
+            f"K = {check.draft_length}{' (fitted)' if check.cost_was_fitted else ''}",
+            band(check.forecast),
+            f"{check.measured:.3g}",
+            percent(check.error),
+            percent(check.rounds_error),
+            percent(check.round_ms_error),
             f"{check.noise:.1%}",
         )
         for check in found.checks
-    ]  # fmt: skip
+    ]
     fitted = ", ".join(map(str, sorted({0, *found.fit_lengths})))
     return Table(
         title=f"{where}: forecast from K = {fitted} at batch {', '.join(map(str, found.fit_batches))} on other prompts",

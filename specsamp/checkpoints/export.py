@@ -14,13 +14,13 @@ import numpy as np
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.families import ACTIVATIONS, FAMILIES, config_of
-from specsamp.checkpoints.names import sizes, source_of
-from specsamp.checkpoints.shards import INDEX, SINGLE
+from specsamp.checkpoints.architectures import ACTIVATIONS, FAMILIES, config_of
+from specsamp.checkpoints.params import check_shapes, named
+from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
+from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import TransformerConfig
-from specsamp.models.params import check_shapes, named
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import JsonTokenizer
 
 # Without the first there is no model. Numbered files are read by way of an index only.
 WRITTEN = ("config.json", INDEX, SINGLE, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -62,9 +62,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     if tokenizer is not None:
         storage.write(place / "tokenizer.json", tokenizer.to_json())
         end = None if tokenizer.eos_id is None else tokenizer.token(tokenizer.eos_id)
-        _write_json(
-            place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        )  # fmt: skip
+        _write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
         _write_json(place / "generation_config.json", {"eos_token_id": tokenizer.eos_id})
     _write_json(place / "config.json", content)
 
@@ -75,16 +73,24 @@ def describe(config: TransformerConfig, eos_id: int | None) -> dict:
     content = {
         "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
         "model_type": "llama" if config.gated else "arcee",
-        "vocab_size": config.vocab_size, "hidden_size": config.width, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size, "intermediate_size": config.feedforward_width,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.feedforward_width,
         "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_epsilon, "hidden_act": theirs[config.activation],
-        "tie_word_embeddings": config.tied, "attention_bias": config.attention_bias,
-        "mlp_bias": config.feedforward_bias, "rope_theta": config.rotary_base,
+        "rms_norm_eps": config.norm_epsilon,
+        "hidden_act": theirs[config.activation],
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.feedforward_bias,
+        "rope_theta": config.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
-        "bos_token_id": None, "eos_token_id": eos_id,
-    }  # fmt: skip
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+    }
     _, read = config_of("config.json", content, config.dtype)
     different = [
         f"{field.name} = {getattr(config, field.name)!r}"

@@ -24,14 +24,14 @@ import numpy as np
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.families import Family, config_of
-from specsamp.checkpoints.names import BUFFERS, Source, sizes, source_of
-from specsamp.checkpoints.shards import DTYPES, INDEX, PICKLES, SINGLE, Tensor, find_tensors, refuse_pickles
-from specsamp.mesh.on_mesh import OnMesh, placed_params
+from specsamp.checkpoints.architectures import Family, config_of
+from specsamp.checkpoints.params import MOST_SHOWN, named, nested
+from specsamp.checkpoints.safetensors_io import DTYPES, INDEX, PICKLES, SINGLE, Tensor, find_tensors, refuse_pickles
+from specsamp.checkpoints.tensor_names import BUFFERS, Source, sizes, source_of
+from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import TransformerConfig
-from specsamp.models.params import MOST_SHOWN, named, nested
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import JsonTokenizer, SentencePieceTokenizer
 
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
 Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -92,7 +92,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
       ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding, but
-        for added tokens, which are left out of it (`specsamp.checkpoints.pair.differences` says so).
+        for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
     """
     folder, from_hub = _find_folder(os.fspath(name))
     content = _read_json(folder / "config.json")
@@ -110,12 +110,19 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     if beyond:
         raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
     return Checkpoint(
-        name=os.fspath(name), folder=folder, from_hub=from_hub, family=family, config=config, tokenizer=tokenizer,
+        name=os.fspath(name),
+        folder=folder,
+        from_hub=from_hub,
+        family=family,
+        config=config,
+        tokenizer=tokenizer,
         stop_ids=stop_ids,
-    )  # fmt: skip
+    )
 
 
-def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None) -> Any:
+def read_params(
+    checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: Progress = lambda *_: None
+) -> Any:
     """The parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
 
     Args:
@@ -129,7 +136,10 @@ def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress:
     check_same_model(checkpoint, model.config)
     tensors, sources, config = checkpoint.tensors, checkpoint.sources(), model.config
     places, done, params = named(placed_params(model)), 0, {}
-    size = lambda leaf: leaf.size * leaf.dtype.itemsize
+
+    def size(leaf):
+        return leaf.size * leaf.dtype.itemsize
+
     total = sum(map(size, places.values()))
     for name, leaf in places.items():
         source = sources[name]
@@ -218,7 +228,7 @@ def _refuse_what_the_hub_has(name: str) -> None:
 
     try:
         files = huggingface_hub.list_repo_files(name)
-    except Exception:  # without a network, what is here of the model is all that can be judged
+    except Exception:  # without a network, what is here of the model is all that can be verified
         return
     pickles = sorted(file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES))
     if pickles:
@@ -251,7 +261,10 @@ def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint
     unread = {name for name in found.keys() - wanted.keys() if not BUFFERS.search(name)}
     if config.tied:  # some files repeat the embedding
         unread -= {source_of("output_embedding", checkpoint.family.names).tensor}
-    of = lambda name: f"{name} {found[name].shape} in {found[name].file.name}"
+
+    def of(name):
+        return f"{name} {found[name].shape} in {found[name].file.name}"
+
     problems = [
         ("missing", [f"{name} {shape}" for name, shape in wanted.items() if name not in found]),
         ("not part of the model", [of(name) for name in sorted(unread)]),
@@ -264,15 +277,16 @@ def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint
             ],
         ),
     ]
-    problems.append((
-        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})",
-        [f"{of(name)}: {found[name].kind}" for name in wanted if name in found and found[name].kind not in DTYPES],
-    ))  # fmt: skip
+    problems.append(
+        (
+            f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})",
+            [f"{of(name)}: {found[name].kind}" for name in wanted if name in found and found[name].kind not in DTYPES],
+        )
+    )
     if any(names for _, names in problems):
-        shown = lambda names: "; ".join(names[:MOST_SHOWN]) + (" ..." if len(names) > MOST_SHOWN else "")
-        described = [
-            f"{len(names)} tensors are {what}: {shown(names)}"
-            for what, names in problems
-            if names
-        ]
+
+        def shown(names):
+            return "; ".join(names[:MOST_SHOWN]) + (" ..." if len(names) > MOST_SHOWN else "")
+
+        described = [f"{len(names)} tensors are {what}: {shown(names)}" for what, names in problems if names]
         raise ValueError(f"{folder} does not hold the model of its config.json. {'. '.join(described)}")

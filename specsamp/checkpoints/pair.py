@@ -1,159 +1,127 @@
-"""Two checkpoints as a pair: whether they belong together, found out before a tensor is read."""
+"""Pairs in a folder: two models in safetensors, their tokenizer, and where they come from.
+
+pair = load_pair("python")            # the one that comes with the package
+pair = load_pair("runs/my_pair")
+
+pair.json             shapes of both models, how they were trained, what was measured
+target.safetensors    int8 per output channel
+draft.safetensors
+tokenizer.json
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
 import json
-from collections.abc import Callable, Iterable
+import pathlib
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import safetensors
+from safetensors.numpy import load_file, save_file
 
-from specsamp.checkpoints.converted import read_params
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint
+from specsamp import storage
+from specsamp.checkpoints.int8_storage import dequantise, quantise
+from specsamp.checkpoints.params import check_shapes, nested
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import COPIES, MODEL, Layout
-from specsamp.mesh.on_mesh import DataShares, OnMesh, draft_layout, on_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.training.data import EOS
+
+ASSETS = pathlib.Path(__file__).parent / "assets"
 
 
-def read_pair(
-    target: str,
-    draft: str,
-    *,
-    dtype: str = "bfloat16",
-    mesh: Mesh | None = None,
-    draft_ways: int | None = None,
-    progress: Progress = lambda *_: None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Pair:
-    """A pair of two checkpoints, ready for `generate`.
+def shipped() -> list[str]:
+    """Names of the pairs that come with the package."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
+
+
+def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pair:
+    """A pair ready for `generate`.
 
     Args:
-      target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
-      dtype: of weights, activations and caches.
-      mesh, draft_ways: see `specsamp.mesh.on_mesh.shard`; None leaves both models on one device.
-      say: is told where the two differ without harm.
+      name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
+      dtype: of decode-time weights, activations and caches.
 
     Raises:
-      FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
-        together, see `differences`: before any tensor is read.
+      FileNotFoundError: no such pair, or a file of it is missing.
+      ValueError: a file is damaged, of other shapes than pair.json says (both are listed), or the
+        tokenizer does not fit the models.
     """
-    checkpoints = [open_checkpoint(name, dtype=dtype) for name in (target, draft)]
-    for difference in differences(*checkpoints):
-        say(difference)
-    ways = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(COPIES, 1)
-    models = [TransformerLM.here(config) for config in padded_configs(*checkpoints, multiple=ways)]
-    if mesh is not None:
-        layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_ways)
-        models = [on_mesh(model, layout) for model, layout in zip(models, layouts)]
-    for checkpoint, model in zip(checkpoints, models):
-        _check_all(checkpoint, model)
-    params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]
-    pair = Pair(
-        target=models[0], target_params=params[0], draft=models[1], draft_params=params[1],
-        tokenizer=checkpoints[0].tokenizer, stop=checkpoints[0].stop_ids or None,
-    )  # fmt: skip
-    return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
-
-
-def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
-    """Where the two differ without harm: stop tokens, rows of padding, how texts are cut before merging.
-
-    Raises:
-      ValueError: their tokens do not mean the same, or their texts would be cut into other tokens; with the first
-        difference of vocabulary, merges or added tokens.
-    """
-    for side, checkpoint in (("target", target), ("draft", draft)):
-        if checkpoint.tokenizer is None:
-            raise ValueError(f"the {side} {checkpoint.name} has no tokenizer.json and no tokenizer.model: add one")
-    ours, theirs = target.tokenizer, draft.tokenizer
-    if type(ours) is not type(theirs):
-        raise ValueError(
-            f"{target.name} and {draft.name} have tokenizers of two formats, which cannot be compared "
-            "(tokenizer.json in one, only a tokenizer.model in the other): use a draft in the target's format"
-        )
-    notes = _compare_json(ours, theirs) if isinstance(ours, JsonTokenizer) else _compare_sentencepiece(ours, theirs)
-    if set(target.stop_ids) != set(draft.stop_ids):
-        notes.append(
-            f"stop tokens differ: {sorted(target.stop_ids)} in the target, {sorted(draft.stop_ids)} in the draft; the "
-            "target's end a text"
-        )
-    for checkpoint in (target, draft):
-        if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
-            notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
-    rows = target.config.vocab_size, draft.config.vocab_size
-    if rows[0] != rows[1]:
-        notes.append(
-            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens"
-        )
-    if draft.config.max_positions < target.config.max_positions:
-        notes.append(
-            f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts end "
-            "with the draft's"
-        )
-    return notes
-
-
-def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tuple[TransformerConfig, TransformerConfig]:
-    """Both with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
-    rows = max(target.config.vocab_size, draft.config.vocab_size)
-    vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_tokens=target.tokenizer.vocab_size)
-    return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
-
-
-def _check_all(checkpoint: Checkpoint, model: TransformerLM | OnMesh) -> None:
-    """Everything that reading could stumble over."""
-    if not checkpoint.is_converted:
-        checkpoint.tensors
-    if isinstance(model, OnMesh):
-        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
-
-
-def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
-    ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
-    by_id = lambda vocabulary: {index: piece for piece, index in vocabulary.items()}
-    pieces = lambda content: (
-        by_id(content["model"]["vocab"]) if isinstance(content["model"]["vocab"], dict)
-        else {i: tuple(entry) for i, entry in enumerate(content["model"]["vocab"])}  # Unigram: pieces and scores
-    )  # fmt: skip
-    added = lambda content: {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-    merges = lambda content: dict(
-        enumerate(
-            " ".join(merge) if isinstance(merge, list) else merge for merge in content["model"].get("merges") or ()
-        )
+    folder = pair_folder(name_or_path)
+    try:
+        described = json.loads((folder / "pair.json").read_text(encoding="utf-8"))
+        configs = {side: TransformerConfig(**{**described[side], "dtype": dtype}) for side in ("target", "draft")}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
+    models = {side: TransformerLM.here(config) for side, config in configs.items()}
+    return Pair(
+        target=models["target"],
+        target_params=_load_params(folder / "target.safetensors", models["target"]),
+        draft=models["draft"],
+        draft_params=_load_params(folder / "draft.safetensors", models["draft"]),
+        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=described.get("eos", EOS)),
     )
-    # Added tokens may stand in the vocabulary as well, or not: what counts is that both give an id one meaning.
-    _compare("vocabulary, at id", pieces(ours) | added(ours), pieces(theirs) | added(theirs))
-    _compare("merges, at merge", merges(ours), merges(theirs))
-    return [
-        f"the tokenizers' {part}s differ: some texts are cut into other tokens than the draft was trained on"
-        for part in ("normalizer", "pre_tokenizer")
-        if ours.get(part) != theirs.get(part)
-    ]
 
 
-def _compare_sentencepiece(target: SentencePieceTokenizer, draft: SentencePieceTokenizer) -> list[str]:
-    if target.to_bytes() != draft.to_bytes():  # scores are the order of merges
-        _compare("vocabulary and scores, at id", dict(enumerate(target.pieces())), dict(enumerate(draft.pieces())))
-    return []
+def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
+    """The held-out prompts that come with a pair."""
+    path = pair_folder(name_or_path) / "prompts.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"the pair {str(name_or_path)!r} comes without prompts: {path} is missing")
+    return [prompt["text"] for prompt in json.loads(path.read_text(encoding="utf-8"))["prompts"]]
 
 
-def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
-    """Raises with the first key where the two differ."""
-    for key in _in_order(ours, theirs):
-        if ours.get(key) != theirs.get(key):
-            shown = lambda side: repr(side[key]) if key in side else "nothing"
-            raise ValueError(
-                f"draft and target tokenizers differ in their {what} {key}: {shown(theirs)} in the draft, "
-                f"{shown(ours)} in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the "
-                "target's tokenizer"
-            )
+def fingerprint(name_or_path: str | pathlib.Path) -> str:
+    """Tells the weights of a pair from those of another: the beginning of a sha256 over both files."""
+    digest = hashlib.sha256()
+    for side in ("target", "draft"):
+        digest.update((pair_folder(name_or_path) / f"{side}.safetensors").read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _in_order(*sides: dict[int, Any]) -> Iterable[int]:
-    return sorted(set(itertools.chain(*sides)))
+def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """The folder of a pair, by name or path."""
+    for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
+        if (folder / "pair.json").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"no pair {str(name_or_path)!r}: give one of {', '.join(shipped()) or 'none'}, or a folder with a pair.json"
+    )
+
+
+def save_pair(
+    folder: str | pathlib.Path,
+    *,
+    target: tuple[TransformerConfig, Any],
+    draft: tuple[TransformerConfig, Any],
+    tokenizer_json: str,
+    provenance: dict,
+    eos: str = EOS,
+) -> None:
+    """Writes a pair: ``(config, params)`` of each side, quantised; ``pair.json`` last, so half a pair is none."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pair.json").unlink(missing_ok=True)
+    shapes = {}
+    for side, (config, params) in {"target": target, "draft": draft}.items():
+        save_file(quantise(params), folder / f"{side}.safetensors")
+        (folder / f"{side}.safetensors").chmod(0o644)  # safetensors makes it private
+        shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    described = json.dumps({**shapes, "eos": eos, "provenance": provenance}, indent=1) + "\n"
+    storage.write(folder / "pair.json", described)
+
+
+def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        tensors = dequantise(load_file(path))
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
+    params = nested(tensors)
+    check_shapes(str(path), params, jax.eval_shape(model.init, jax.random.key(0)))
+    return jax.tree.map(jax.numpy.asarray, params)

@@ -5,7 +5,7 @@ Reading a checkpoint reads its own file; tests compare the counts of parameters 
 
 from __future__ import annotations
 
-from specsamp.checkpoints.families import config_of
+from specsamp.checkpoints.architectures import config_of
 from specsamp.models.config import TransformerConfig
 
 
@@ -16,77 +16,162 @@ def published_config(name: str, dtype: str = "bfloat16") -> TransformerConfig:
 
 def _llama(**shape) -> dict:
     scaling = dict(
-        factor=shape.pop("factor"), high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+        factor=shape.pop("factor"),
+        high_freq_factor=4.0,
+        low_freq_factor=1.0,
+        original_max_position_embeddings=8192,
         rope_type="llama3",
-    )  # fmt: skip
+    )
     return dict(
-        architectures=["LlamaForCausalLM"], vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-        rms_norm_eps=1e-5, hidden_act="silu", rope_scaling=scaling, **shape,
-    )  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        rope_scaling=scaling,
+        **shape,
+    )
 
 
 def _qwen(architecture: str, **shape) -> dict:
     return dict(
-        architectures=[architecture], rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu", use_sliding_window=False,
+        architectures=[architecture],
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        use_sliding_window=False,
         **shape,
-    )  # fmt: skip
+    )
 
 
 def _gemma2(**shape) -> dict:
     return dict(
-        architectures=["Gemma2ForCausalLM"], vocab_size=256000, head_dim=256, max_position_embeddings=8192,
-        rope_theta=10000.0, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
-        sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, **shape,
-    )  # fmt: skip
+        architectures=["Gemma2ForCausalLM"],
+        vocab_size=256000,
+        head_dim=256,
+        max_position_embeddings=8192,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-6,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        **shape,
+    )
 
 
 def _pythia(**shape) -> dict:
     return dict(
-        architectures=["GPTNeoXForCausalLM"], max_position_embeddings=2048, rotary_pct=0.25, rotary_emb_base=10000,
-        hidden_act="gelu", use_parallel_residual=True, layer_norm_eps=1e-5, tie_word_embeddings=False, **shape,
-    )  # fmt: skip
+        architectures=["GPTNeoXForCausalLM"],
+        max_position_embeddings=2048,
+        rotary_pct=0.25,
+        rotary_emb_base=10000,
+        hidden_act="gelu",
+        use_parallel_residual=True,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        **shape,
+    )
 
 
 def _gpt2(**shape) -> dict:
     return dict(
-        architectures=["GPT2LMHeadModel"], vocab_size=50257, n_positions=1024, activation_function="gelu_new",
-        layer_norm_epsilon=1e-5, **shape,
-    )  # fmt: skip
+        architectures=["GPT2LMHeadModel"],
+        vocab_size=50257,
+        n_positions=1024,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        **shape,
+    )
 
 
 CONFIGS = {
     "meta-llama/Llama-3.1-70B": _llama(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-        tie_word_embeddings=False, factor=8.0,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        factor=8.0,
     ),
     "meta-llama/Llama-3.1-8B": _llama(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        tie_word_embeddings=False, factor=8.0,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        factor=8.0,
     ),
     "meta-llama/Llama-3.2-1B": _llama(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, tie_word_embeddings=True, factor=32.0,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+        factor=32.0,
     ),
     "Qwen/Qwen2.5-7B": _qwen(
-        "Qwen2ForCausalLM", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=131072, tie_word_embeddings=False,
+        "Qwen2ForCausalLM",
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
     ),
     "Qwen/Qwen2.5-3B": _qwen(
-        "Qwen2ForCausalLM", hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-        num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+        "Qwen2ForCausalLM",
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
     ),
     "Qwen/Qwen2.5-0.5B": _qwen(
-        "Qwen2ForCausalLM", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+        "Qwen2ForCausalLM",
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
     ),
     "Qwen/Qwen3-32B": _qwen(
-        "Qwen3ForCausalLM", hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+        "Qwen3ForCausalLM",
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
         tie_word_embeddings=False,
     ),
     "Qwen/Qwen3-0.6B": _qwen(
-        "Qwen3ForCausalLM", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=True,
+        "Qwen3ForCausalLM",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
     ),
     "google/gemma-2-9b": _gemma2(
         hidden_size=3584, intermediate_size=14336, num_hidden_layers=42, num_attention_heads=16, num_key_value_heads=8
@@ -102,4 +187,4 @@ CONFIGS = {
     ),
     "openai-community/gpt2-large": _gpt2(n_embd=1280, n_layer=36, n_head=20),
     "distilbert/distilgpt2": _gpt2(n_embd=768, n_layer=6, n_head=12),
-}  # fmt: skip
+}

@@ -47,7 +47,7 @@ def generate(
     return_log_probs: bool = False,
     prompt_ids: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Completes prompts; the tokens follow the target's warped law exactly.
+    """Completes prompts; the tokens follow the target's warped distribution exactly.
 
     Args:
       pair: target, draft, tokenizer.
@@ -58,7 +58,7 @@ def generate(
       draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        "auto" measures a few rounds of these prompts, once for a pair, batch, law and size of caches, and takes the K
+        "auto" measures a few rounds of these prompts, once for a pair, batch, distribution and size of caches, and takes the K
         that pays, from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.auto_length`).
         Clocks decide, so another process may take another K, and with it draw other tokens from the same seed.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
@@ -152,8 +152,10 @@ def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
             yield Chunk(
                 **job.row_index(row),
                 text=None if texts[row] is None else texts[row].push(whole, finish is not None),
-                tokens=tokens_BS[row, new].tolist(), from_draft=from_draft_BS[row, new].tolist(), finish=finish,
-            )  # fmt: skip
+                tokens=tokens_BS[row, new].tolist(),
+                from_draft=from_draft_BS[row, new].tolist(),
+                finish=finish,
+            )
             shown[row], ended[row] = lengths_B[row], finish is not None
 
 

@@ -45,16 +45,33 @@ class Job:
 
     @classmethod
     def make(
-        cls, *, pair, prompts, max_new_tokens, sampling, draft_sampling, draft_length, rule, drafter, seed, stop,
-        num_samples, return_log_probs, prompt_ids,
-    ) -> Job:  # fmt: skip
+        cls,
+        *,
+        pair,
+        prompts,
+        max_new_tokens,
+        sampling,
+        draft_sampling,
+        draft_length,
+        rule,
+        drafter,
+        seed,
+        stop,
+        num_samples,
+        return_log_probs,
+        prompt_ids,
+    ) -> Job:
         """Takes the arguments of `generate`, and raises what it raises."""
         window = decode_window()
         drafter = checks.choose_drafter(pair, draft_length, drafter, window)
         loop = Loop(
-            target=pair.target, drafter=drafter, rule=checks.choose_rule(rule), window=window,
-            keep_log_probs=return_log_probs, shares=pair.shares,
-        )  # fmt: skip
+            target=pair.target,
+            drafter=drafter,
+            rule=checks.choose_rule(rule),
+            window=window,
+            keep_log_probs=return_log_probs,
+            shares=pair.shares,
+        )
         token_lists = checks.encode(pair, prompts)
         lengths = [len(tokens) for tokens in token_lists]
         limits = checks.limits(pair, drafter, lengths, max_new_tokens)
@@ -93,16 +110,27 @@ class Job:
             request = _with_idle_rows(request, idle * num_samples, lengths[-1])
             tokens_BP, lengths_B = (_last_again(x, idle) for x in (tokens_BP, lengths_B))
         return cls(
-            pair=pair, loop=loop, weights=pair.weights(drafter, slots), request=request, tokens_BP=tokens_BP,
-            lengths_B=lengths_B, rows=len(lengths) * num_samples, slots=slots, num_samples=num_samples,
+            pair=pair,
+            loop=loop,
+            weights=pair.weights(drafter, slots),
+            request=request,
+            tokens_BP=tokens_BP,
+            lengths_B=lengths_B,
+            rows=len(lengths) * num_samples,
+            slots=slots,
+            num_samples=num_samples,
             stop_ids=stop_ids,
-        )  # fmt: skip
+        )
 
     def prefill(self) -> DecodeState:
         return self.loop.prefill(
-            self.weights, self.request, self.tokens_BP, jnp.asarray(self.lengths_B),
-            slots=self.slots, num_samples=self.num_samples,
-        )  # fmt: skip
+            self.weights,
+            self.request,
+            self.tokens_BP,
+            jnp.asarray(self.lengths_B),
+            slots=self.slots,
+            num_samples=self.num_samples,
+        )
 
     def row_index(self, row: int) -> dict[str, int]:
         return {"prompt_index": row // self.num_samples, "sample_index": row % self.num_samples}
@@ -126,13 +154,18 @@ class Job:
             finish=Finish(int(state.finish_B[row])).name.lower(),
             exact=self.loop.rule.exact and self.loop.drafter.exact,
             stats=RowStats.of(state.stats, row),
-        )  # fmt: skip
+        )
 
 
 def to_host(tree: Any) -> Any:
     """The whole of every array as numpy, also of what lies on devices of other processes (which must call it too)."""
-    elsewhere = lambda x: isinstance(x, jax.Array) and not x.is_fully_addressable
-    gather = lambda x: multihost_utils.process_allgather(x, tiled=True) if elsewhere(x) else x
+
+    def elsewhere(x):
+        return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+    def gather(x):
+        return multihost_utils.process_allgather(x, tiled=True) if elsewhere(x) else x
+
     return jax.device_get(jax.tree.map(gather, tree))
 
 
@@ -158,12 +191,17 @@ def _padded(values: Sequence[int], multiple: int, filler: int) -> jax.Array:
 
 def _with_idle_rows(request: Request, rows: int, length: int) -> Request:
     """With ``rows`` more like the last, but without a budget: they have ended before they begin."""
-    last = lambda tree: jax.tree.map(lambda x: _last_again(x, rows), tree)
+
+    def last(tree):
+        return jax.tree.map(lambda x: _last_again(x, rows), tree)
+
     return Request(
-        sampling=last(request.sampling), draft_sampling=last(request.draft_sampling),
-        row_keys_B=last(request.row_keys_B), stop_ids=request.stop_ids,
+        sampling=last(request.sampling),
+        draft_sampling=last(request.draft_sampling),
+        row_keys_B=last(request.row_keys_B),
+        stop_ids=request.stop_ids,
         limits_B=last(request.limits_B).at[-rows:].set(length),
-    )  # fmt: skip
+    )
 
 
 def _last_again(x: Any, times: int) -> Any:

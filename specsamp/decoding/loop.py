@@ -5,13 +5,13 @@ the last of them pending. A round with a draft of K tokens feeds the target
 
     [pending, d_1 .. d_K]   from slot  length - 1
 
-reads K+1 laws off that one call, lets the rule keep ``n`` drafted tokens and append one of the
+reads K+1 distributions off that one call, lets the rule keep ``n`` drafted tokens and append one of the
 target's, and moves the length to ``length + n + 1``. Nothing else is undone: slots written for
 refused tokens are stale, masked by position, and overwritten by the next round. Rows differ in
 length, parameters, acceptance and end; a finished row goes on computing into scratch slots beyond its
 length, which changes nothing that is kept.
 
-The loop is exact for whatever target it is given: the emitted tokens follow the warped law of
+The loop is exact for whatever target it is given: the emitted tokens follow the warped distribution of
 `LanguageModel.__call__`, computed in float32 from its logits.
 """
 
@@ -24,11 +24,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.rows import place, windows
+from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.decoding.types import (
-    DecodeState, Draft, Drafter, Finish, LanguageModel, OneShare, Output, Request, Rule, Sampler, Shares, Stats,
-    Verdict, Weights,
-)  # fmt: skip
+    DecodeState,
+    Draft,
+    Drafter,
+    Finish,
+    LanguageModel,
+    OneShare,
+    Output,
+    Request,
+    Rule,
+    Sampler,
+    Shares,
+    Stats,
+    Verdict,
+    Weights,
+)
 from specsamp.models import compiling
 from specsamp.models.compiling import Options
 from specsamp.models.interface import check_logits
@@ -105,10 +117,16 @@ class Loop:
             )
             check_logits("target", self.target, output)
             drafter_state, cache = self.drafter.init(weights, tokens_BP, lengths_B, slots, output, output.cache)
-        copy = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), tree)
+
+        def copy(tree):
+            return jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), tree)
+
         rows = batch * num_samples
         lengths_B = copy(lengths_B)
-        empty = lambda dtype: jnp.zeros((rows, slots), dtype)
+
+        def empty(dtype):
+            return jnp.zeros((rows, slots), dtype)
+
         return DecodeState(
             tokens_BS=jnp.pad(copy(tokens_BP), ((0, 0), (0, slots - padded_length))),
             lengths_B=lengths_B,
@@ -134,7 +152,7 @@ class Loop:
     def run(self, weights: Weights, request: Request, state: DecodeState, max_rounds: Array | int) -> DecodeState:
         """Runs until every row has ended, or for ``max_rounds`` rounds; then it can be called again.
 
-        ``state`` is donated: caches are updated in place. Slicing a run does not change its result.
+        ``state`` is donated: caches are updated in write_tokens. Slicing a run does not change its result.
         """
         by_rows = (False, Request.by_rows(), True, False)
         return self.shares(self._run, by_rows)(weights, request, state, max_rounds)
@@ -173,7 +191,7 @@ class Loop:
             weights, state.drafter_state, state.tokens_BS, state.lengths_B, state.cache, sampler
         )
         if draft.log_probs_BKV is not None:
-            # A draft ends before the first law that is NaN. That depends on its context alone, so it biases nothing.
+            # A draft ends before the first distribution that is NaN. That depends on its context alone, so it biases nothing.
             sound_BK = ~jnp.isnan(draft.log_probs_BKV).any(-1)
             sound_B = jnp.sum(jnp.cumprod(sound_BK, axis=1), axis=1).astype(draft.num_drafted_B.dtype)
             draft = dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, sound_B))
@@ -183,10 +201,14 @@ class Loop:
         """One call of the target; the result has a row for each of the K+1 positions."""
         rows = draft.tokens_BK.shape[1] + 1
         width = max(rows, self.window)
-        tokens_BS = place(state.tokens_BS, draft.tokens_BK, state.lengths_B)
+        tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
         start_B = jnp.maximum(state.lengths_B + rows - 1 - width, 0)
         output = self.target(
-            weights.target, windows(tokens_BS, start_B, width), start_B, cache, hidden_layers=self.drafter.hidden_layers
+            weights.target,
+            gather_tokens(tokens_BS, start_B, width),
+            start_B,
+            cache,
+            hidden_layers=self.drafter.hidden_layers,
         )
         check_logits("target", self.target, output)
         dtype = jnp.promote_types(output.logits_BTV.dtype, jnp.float32)
@@ -203,7 +225,7 @@ class Loop:
         )
 
     def verify(self, request: Request, state: DecodeState, draft: Draft, output: Output) -> Verdict:
-        """Applies the rule to the warped laws."""
+        """Applies the rule to the warped distributions."""
         return self.rule.verify(draft, log_probs(request.sampling, output.logits_BTV), self._keys(request, state))
 
     def commit(
@@ -217,7 +239,7 @@ class Loop:
         until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
         room_B = request.limits_B - state.lengths_B
         wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-        # A token is as good as the law it was judged by: nothing is emitted from the first row on that
+        # A token is as good as the distribution it was verified by: nothing is emitted from the first row on that
         # holds NaN or +inf, or nothing but -inf.
         valid_BT = jnp.isfinite(output.logits_BTV.max(-1))
         count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
@@ -227,7 +249,10 @@ class Loop:
         lengths_B = state.lengths_B + count_B
         ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
         ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
-        put = lambda buffer_BS, block_BT: place(buffer_BS, block_BT, state.lengths_B, count_B)
+
+        def put(buffer_BS, block_BT):
+            return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
+
         if state.log_probs_BS is not None:
             at_token_BT = jnp.take_along_axis(
                 jax.nn.log_softmax(output.logits_BTV, axis=-1), jnp.maximum(tokens_BT, 0)[..., None], axis=-1
@@ -257,13 +282,13 @@ def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     judged_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
     drafted_B = jnp.where(count_B < verdict.num_emitted_B, judged_B, draft.num_drafted_B)
-    reached_BK = jnp.arange(num_tokens)[None, :] < judged_B[:, None]
+    num_verified_BK = jnp.arange(num_tokens)[None, :] < judged_B[:, None]
     outcome_BT = jnp.arange(num_tokens + 1)[None, :] == accepted_B[:, None]
     new = Stats(
         rounds_B=active_B,
         emitted_B=count_B,
         drafted_B=active_B * drafted_B,
-        reached_BK=active_B[:, None] * reached_BK,
+        num_verified_BK=active_B[:, None] * num_verified_BK,
         accepted_BT=active_B[:, None] * outcome_BT,
     )
     return jax.tree.map(lambda total, more: total + more.astype(total.dtype), stats, new)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from specsamp.decoding.types import Drafter, OneShare, Shares, Weights
 from specsamp.models.interface import LanguageModel
 
-
 MODEL_PARTS = ("vocab_size", "max_positions", "prepare", "init_cache", "__call__")
 MAX_PREPARED = 4  # sets of decode-time weights kept, per number of slots and drafter
 
@@ -39,7 +38,7 @@ class Pair:
     """What `generate` decodes with.
 
     Attributes:
-      target, target_params: the model whose law is sampled.
+      target, target_params: the model whose distribution is sampled.
       draft, draft_params: the model that proposes; leave both out to decode without one. Parameters
         without a model are for your own drafter, whose ``prepare`` is handed them.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.

@@ -14,7 +14,7 @@ class RowStats:
     rounds: int
     emitted: int
     drafted: int
-    reached: tuple[int, ...]  # per drafted position, rounds in which it was judged
+    reached: tuple[int, ...]  # per drafted position, rounds in which it was verified
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
 
     @property
@@ -23,7 +23,7 @@ class RowStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per judged drafted token (the alpha of the theory); nan if nothing was drafted."""
+        """Accepted per verified drafted token (the alpha of the theory); nan if nothing was drafted."""
         return self.accepted / sum(self.reached) if sum(self.reached) else float("nan")
 
     @property
@@ -40,17 +40,24 @@ class RowStats:
     def of(cls, stats: Stats, row: int) -> RowStats:
         """One row of what the loop counted, on the host."""
         return cls(
-            rounds=int(stats.rounds_B[row]), emitted=int(stats.emitted_B[row]), drafted=int(stats.drafted_B[row]),
-            reached=tuple(stats.reached_BK[row].tolist()), accepted_counts=tuple(stats.accepted_BT[row].tolist()),
-        )  # fmt: skip
+            rounds=int(stats.rounds_B[row]),
+            emitted=int(stats.emitted_B[row]),
+            drafted=int(stats.drafted_B[row]),
+            reached=tuple(stats.num_verified_BK[row].tolist()),
+            accepted_counts=tuple(stats.accepted_BT[row].tolist()),
+        )
 
     def __add__(self, other: RowStats) -> RowStats:
-        add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+        def add(a, b):
+            return tuple(x + y for x, y in zip(a, b, strict=True))
+
         return RowStats(
-            rounds=self.rounds + other.rounds, emitted=self.emitted + other.emitted,
-            drafted=self.drafted + other.drafted, reached=add(self.reached, other.reached),
+            rounds=self.rounds + other.rounds,
+            emitted=self.emitted + other.emitted,
+            drafted=self.drafted + other.drafted,
+            reached=add(self.reached, other.reached),
             accepted_counts=add(self.accepted_counts, other.accepted_counts),
-        )  # fmt: skip
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ class Completion:
     tokens: list[int]  # the stop token included
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
-    finish: str  # "stop", "length", or "invalid" where the target's logits are no law (NaN, inf)
+    finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
     exact: bool  # whether rule and drafter are lossless
     stats: RowStats
 

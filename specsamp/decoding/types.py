@@ -48,9 +48,21 @@ from specsamp.sampling.rules import Draft, Draw, Rule, Verdict
 from specsamp.sampling.warp import Chain, Greedy, Warp, log_probs
 
 __all__ = [
-    "DecodeState", "Draft", "Drafter", "Finish", "LanguageModel", "OneShare", "Output", "Request", "Rule",
-    "Sampler", "Shares", "Stats", "Verdict", "Weights",
-]  # fmt: skip
+    "DecodeState",
+    "Draft",
+    "Drafter",
+    "Finish",
+    "LanguageModel",
+    "OneShare",
+    "Output",
+    "Request",
+    "Rule",
+    "Sampler",
+    "Shares",
+    "Stats",
+    "Verdict",
+    "Weights",
+]
 
 Array = jax.Array
 
@@ -75,14 +87,14 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """How a drafter turns logits into a token, so that the law sampled is the law verified."""
+    """How a drafter turns logits into a token, so that the distribution sampled is the distribution verified."""
 
     warp: Warp
     draw: Draw
 
     @property
     def is_one_hot(self) -> bool:
-        """Statically greedy: the law is its token, and need not be written out."""
+        """Statically greedy: the distribution is its token, and need not be written out."""
         warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
         return any(isinstance(warp, Greedy) for warp in warps)
 
@@ -96,7 +108,7 @@ class Sampler:
 
         Returns:
           ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
-          is statically greedy, which makes the law one-hot (the default of `generate`).
+          is statically greedy, which makes the distribution one-hot (the default of `generate`).
         """
         warped_BV = log_probs(self.warp, logits_BV)
         if self.is_one_hot:
@@ -211,17 +223,22 @@ class Stats:
 
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
-    drafted_B: Array  # int32, drafted tokens that were judged or followed a judged refusal
-    reached_BK: Array  # int32, rounds in which drafted position i was judged: all before it were accepted
+    drafted_B: Array  # int32, drafted tokens that were verified or followed a verified refusal
+    num_verified_BK: Array  # int32, rounds in which drafted position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, K+1], rounds by the number of accepted tokens that were emitted
 
     @classmethod
     def zeros(cls, batch: int, num_tokens: int) -> Stats:
-        count = lambda *shape: jnp.zeros(shape, jnp.int32)
+        def count(*shape):
+            return jnp.zeros(shape, jnp.int32)
+
         return cls(
-            rounds_B=count(batch), emitted_B=count(batch), drafted_B=count(batch),
-            reached_BK=count(batch, num_tokens), accepted_BT=count(batch, num_tokens + 1),
-        )  # fmt: skip
+            rounds_B=count(batch),
+            emitted_B=count(batch),
+            drafted_B=count(batch),
+            num_verified_BK=count(batch, num_tokens),
+            accepted_BT=count(batch, num_tokens + 1),
+        )
 
 
 @jax.tree_util.register_dataclass

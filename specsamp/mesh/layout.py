@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-DATA, COPIES, MODEL = "data", "copies", "model"
+DATA, REPLICA, MODEL = "data", "replica", "model"
 
 # Rows of a batch, of logits and of all that is sampled from them: the devices that hold a model together share them.
 ROWS = "rows"
@@ -23,7 +23,7 @@ ROWS = "rows"
 # What tensor parallelism splits (Shoeybi et al., arXiv 1909.08053) and what every device has whole.
 SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", ROWS)
 WHOLE_AXES = ("embed", "head", "slots")
-# Split as far as they divide: with fewer key heads (or rows) than devices, some devices have the same ones.
+# Split as far as they divide: with fewer kv heads (or rows) than devices, some devices have the same ones.
 AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
 
 
@@ -31,8 +31,8 @@ def make_mesh(
     data: int = 1,
     model: int | None = None,
     *,
-    draft_ways: int | None = None,
-    key_heads: int | None = None,
+    draft_model_parallelism: int | None = None,
+    num_kv_heads: int | None = None,
     rows: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
@@ -41,10 +41,10 @@ def make_mesh(
     Args:
       data: shares of the batch.
       model: devices that hold one copy of the target together; default: all that are left.
-      draft_ways: devices that hold one copy of the draft together, if neither 1 nor ``model``: the model
+      draft_model_parallelism: devices that hold one copy of the draft together, if neither 1 nor ``model``: the model
         axis is then made of two, ``copies`` x ``model``, and the draft is split over the second only.
-      key_heads: of the target. If they are fewer than ``model``, the axis is made of two as well, so that each
-        device keeps its share of the heads' caches and not all of them. (``draft_ways`` comes first.)
+      num_kv_heads: of the target. If they are fewer than ``model``, the axis is made of two as well, so that each
+        device keeps its share of the heads' caches and not all of them. (``draft_model_parallelism`` comes first.)
       rows: of a share of the batch, likewise: sampling is split over as many devices as they divide over.
         (Key heads come first.)
       devices: default all devices of all processes, in the order of ICI neighbourhood.
@@ -63,21 +63,27 @@ def make_mesh(
             f"a mesh of data {data} x model {model} has {data * model} devices, but there are {count}: "
             f"choose factors of {count}"
         )
-    shape, names = mesh_axes(data, model, draft_ways, key_heads, rows)
+    shape, names = mesh_axes(data, model, draft_model_parallelism, num_kv_heads, rows)
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
 def mesh_axes(
-    data: int, model: int, draft_ways: int | None = None, key_heads: int | None = None, rows: int | None = None
+    data: int,
+    model: int,
+    draft_model_parallelism: int | None = None,
+    num_kv_heads: int | None = None,
+    rows: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Shape and axis names of a mesh, see `make_mesh`."""
-    if draft_ways is not None and (draft_ways < 1 or model % draft_ways):
-        raise ValueError(f"draft_ways {draft_ways} does not divide the {model} devices of the mesh axis 'model'")
-    parts = (math.gcd(count, model) for count in (draft_ways, key_heads, rows) if count)
+    if draft_model_parallelism is not None and (draft_model_parallelism < 1 or model % draft_model_parallelism):
+        raise ValueError(
+            f"draft_model_parallelism {draft_model_parallelism} does not divide the {model} devices of the mesh axis 'model'"
+        )
+    parts = (math.gcd(count, model) for count in (draft_model_parallelism, num_kv_heads, rows) if count)
     inner = next((part for part in parts if 1 < part < model), model)
     if inner == model:
         return (data, model), (DATA, MODEL)
-    return (data, model // inner, inner), (DATA, COPIES, MODEL)
+    return (data, model // inner, inner), (DATA, REPLICA, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Layout:
     def tensor_parallel(cls, mesh: Mesh, over: Sequence[str] | None = None) -> Layout:
         """Heads, feed-forward and vocabulary over all model axes of the mesh, or over the given ones."""
         # The model axis first: what is split over it alone lies with what is split over both.
-        axes = tuple(axis for axis in (MODEL, COPIES) if axis in mesh.shape) if over is None else tuple(over)
+        axes = tuple(axis for axis in (MODEL, REPLICA) if axis in mesh.shape) if over is None else tuple(over)
         split, whole = dict.fromkeys(SPLIT_AXES, axes), dict.fromkeys(WHOLE_AXES, ())
         return cls.of(mesh, split | whole | {"batch": (DATA,)})
 
@@ -149,7 +155,10 @@ class Layout:
         """
         if axes is None:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
-        place = lambda names, x: NamedSharding(self.mesh, self.spec(names, x.shape))
+
+        def place(names, x):
+            return NamedSharding(self.mesh, self.spec(names, x.shape))
+
         return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def constrain(self, axes: Any, tree: Any) -> Any:
@@ -162,7 +171,7 @@ class Layout:
         if fitting == 1:
             return "pad the model, or give every device a whole copy (model=1)"
         if self._ways(over) < self._ways(tuple(axis for axis in self.mesh.shape if axis != DATA)):
-            return f"split the draft over {fitting} (--config.mesh.draft_ways={fitting}), or pad the model"
+            return f"split the draft over {fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
         data = math.prod(self.mesh.shape.values()) // fitting
         flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"
         return f"use data={data} and model={fitting} ({flags}), or pad the model"

@@ -70,7 +70,9 @@ class TransformerConfig:
     window_rotary_base: float | None = None  # of layers with a window, unscaled; None: as the others
 
     def __post_init__(self):
-        set_default = lambda name, value: object.__setattr__(self, name, value)
+        def set_default(name, value):
+            return object.__setattr__(self, name, value)
+
         if isinstance(self.rotary_scaling, Mapping):  # from JSON
             set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
         set_default("global_layers", tuple(self.global_layers))
@@ -154,8 +156,12 @@ class TransformerConfig:
     def num_parameters(self) -> int:
         """Counted from the formula; tests compare with the shapes of the module itself."""
         heads, kv, size, width, inner = (
-            self.num_heads, self.num_kv_heads, self.head_size, self.width, self.feedforward_width
-        )  # fmt: skip
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+            self.width,
+            self.feedforward_width,
+        )
         norm = width * (2 if self.norm == "layer" else 1)
         attention = (2 * heads + 2 * kv) * size * width
         if self.positions == "relative":

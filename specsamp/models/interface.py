@@ -64,7 +64,7 @@ class LanguageModel(Protocol):
 
 
 def check_logits(name: str, model: LanguageModel, output: Output) -> None:
-    """Refuses logits of another width than the vocabulary's: the missing tokens would get any law at all.
+    """Refuses logits of another width than the vocabulary's: the missing tokens would get any distribution at all.
 
     Raises:
       ValueError: while tracing, with both numbers.

@@ -17,8 +17,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specsamp.models.cache import write_slots
 from specsamp.models.config import TransformerConfig
-from specsamp.models.kv_cache import write_rows
 from specsamp.models.positions import align_distances, rotate, sinusoids
 from specsamp.models.products import contract
 
@@ -33,9 +33,12 @@ OUTPUT_EMBEDDING = "output_embedding"  # of a model whose output is not tied
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": jax.nn.gelu, "gelu_exact": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)), "silu": jax.nn.silu,
-}  # fmt: skip
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}
 
 
 class Layer(nn.Module):
@@ -47,7 +50,10 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, start_B, rotary, memory, table):
         config = self.config
-        after = lambda name, y_BTD: Norm(config, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
+
+        def after(name, y_BTD):
+            return Norm(config, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
+
         with jax.named_scope("attention"):
             y_BTD = Norm(config, name="attention_norm")(x_BTD)
             y_BTD, memory = Attention(config, self.window, name="attention")(y_BTD, start_B, rotary, memory, table)
@@ -67,9 +73,13 @@ class Norm(nn.Module):
     @nn.compact
     def __call__(self, x):
         config = self.config
-        vector = lambda name, init: _leading(
-            self.param(name, nn.with_logical_partitioning(init, (self.axis,)), x.shape[-1:]).astype(jnp.float32), x.ndim
-        )
+
+        def vector(name, init):
+            return _leading(
+                self.param(name, nn.with_logical_partitioning(init, (self.axis,)), x.shape[-1:]).astype(jnp.float32),
+                x.ndim,
+            )
+
         scale = vector("scale", nn.initializers.zeros if config.norm_offset else nn.initializers.ones)
         x32 = x.astype(jnp.float32)
         if config.norm == "layer":
@@ -90,7 +100,9 @@ class FeedForward(nn.Module):
     def __call__(self, x_BTD):
         config = self.config
         width, inner = config.width, config.feedforward_width
-        biased = lambda name, axis, y: y + _bias(self, name, (axis,), y) if config.feedforward_bias else y
+
+        def biased(name, axis, y):
+            return y + _bias(self, name, (axis,), y) if config.feedforward_bias else y
 
         def inwards(name):
             weight_DF = weight(self, name, (width, inner), ("embed", "mlp"), fan_in=width)
@@ -122,9 +134,12 @@ class Attention(nn.Module):
 
         q_BNTH, k_BMTH, v_BMTH = self._heads(x_BTD, flat)
         output_NHD = weight(
-            self, "output", (heads, size, width), ("heads", "head", "embed"),
+            self,
+            "output",
+            (heads, size, width),
+            ("heads", "head", "embed"),
             fan_in=2 * config.num_layers * heads * size,
-        )  # fmt: skip
+        )
         if config.query_key_norm:
             q_BNTH = Norm(config, "head", name="query_norm")(q_BNTH)
             k_BMTH = Norm(config, "head", name="key_norm")(k_BMTH)
@@ -134,16 +149,19 @@ class Attention(nn.Module):
             keys, values_BMSH = k_BMTH, v_BMTH
         else:
             if flat:
-                keys = write_rows(memory[0], k_BMTH.swapaxes(2, 3), start_B, axis=3)
+                keys = write_slots(memory[0], k_BMTH.swapaxes(2, 3), start_B, axis=3)
             else:
-                keys = write_rows(memory[0], k_BMTH, start_B)
-            values_BMSH = write_rows(memory[1], v_BMTH, start_B)
+                keys = write_slots(memory[0], k_BMTH, start_B)
+            values_BMSH = write_slots(memory[1], v_BMTH, start_B)
         slots = values_BMSH.shape[2]
 
-        # Queries that share a key head are extra rows of one product.
+        # Queries that share a kv head are extra rows of one product.
         rows_shape = (batch, kv_heads, config.queries_per_kv_head * length, size)
         if config.positions == "relative":
-            bias = lambda name: weight(self, name, (heads, size), ("heads", "head"), fan_in=size).astype(dtype)
+
+            def bias(name):
+                return weight(self, name, (heads, size), ("heads", "head"), fan_in=size).astype(dtype)
+
             content_BNTH = q_BNTH + bias("content_bias")[None, :, None, :]
             distance_BNTH = q_BNTH + bias("distance_bias")[None, :, None, :]
             if table is None:
@@ -196,9 +214,10 @@ class Attention(nn.Module):
             return y_BNTH + bias_NH.astype(y_BNTH.dtype)[None, :, None]
 
         return (
-            projected("query", heads, "heads"), projected("key", kv_heads, "kv_heads"),
+            projected("query", heads, "heads"),
+            projected("key", kv_heads, "kv_heads"),
             projected("value", kv_heads, "kv_heads"),
-        )  # fmt: skip
+        )
 
     def _projection(self, name: str, count: int, axis: str) -> Array:
         shape = (count, self.config.width, self.config.head_size)

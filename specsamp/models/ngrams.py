@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.kv_cache import write_rows
+from specsamp.models.cache import write_slots
 
 Array = jax.Array
 
@@ -47,9 +47,12 @@ def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: i
     batch, length = tokens_BT.shape
     if memory_BS is None:
         return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1), None
-    memory_BS = write_rows(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]
+    memory_BS = write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]
     padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
-    read = lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, before + length)
+
+    def read(row, start):
+        return jax.lax.dynamic_slice_in_dim(row, start, before + length)
+
     if batch == 1:  # vmap would make a gather of it
         return read(padded_BS[0], start_B[0])[None], memory_BS
     return jax.vmap(read)(padded_BS, start_B), memory_BS

@@ -87,9 +87,9 @@ def _scaled(frequencies: Array, size: int, base: float, scaling: RotaryScaling) 
         kept = (turned - scaling.low) / (scaling.high - scaling.low)
     else:
         # The dimension that turns so many times.
-        dimension = lambda times: (
-            math.log(scaling.original_positions / (times * 2 * math.pi)) * size / (2 * math.log(base))
-        )
+        def dimension(times):
+            return math.log(scaling.original_positions / (times * 2 * math.pi)) * size / (2 * math.log(base))
+
         first, last = dimension(scaling.high), dimension(scaling.low)
         if scaling.whole_dimensions:
             first, last = math.floor(first), math.ceil(last)
@@ -132,7 +132,10 @@ def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
     padded = jnp.pad(scores_BXTS, [(0, 0)] * (scores_BXTS.ndim - 1) + [(0, slots)])
     # Distance start + t - s lies in column S-1-start-t + s: one slice per row serves all its queries.
     width = slots + num_queries - 1
-    cut = lambda row, start: jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
+
+    def cut(row, start):
+        return jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
+
     if len(start_B) <= MAX_UNROLLED_ROWS:  # together they are a gather, on a TPU a loop over rows and heads
         rows = jnp.concatenate([cut(padded[b : b + 1], start_B[b]) for b in range(len(start_B))])
     else:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models import ngrams
+from specsamp.models.cache import KVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import Output
-from specsamp.models.kv_cache import KVCache
 from specsamp.models.layers import FLAT_LOGITS, OUTPUT_EMBEDDING, Layer, Norm, flatten, relative_keys, soft_cap, weight
 from specsamp.models.products import contract
 
@@ -87,7 +87,10 @@ class TransformerLM:
 
     def prepare(self, params: Any, slots: int) -> Any:
         """Casts to the compute dtype and folds the relative-position projection into a table of keys."""
-        cast = lambda tree: jax.tree.map(lambda x: x.astype(self.config.compute_dtype), tree)
+
+        def cast(tree):
+            return jax.tree.map(lambda x: x.astype(self.config.compute_dtype), tree)
+
         lay_out = flatten if self.flat else lambda tree: tree
         if self.config.positions != "relative":
             return {"params": lay_out(cast(params)), "relative_keys": None}
@@ -116,7 +119,10 @@ class TransformerLM:
         looked_up = {POSITION_EMBEDDING}
         if FLAT_LOGITS in weights["params"] or not self.config.tied:
             looked_up.add("embedding")
-        is_table = lambda name: name in looked_up or name.startswith("ngrams")
+
+        def is_table(name):
+            return name in looked_up or name.startswith("ngrams")
+
         return [leaf for path, leaf in named if leaf.ndim >= 2 and not is_table(path[-1].key)]
 
     def init_cache(self, batch: int, slots: int) -> KVCache:

@@ -1,16 +1,16 @@
 """Acceptance rules: which drafted tokens stay, and what follows them.
 
-A rule sees the drafted tokens ``d_1 .. d_K``, the draft's laws ``p_1 .. p_K`` they were drawn from,
-and the target's laws ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps
+A rule sees the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` they were drawn from,
+and the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps
 ``n`` drafted tokens and appends one of the target's: a *correction* if ``n`` is short of what was
 drafted, a *bonus* otherwise. Every rule here is split into
 
-* an acceptance law, ``acceptance(draft, q) -> [B, K]`` probabilities,
+* an acceptance distribution, ``acceptance(draft, q) -> [B, K]`` probabilities,
 * how independent yes/no answers with these probabilities become ``n``, ``num_accepted``,
-* a residual law, ``residual(draft, q, n) -> [B, V]`` weights of the appended token,
+* a residual distribution, ``residual(draft, q, n) -> [B, V]`` weights of the appended token,
 * the draw, ``verify``, which adds the noise;
 
-so the tests can enumerate the joint law of what is emitted without drawing anything.
+so the tests can enumerate the joint distribution of what is emitted without drawing anything.
 
 **Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
 ``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
@@ -29,7 +29,7 @@ always the target's own choice, so for one seed the speculative stream is the au
 whatever the draft; a drafted token is accepted when the two choices agree.
 
 Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
-A one-hot draft (prompt lookup) carries no laws: ``log_probs_BKV`` is None and ``p_i(d_i) = 1``.
+A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BKV`` is None and ``p_i(d_i) = 1``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Draft:
 
     tokens_BK: Array  # int32
     num_drafted_B: Array  # int32 in [0, K]; later tokens are padding
-    log_probs_BKV: Array | None = None  # float32, the law each token was drawn from; None: one-hot
+    log_probs_BKV: Array | None = None  # float32, the distribution each token was drawn from; None: one-hot
 
     @property
     def is_drafted_BK(self) -> Array:
@@ -79,7 +79,7 @@ class Rule(Protocol):
     """What the loop asks of a rule. Static and hashable; it owns the addresses of its noise.
 
     Attributes:
-      exact: whether what is emitted follows the target's law.
+      exact: whether what is emitted follows the target's distribution.
     """
 
     exact: bool
@@ -122,7 +122,7 @@ class TokenRule:
 class BlockRule:
     """Block verification: lossless, at least as many tokens in expectation as the token rule.
 
-    The same as the token rule for K = 1, under greedy decoding, and wherever the two laws are equal.
+    The same as the token rule for K = 1, under greedy decoding, and wherever the two distributions are equal.
     """
 
     exact = True
@@ -185,6 +185,7 @@ class CoupledRule:
 
     def draw_draft(self, keys: RoundKeys) -> Draw:
         """The drafter's way to draw: the argmax under the noise that the target will use."""
+
         def draw_one(log_probs_BV: Array, offset: Array | int, drafter: int = 0) -> Array:
             del drafter  # every drafter meets the target's noise
             gumbels_BV = keys.position_gumbels(offset, log_probs_BV.shape[-1])
@@ -199,9 +200,7 @@ class CoupledRule:
         """
         target = target_log_probs[:, : draft.tokens_BK.shape[1]]
         log_p = _draft_log_probs(draft, target)
-        phi = jnp.maximum(
-            jnp.exp(log_p), jnp.exp(target - _log_ratios(draft, target_log_probs)[..., None])
-        ).sum(-1)
+        phi = jnp.maximum(jnp.exp(log_p), jnp.exp(target - _log_ratios(draft, target_log_probs)[..., None])).sum(-1)
         at_token = jnp.take_along_axis(target, draft.tokens_BK[..., None], axis=-1)[..., 0]
         return jnp.where(draft.is_drafted_BK & (at_token > -jnp.inf), 1 / phi, 0)
 
@@ -210,7 +209,7 @@ class CoupledRule:
         return TokenRule().num_accepted(passed_BK)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """The law of the target's choice given that it is not the drafted token, [B, V].
+        """The distribution of the target's choice given that it is not the drafted token, [B, V].
 
         With exponential races ``E_z / p(z)`` and ``E_z / q(z)`` over common ``E``, draft x and target y
         meet with probability ``q(y) p(x) (G(p(x)/q(x)) - G(p(y)/q(y)))+``, ``G(r) = int_0^r Phi^-2``.
@@ -239,7 +238,6 @@ class CoupledRule:
         return Verdict(tokens_BT=jnp.where(emitted, choices_BT, -1), num_accepted_B=num_accepted_B)
 
 
-
 def _independent_draw(keys: RoundKeys) -> Draw:
     def draw_one(log_probs_BV: Array, offset: Array | int, drafter: int = 0) -> Array:
         offsets_B1 = jnp.broadcast_to(jnp.asarray(offset), (log_probs_BV.shape[0], 1))
@@ -257,16 +255,14 @@ def _verify_independently(
     uniforms_BK = keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
     num_accepted_B = rule.num_accepted(uniforms_BK < rule.acceptance(draft, target_log_probs))
     weights_BV = rule.residual(draft, target_log_probs, num_accepted_B)
-    # Equal laws leave no residual and are never rejected, except by rounding: then fall back to the target.
-    empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # and where the draft's law is NaN
+    # Equal distributions leave no residual and are never rejected, except by rounding: then fall back to the target.
+    empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # and where the draft's distribution is NaN
     weights_BV = jnp.where(empty_B1, jnp.exp(_at(target_log_probs, num_accepted_B)), weights_BV)
     last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
     positions = jnp.arange(num_tokens + 1)[None, :]
     n_B1 = num_accepted_B[:, None]
     tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
-    return Verdict(
-        tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT), num_accepted_B=num_accepted_B
-    )
+    return Verdict(tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT), num_accepted_B=num_accepted_B)
 
 
 def _log_ratios(draft: Draft, target_log_probs: Array) -> Array:
@@ -302,7 +298,7 @@ def _at(rows_BTV: Array, index_B: Array) -> Array:
 
 
 def _draft_log_probs(draft: Draft, like_BKV: Array) -> Array:
-    """The draft's laws, written out where they are one-hot."""
+    """The draft's distributions, written out where they are one-hot."""
     if draft.log_probs_BKV is not None:
         return draft.log_probs_BKV
     is_token = jnp.arange(like_BKV.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
@@ -315,7 +311,10 @@ def _coupling_integral(p_BV: Array, q_BV: Array) -> Array:
     # Phi(r) >= r: beyond 1e18 the integral grows by less than 1e-18, and Phi^2 would overflow float32.
     ratios_BV = jnp.minimum(ratios_BV, 1e18)
     order_BV = jnp.argsort(ratios_BV, axis=-1)
-    sort = lambda x: jnp.take_along_axis(x, order_BV, axis=-1)
+
+    def sort(x):
+        return jnp.take_along_axis(x, order_BV, axis=-1)
+
     end, p, q = sort(ratios_BV), sort(p_BV), sort(q_BV)
     # On the interval that ends at end[k], tokens before k count with q and the others with p.
     p_mass = jnp.flip(jnp.cumsum(jnp.flip(p, -1), axis=-1), -1)

@@ -1,4 +1,4 @@
-"""Warps: from a model's logits to the law that is sampled.
+"""Warps: from a model's logits to the distribution that is sampled.
 
 A warp is a pytree of numbers that is called on logits and returns logits of the same shape, with
 ``-inf`` where a token is excluded. Because its numbers are data, they can be turned between calls
@@ -7,8 +7,8 @@ without recompiling, and each may be one number for all rows or one per row::
     sampling = chain(temperature([0.0, 0.8]), top_p(0.95))     # row 0 greedy, row 1 sampled
     log_probs_BTV = log_probs(sampling, logits_BTV)
 
-The same function serves the target, the draft and verification, so the law that was sampled is the
-law that is verified. Warps apply in the order in which they are chained.
+The same function serves the target, the draft and verification, so the distribution that was sampled is the
+distribution that is verified. Warps apply in the order in which they are chained.
 
 Ties. Every filter is a threshold on the value, so tokens of equal probability stay or go together:
 
@@ -55,7 +55,7 @@ def _pytree(cls: type) -> type:
 
 
 def chain(*warps: Warp) -> Chain:
-    """Applies ``warps`` from left to right; ``chain()`` leaves the model's own law."""
+    """Applies ``warps`` from left to right; ``chain()`` leaves the model's own distribution."""
     flat = []
     for warp in warps:
         if not callable(warp):
@@ -71,7 +71,10 @@ def greedy() -> Greedy:
 
 def temperature(value: float | Sequence[float]) -> Temperature:
     """Divides logits by ``value`` (>= 0, finite, a scalar or one per row); rows below 1e-5 are greedy."""
-    valid = lambda v: (v >= 0) & (v <= np.finfo(np.float32).max)
+
+    def valid(v):
+        return (v >= 0) & (v <= np.finfo(np.float32).max)
+
     return Temperature(_checked("temperature", value, np.float32, valid, "must be >= 0 and finite"))
 
 
@@ -96,7 +99,7 @@ def first_tokens(count: int) -> FirstTokens:
 
 
 def log_probs(warp: Warp, logits: Array) -> Array:
-    """The warped law as normalised log-probabilities, in float32 (float64 stays float64).
+    """The warped distribution as normalised log-probabilities, in float32 (float64 stays float64).
 
     Args:
       warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
@@ -182,7 +185,10 @@ class TopP:
         p = _per_row(self.value, logits)
         probs = jax.nn.softmax(logits, axis=-1)
         bits = _ordered_bits(probs)
-        mass_above = lambda t: jnp.sum(jnp.where(bits > t, probs, 0), axis=-1, keepdims=True)
+
+        def mass_above(t):
+            return jnp.sum(jnp.where(bits > t, probs, 0), axis=-1, keepdims=True)
+
         # The search ends at the largest probability, so that one always stays.
         threshold = _smallest(lambda t: mass_above(t) < p, jnp.zeros_like(bits[..., :1]), bits.max(-1, keepdims=True))
         # A sum that rounds to just above one must not cost p = 1 its last tokens.

@@ -63,7 +63,7 @@ MEASUREMENTS = (
     Measurement(name="LLaMA 7B, 4 chips", source=LLAMA, streamed_gb=13.9, layers=32, shape=(2, 2, 1), milliseconds=4.7),
     Measurement(name="LLaMA 7B, 8 chips", source=LLAMA, streamed_gb=13.9, layers=32, shape=(2, 2, 2), milliseconds=3.8),
     Measurement(name="LLaMA 65B", source=LLAMA, streamed_gb=136.5, layers=80, shape=(2, 2, 4), milliseconds=14.5),
-)  # fmt: skip
+)
 # Chen et al., Figure 1, read off to about 2%: a round at K = 1 .. 7. Not fitted: a check.
 ROUNDS_MS = {1: 16.3, 2: 18.2, 3: 20.3, 4: 22.8, 5: 25.0, 6: 27.1, 7: 28.5}
 
@@ -153,9 +153,12 @@ def _fit(measurements: tuple[Measurement, ...]) -> Calibration:
             best = error, slowdown, numbers
     _, slowdown, (hop_us, call_ms) = best
     return Calibration(
-        efficiency=float(1 / slowdown), hop_us=float(hop_us), call_ms=float(call_ms), error=float("nan"),
+        efficiency=float(1 / slowdown),
+        hop_us=float(hop_us),
+        call_ms=float(call_ms),
+        error=float("nan"),
         points=len(measurements),
-    )  # fmt: skip
+    )
 
 
 def leave_one_out(measurements: tuple[Measurement, ...] = MEASUREMENTS) -> list[tuple[Measurement, float]]:

@@ -12,9 +12,26 @@ import re
 from collections.abc import Iterator
 
 BYTES = {
-    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
-    "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "token": 0, "opaque": 0,
-}  # fmt: skip
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "token": 0,
+    "opaque": 0,
+}
 HOST_MEMORY = "S(5)"
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
@@ -134,9 +151,13 @@ def _instruction(line: str) -> Instruction:
     # Constants and parameters have their value or number here, everything else names of values.
     operands = (inside,) if opcode in ("constant", "parameter") else tuple(_NAME.findall(inside))
     return Instruction(
-        name=left.removeprefix("ROOT ").removeprefix("%"), opcode=opcode, arrays=tuple(_arrays(right[:end])),
-        operands=operands, attributes=right[close + 1 :], is_root=left.startswith("ROOT "),
-    )  # fmt: skip
+        name=left.removeprefix("ROOT ").removeprefix("%"),
+        opcode=opcode,
+        arrays=tuple(_arrays(right[:end])),
+        operands=operands,
+        attributes=right[close + 1 :],
+        is_root=left.startswith("ROOT "),
+    )
 
 
 def _arrays(type_text: str) -> Iterator[Array]:

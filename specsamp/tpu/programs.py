@@ -21,7 +21,7 @@ from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Request, Weights
 from specsamp.mesh.layout import DATA
-from specsamp.mesh.on_mesh import DataShares, OnMesh
+from specsamp.mesh.sharded import DataShares, ShardedModel
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, for_rows
 
@@ -30,8 +30,8 @@ from specsamp.sampling.warp import Warp, for_rows
 class Programs:
     """Of one pair, batch and mesh."""
 
-    target: OnMesh
-    draft: OnMesh
+    target: ShardedModel
+    draft: ShardedModel
     mesh: Mesh
     sampling: Warp | None
     batch: int
@@ -46,17 +46,23 @@ class Programs:
                 raise ValueError(f"{self.slots} slots exceed the {most} positions of the {side}: give --slots={most}")
 
     @functools.cache  # eighty layers take seconds to trace
-    def weights(self, model: OnMesh) -> Any:
-        prepare = lambda key: model.model.prepare(model.model.init(key), self.slots)
+    def weights(self, model: ShardedModel) -> Any:
+        def prepare(key):
+            return model.model.prepare(model.model.init(key), self.slots)
+
         shapes = jax.eval_shape(prepare, jax.random.key(0))
         if self.weight_dtype:
             # Scales are left out: one number per output channel.
-            of_layer = lambda path: any(str(part).startswith("['layer_") for part in path)
-            store = lambda path, x: x.update(dtype=self.weight_dtype) if x.ndim > 1 and of_layer(path) else x
+            def of_layer(path):
+                return any(str(part).startswith("['layer_") for part in path)
+
+            def store(path, x):
+                return x.update(dtype=self.weight_dtype) if x.ndim > 1 and of_layer(path) else x
+
             shapes = shapes | {"params": jax.tree_util.tree_map_with_path(store, shapes["params"])}
         return _placed(shapes, model.weight_shardings(shapes))
 
-    def floor(self, model: OnMesh, live: float = 1.0) -> float:
+    def floor(self, model: ShardedModel, live: float = 1.0) -> float:
         """Bytes per device that a call reads at least; ``live`` is the share of slots that hold something."""
         weights = self.weights(model)
         streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
@@ -68,12 +74,15 @@ class Programs:
         weights, caches = zip(self.bytes_of(self.target), self.bytes_of(self.draft))
         return sum(weights), sum(caches)
 
-    def bytes_of(self, model: OnMesh) -> tuple[int, int]:
+    def bytes_of(self, model: ShardedModel) -> tuple[int, int]:
         """Bytes per device of one model's weights, and of its cache."""
-        size = lambda tree: sum(map(_bytes_per_device, jax.tree.leaves(tree)))
+
+        def size(tree):
+            return sum(map(_bytes_per_device, jax.tree.leaves(tree)))
+
         return size(self.weights(model)), size(self.cache(model))
 
-    def call(self, model: OnMesh, tokens: int) -> jax.stages.Lowered:
+    def call(self, model: ShardedModel, tokens: int) -> jax.stages.Lowered:
         """A call of a model by itself; its logits are whole on every device."""
 
         def call(weights, tokens_BT, start_B, cache):
@@ -88,21 +97,31 @@ class Programs:
         """The whole loop of generation."""
         weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
         request = jax.eval_shape(self._request)
-        at = lambda split: NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec())
-        place = lambda split, tree: jax.tree.map(lambda x: _shape(x, at(split)), tree)
+
+        def at(split):
+            return NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec())
+
+        def place(split, tree):
+            return jax.tree.map(lambda x: _shape(x, at(split)), tree)
+
         request = jax.tree.map(place, Request.by_rows(), request)
         state = self._state(loop, weights, request)
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        run = lambda weights, request, state, rounds: loop.run(weights, request, state, rounds)
+
+        def run(weights, request, state, rounds):
+            return loop.run(weights, request, state, rounds)
+
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
     def _request(self) -> Request:
         ids_B = jnp.arange(self.batch)
         return Request(
-            sampling=for_rows(self.sampling, self.batch), draft_sampling=for_rows(self.sampling, self.batch),
-            row_keys_B=row_keys(0, ids_B, jnp.zeros_like(ids_B)), limits_B=jnp.full((self.batch,), self.slots),
+            sampling=for_rows(self.sampling, self.batch),
+            draft_sampling=for_rows(self.sampling, self.batch),
+            row_keys_B=row_keys(0, ids_B, jnp.zeros_like(ids_B)),
+            limits_B=jnp.full((self.batch,), self.slots),
             stop_ids=jnp.full((4,), -1),
-        )  # fmt: skip
+        )
 
     def _state(self, loop: Loop, weights: Weights, request: Request) -> Any:
         plain = dataclasses.replace(loop, target=loop.target.model, shares=type(loop).shares)
@@ -116,7 +135,7 @@ class Programs:
         drafter_state = self.cache(self.draft) if isinstance(loop.drafter, ModelDrafter) else state.drafter_state
         return dataclasses.replace(placed, cache=self.cache(self.target), drafter_state=drafter_state)
 
-    def cache(self, model: OnMesh) -> Any:
+    def cache(self, model: ShardedModel) -> Any:
         shapes = jax.eval_shape(lambda: model.model.init_cache(self.batch, self.slots))
         return _placed(shapes, model.layout.shardings(model.model.cache_axes(), shapes))
 

@@ -27,11 +27,11 @@ import jax
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
-from specsamp.mesh.on_mesh import DataShares, OnMesh
+from specsamp.mesh.sharded import DataShares, ShardedModel
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.tpu.calibration import calibrate, hops
-from specsamp.tpu.described import Chip, is_out_of_memory, parse
 from specsamp.tpu.programs import Programs
+from specsamp.tpu.topology import Chip, is_out_of_memory, parse
 from specsamp.tpu.traffic import traffic_of
 
 WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all
@@ -115,7 +115,9 @@ class Report:
     draft_length: int
     rule: str
     programs: tuple[Program, ...]
-    draft_ways: int | None = None  # devices that hold one copy of the draft together; None: as many as the target's
+    draft_model_parallelism: int | None = (
+        None  # devices that hold one copy of the draft together; None: as many as the target's
+    )
 
     def __getitem__(self, name: str) -> Program:
         return next(program for program in self.programs if program.name == name)
@@ -138,7 +140,9 @@ class Report:
         program, (chip, sizes) = self[name], parse(self.topology)
         serial = sum(program.collectives.values())
         of_target = max(math.prod(self.mesh.values()) // self.mesh["data"] // chip.devices, 1)
-        of_draft = of_target if self.draft_ways is None else max(self.draft_ways // chip.devices, 1)
+        of_draft = (
+            of_target if self.draft_model_parallelism is None else max(self.draft_model_parallelism // chip.devices, 1)
+        )
         crossed = serial * hops(sizes, of_draft if name == "draft step" else of_target)
         calls = 1
         if name == "round":
@@ -147,9 +151,12 @@ class Report:
             crossed = (serial - drafts) * hops(sizes, of_target) + drafts * hops(sizes, of_draft)
             calls = self.draft_length + 1
         return calibrate().estimate(
-            program.streaming_ms(chip), crossed, cycles_ms=program.cycles / chip.clock_hz * 1e3,
-            wire_ms=program.wire_ms(chip, of_target), calls=calls,
-        )  # fmt: skip
+            program.streaming_ms(chip),
+            crossed,
+            cycles_ms=program.cycles / chip.clock_hz * 1e3,
+            wire_ms=program.wire_ms(chip, of_target),
+            calls=calls,
+        )
 
 
 def compile_report(
@@ -187,9 +194,15 @@ def compile_report(
         target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shares=shares
     )
     of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
-    of_round = lambda live=1.0: of_target(live) + draft_length * of_draft(live)
+
+    def of_round(live=1.0):
+        return of_target(live) + draft_length * of_draft(live)
+
     windows = STEP_WINDOWS if programs.batch == shares.ways else (1, *STEP_WINDOWS)
-    call = lambda model, tokens: (tokens, lambda: programs.call(model, tokens))
+
+    def call(model, tokens):
+        return (tokens, lambda: programs.call(model, tokens))
+
     made = {
         "draft step": (of_draft, [call(draft, window) for window in windows]),
         "target step": (of_target, [call(target, window) for window in windows]),
@@ -209,12 +222,18 @@ def compile_report(
         fitting = [program for program in found if program.memory is not None]
         results.append(min(fitting, key=lambda program: program.busy_ms(chip), default=found[0]))
     return Report(
-        topology=topology, mesh=dict(programs.mesh.shape), batch=programs.batch, slots=programs.slots,
-        draft_length=draft_length, rule=type(rule).__name__, draft_ways=ways_of(draft), programs=tuple(results),
-    )  # fmt: skip
+        topology=topology,
+        mesh=dict(programs.mesh.shape),
+        batch=programs.batch,
+        slots=programs.slots,
+        draft_length=draft_length,
+        rule=type(rule).__name__,
+        draft_model_parallelism=ways_of(draft),
+        programs=tuple(results),
+    )
 
 
-def ways_of(model: OnMesh) -> int:
+def ways_of(model: ShardedModel) -> int:
     """Devices that hold one copy of a model together."""
     layout = model.layout
     return math.prod(layout.mesh.shape[axis] for axis in dict(layout.table).get("heads", ()))
@@ -234,17 +253,27 @@ def measure(
         return Program(**known, memory=None, out_of_memory=_largest(str(error)))
     sizes = compiled.memory_analysis()
     memory = Memory(
-        arguments=sizes.argument_size_in_bytes, temporaries=sizes.temp_size_in_bytes,
-        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes, code=sizes.generated_code_size_in_bytes,
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        code=sizes.generated_code_size_in_bytes,
         capacity=capacity,
-    )  # fmt: skip
+    )
     traffic = traffic_of(compiled.as_text())
     return Program(
-        **known, memory=memory, out_of_memory=None, hbm_bytes=traffic.bytes, cycles=traffic.cycles,
-        collectives=dict(traffic.collectives), collective_bytes=dict(traffic.collective_bytes),
-        copies=tuple(traffic.copies), num_copies=len(traffic.copies), host_transfers=traffic.host_transfers,
-        open_loops=traffic.open_loops, compile_seconds=time.perf_counter() - start,
-    )  # fmt: skip
+        **known,
+        memory=memory,
+        out_of_memory=None,
+        hbm_bytes=traffic.bytes,
+        cycles=traffic.cycles,
+        collectives=dict(traffic.collectives),
+        collective_bytes=dict(traffic.collective_bytes),
+        copies=tuple(traffic.copies),
+        num_copies=len(traffic.copies),
+        host_transfers=traffic.host_transfers,
+        open_loops=traffic.open_loops,
+        compile_seconds=time.perf_counter() - start,
+    )
 
 
 def _largest(message: str, most: int = 8) -> str:

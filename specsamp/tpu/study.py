@@ -23,15 +23,15 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
 from specsamp.mesh.layout import Layout, mesh_axes
-from specsamp.mesh.on_mesh import DataShares, draft_layout, on_mesh
+from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
 from specsamp.tpu.calibration import calibrate, hops
-from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import WINDOW, Memory, Program, measure
+from specsamp.tpu.topology import described_mesh, parse
 
 FEW, MANY = 2, 4  # layers that are compiled
 K = 4  # the paper's draft length
@@ -61,7 +61,9 @@ def linear(*terms: tuple[float, Program]) -> Program:
             total.update({kind: weight * count for kind, count in getattr(program, name).items()})
         return {kind: round(count) for kind, count in total.items() if round(count)}
 
-    of = lambda name: sum(weight * getattr(program, name) for weight, program in terms)
+    def of(name):
+        return sum(weight * getattr(program, name) for weight, program in terms)
+
     numbers = {name: of(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
     whole = {name: round(of(name)) for name in ("num_copies", "host_transfers", "open_loops")}
     parts = {
@@ -70,9 +72,13 @@ def linear(*terms: tuple[float, Program]) -> Program:
     }
     memory = dataclasses.replace(first.memory, **parts)
     return dataclasses.replace(
-        first, **numbers, **whole, memory=memory, collectives=counts("collectives"),
+        first,
+        **numbers,
+        **whole,
+        memory=memory,
+        collectives=counts("collectives"),
         collective_bytes=counts("collective_bytes"),
-    )  # fmt: skip
+    )
 
 
 def continued(few: Program, many: Program, layers: int) -> Program:
@@ -94,12 +100,19 @@ class Stack:
 
     def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
         """This one as the target, and another (or itself) as the draft."""
-        model = lambda config: TransformerLM(dataclasses.replace(config, num_layers=layers))
+
+        def model(config):
+            return TransformerLM(dataclasses.replace(config, num_layers=layers))
+
         return Programs(
-            target=on_mesh(model(self.config), Layout.tensor_parallel(self.mesh)),
-            draft=on_mesh(model(other or self.config), draft_layout(self.mesh)), mesh=self.mesh, sampling=sampling,
-            batch=self.batch, slots=self.slots, weight_dtype=self.weight_dtype,
-        )  # fmt: skip
+            target=shard_model(model(self.config), Layout.tensor_parallel(self.mesh)),
+            draft=shard_model(model(other or self.config), draft_layout(self.mesh)),
+            mesh=self.mesh,
+            sampling=sampling,
+            batch=self.batch,
+            slots=self.slots,
+            weight_dtype=self.weight_dtype,
+        )
 
     def call(self, tokens: int) -> Program:
         """A call of the whole model."""
@@ -108,7 +121,10 @@ class Stack:
     def at(self, layers: int, tokens: int) -> Program:
         programs = self.programs(layers)
         model = programs.target
-        floor = lambda live: programs.floor(model, live)
+
+        def floor(live):
+            return programs.floor(model, live)
+
         name = f"{tokens} tokens, {layers} layers"
         return measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
 
@@ -150,13 +166,22 @@ def facts(program: Program, topology: str, calls: int = 1, chips: Iterable[int] 
         program.streaming_ms(chip), crossed, cycles_ms=cycles_ms, wire_ms=wire_ms, calls=calls
     )
     return {
-        "hbm_bytes": program.hbm_bytes, "over_floor": program.over_floor, "cycles": program.cycles,
-        "collectives": program.collectives, "collective_bytes": program.collective_bytes,
-        "copies": program.num_copies, "host_transfers": program.host_transfers, "fits": True,
-        "memory_bytes": program.memory.total, "temporary_bytes": program.memory.temporaries,
+        "hbm_bytes": program.hbm_bytes,
+        "over_floor": program.over_floor,
+        "cycles": program.cycles,
+        "collectives": program.collectives,
+        "collective_bytes": program.collective_bytes,
+        "copies": program.num_copies,
+        "host_transfers": program.host_transfers,
+        "fits": True,
+        "memory_bytes": program.memory.total,
+        "temporary_bytes": program.memory.temporaries,
         "streaming_ms": program.streaming_ms(chip),
-        "cycles_ms": cycles_ms, "wire_ms": wire_ms, "calibrated_ms": likely, "calibrated_band_ms": (least, most),
-    }  # fmt: skip
+        "cycles_ms": cycles_ms,
+        "wire_ms": wire_ms,
+        "calibrated_ms": likely,
+        "calibrated_band_ms": (least, most),
+    }
 
 
 def needs(memory: Memory) -> str:
@@ -197,8 +222,9 @@ def slices() -> list[Cell]:
 
     return [
         Cell({"topology": topology, "batch": batch}, lambda t=topology, b=batch: answer(t, b))
-        for batch in (1, 8, 32) for topology in SLICES
-    ]  # fmt: skip
+        for batch in (1, 8, 32)
+        for topology in SLICES
+    ]
 
 
 def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
@@ -207,7 +233,10 @@ def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Prog
     shares = DataShares(programs.mesh)
     drafter = ModelDrafter(programs.draft, K, WINDOW)
     loop = Loop(target=programs.target, drafter=drafter, rule=rule, window=WINDOW, shares=shares)
-    floor = lambda live: programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
+
+    def floor(live):
+        return programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
+
     return measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(loop), target.capacity)
 
 
@@ -252,8 +281,9 @@ def shapes() -> list[Cell]:
 
     return [
         Cell({"shape": shape, "chips": chips}, lambda s=shape, c=chips: answer(s, c))
-        for shape in SHAPES for chips in (1, 4, 8, 16)
-    ]  # fmt: skip
+        for shape in SHAPES
+        for chips in (1, 4, 8, 16)
+    ]
 
 
 def weights() -> list[Cell]:
@@ -266,7 +296,7 @@ def weights() -> list[Cell]:
     def answer(dtype: str, key_heads: int, batch: int) -> dict[str, Any]:
         topology = "v4:2x2x4"
         config = chinchilla_70b(num_kv_heads=key_heads)
-        mesh = described_mesh(topology, key_heads=key_heads, rows=batch)
+        mesh = described_mesh(topology, num_kv_heads=key_heads, rows=batch)
         stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
         draft = dataclasses.replace(stack, config=draft_4b())
         calls = {"step": stack.step(), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
@@ -277,20 +307,25 @@ def weights() -> list[Cell]:
         together = linear((1.0, calls["score"]), (K, calls["draft step"]))
         together = dataclasses.replace(together, memory=calls["score"].memory)
         round_ = facts(together, topology, K + 1)
-        per_token = lambda facts, tokens: {
-            "likely": facts["calibrated_ms"] / tokens, "band": [edge / tokens for edge in facts["calibrated_band_ms"]]
-        }
+
+        def per_token(facts, tokens):
+            return {
+                "likely": facts["calibrated_ms"] / tokens,
+                "band": [edge / tokens for edge in facts["calibrated_band_ms"]],
+            }
+
         return {
-            "programs": made, "ms_per_token": per_token(made["step"], batch),
+            "programs": made,
+            "ms_per_token": per_token(made["step"], batch),
             "ms_per_token_drafted": per_token(round_, emitted * batch),
-        }  # fmt: skip
+        }
 
     return [
-        Cell(
-            {"weights": dtype, "key_heads": heads, "batch": batch}, lambda d=dtype, h=heads, b=batch: answer(d, h, b)
-        )
-        for batch in (1, 16) for heads in (64, 8, 1) for dtype in ("bfloat16", "int8")
-    ]  # fmt: skip
+        Cell({"weights": dtype, "key_heads": heads, "batch": batch}, lambda d=dtype, h=heads, b=batch: answer(d, h, b))
+        for batch in (1, 16)
+        for heads in (64, 8, 1)
+        for dtype in ("bfloat16", "int8")
+    ]
 
 
 STUDIES = {study.__name__: study for study in (slices, scoring, shapes, weights)}

@@ -29,9 +29,18 @@ import math
 from specsamp.tpu.hlo import Instruction, Module
 
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency", "get-dimension-size",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "opt-barrier",
+    "add-dependency",
+    "get-dimension-size",
+}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 HOST = ("infeed", "outfeed", "send", "recv")
 SLICES = ("slice", "dynamic-slice", "gather")

@@ -9,7 +9,7 @@ Each cell is one form; `launch/compile_study.py --study=variants` writes them al
 - **Layout of the heads.** Weights of attention are ``[heads, width, size]``: 2.7 times fewer cycles than
   ``[width, heads, size]``, for a quarter more traffic (both fit the chip in this small program). Side by side,
   ``[width, heads * size]``, costs the same, but a part of the heads is then no contiguous part of an axis that can
-  be split where key heads are few.
+  be split where kv heads are few.
 - **Writing rows into a cache.** One `dynamic_update_slice` per row into ``[rows, heads, slots, size]`` moves
   what attention reads. A `vmap` of it moves half as much again, a scatter or a one-hot select twice as much, in
   up to ten times the cycles.
@@ -18,7 +18,7 @@ Each cell is one form; `launch/compile_study.py --study=variants` writes them al
   layer stays on chip here; in a model it is streamed.)
 - **Logits.** Split over the vocabulary and then gathered whole: sampling holds no collective. Left split, the
   bisection of top-p waits 36 times for the other chips. Straight to whole is the same at batch 1; at batch 8
-  the compiler gathers the embedding instead, 2.7 times the traffic. At batch 8 forty laws on every chip are 3.1 ms
+  the compiler gathers the embedding instead, 2.7 times the traffic. At batch 8 forty distributions on every chip are 3.1 ms
   of cycles and two copies of 5 MB. So chips share the rows: eight over sixteen chips, each on two, take 0.3 ms,
   if the vocabulary is first gathered to as many devices as rows go over. Straight from sixteen parts to eight rows
   the compiler gathers all of it on the way, 1.9 ms.
@@ -46,13 +46,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.sampling.warp import for_rows, top_p
-from specsamp.tpu.described import described_mesh, parse
 from specsamp.tpu.study import Cell, Stack, facts
+from specsamp.tpu.topology import described_mesh, parse
 from specsamp.tpu.traffic import traffic_of
 
 TOPOLOGY = "v4:2x2x4"
@@ -66,14 +67,22 @@ def variants() -> list[Cell]:
     cells = []
     for rows in (1, 2, 4, 8):
         for name, config in (("target", chinchilla_70b()), ("draft", draft_4b())):
-            stack = lambda config=config: Stack(config, described_mesh(TOPOLOGY), TOPOLOGY)
-            call = lambda s=stack, n=rows: facts(s().call(n), TOPOLOGY)
+
+            def stack(config=config):
+                return Stack(config, described_mesh(TOPOLOGY), TOPOLOGY)
+
+            def call(s=stack, n=rows):
+                return facts(s().call(n), TOPOLOGY)
+
             cells.append(_cell("rows of a call", f"{name}, {rows}", call))
     for form in LAYOUTS:
         cells.append(_cell("layout of heads", form, lambda f=form: _compiled(*_heads(f))))
     for batch in (1, 8):
         for form in WRITES:
-            answer = lambda f=form, b=batch: _compiled(*_writes(f, b))
+
+            def answer(f=form, b=batch):
+                return _compiled(*_writes(f, b))
+
             cells.append(_cell("row writes", f"{form}, batch {batch}", answer))
     for form in KEYS:
         cells.append(_cell("relative keys", form, lambda f=form: _compiled(*_keys(f))))
@@ -88,7 +97,10 @@ def variants() -> list[Cell]:
         for tokens in (2, 5):
             for form, options in (("as the compiler likes", {}), ("never carried back", NO_EVICTIONS)):
                 options = dict(FEWEST_COLLECTIVES) | options
-                answer = lambda b=batch, n=tokens, o=options: _compiled(*_layers(n, b), options=o)
+
+                def answer(b=batch, n=tokens, o=options):
+                    return _compiled(*_layers(n, b), options=o)
+
                 cells.append(_cell("caches on chip", f"{form}, {tokens} tokens, batch {batch}", answer))
     for form in ("apart", "fused"):
         cells.append(_cell("projections", form, lambda f=form: _compiled(*_projections(f == "fused"))))
@@ -104,12 +116,15 @@ def _compiled(function: Callable, arguments: tuple, donated: tuple[int, ...] = (
     compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(compiler_options=options)
     traffic, (chip, _) = traffic_of(compiled.as_text()), parse(TOPOLOGY)
     return {
-        "hbm_bytes": traffic.bytes, "cycles": traffic.cycles, "collectives": dict(traffic.collectives),
-        "copies": len(traffic.copies), "copied_bytes": sum(size for _, size in traffic.copies),
+        "hbm_bytes": traffic.bytes,
+        "cycles": traffic.cycles,
+        "collectives": dict(traffic.collectives),
+        "copies": len(traffic.copies),
+        "copied_bytes": sum(size for _, size in traffic.copies),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "streaming_ms": traffic.bytes / chip.hbm_bytes_per_second * 1e3,
         "cycles_ms": traffic.cycles / chip.clock_hz * 1e3,
-    }  # fmt: skip
+    }
 
 
 def _mesh() -> Mesh:
@@ -149,7 +164,9 @@ def _heads(form: str) -> tuple:
         return x_TD
 
     def run(rounds, x_TD, into, out):
-        step = lambda x, into, out: call(x, into, out) + call(x[:2], into, out).sum(0)
+        def step(x, into, out):
+            return call(x, into, out) + call(x[:2], into, out).sum(0)
+
         return _loop(step, (rounds, x_TD), into, out)
 
     return run, (_shape(mesh, (), dtype=jnp.int32), _shape(mesh, (5, WIDTH)), into, out)
@@ -168,7 +185,9 @@ def _unrolled(cache_BNSH, new_BNTH, start_B):
 
 
 def _vmapped(cache_BNSH, new_BNTH, start_B):
-    write = lambda cache, new, start: jax.lax.dynamic_update_slice(cache, new, (0, start, 0))
+    def write(cache, new, start):
+        return jax.lax.dynamic_update_slice(cache, new, (0, start, 0))
+
     return jax.vmap(write)(cache_BNSH, new_BNTH, start_B)
 
 
@@ -227,25 +246,33 @@ def _keys(form: str) -> tuple:
         return jnp.stack(rows, 1)[None]
 
     def run(rounds, x, cache, table, start_B):
-        step = lambda x, cache, table, start_B: _attend(x, cache, cache, bias(x, table, start_B))
+        def step(x, cache, table, start_B):
+            return _attend(x, cache, cache, bias(x, table, start_B))
+
         return _loop(step, (rounds, x), cache, table, start_B)
 
     return run, (_shape(mesh, (), dtype=jnp.int32), query, cache, table, _shape(mesh, (1,), dtype=jnp.int32))
 
 
-# Eight rows: the model axis is "copies" x "model", two times eight devices.
+# Eight rows: the model axis is "replica" x "model", two times eight devices.
 LOGITS = {
-    "split, then whole": ("split", "whole"), "straight to whole": ("whole",), "left split": ("split",),
-    "split, then by rows": ("split", "by rows"), "split, over fewer, by rows": ("split", "over fewer", "by rows"),
-}  # fmt: skip
+    "split, then whole": ("split", "whole"),
+    "straight to whole": ("whole",),
+    "left split": ("split",),
+    "split, then by rows": ("split", "by rows"),
+    "split, over fewer, by rows": ("split", "over fewer", "by rows"),
+}
 
 
 def _logits(form: str, batch: int) -> tuple:
     mesh = described_mesh(TOPOLOGY, rows=batch)
-    all_devices = tuple(axis for axis in ("model", "copies") if axis in mesh.shape)
+    all_devices = tuple(axis for axis in ("model", "replica") if axis in mesh.shape)
     places = {
-        "split": P(None, None, all_devices), "whole": P(), "over fewer": P(None, None, "model"), "by rows": P("model"),
-    }  # fmt: skip
+        "split": P(None, None, all_devices),
+        "whole": P(),
+        "over fewer": P(None, None, "model"),
+        "by rows": P("model"),
+    }
 
     def run(rounds, x_BTD, embedding_VD):
         def step(x_BTD, embedding_VD):
@@ -282,7 +309,9 @@ def _projections(fused: bool) -> tuple:
     else:
         into = [[_shape(mesh, (HEADS, WIDTH, SIZE), "model") for _ in range(count)] for _ in range(LAYERS)]
     out = [_shape(mesh, (HEADS, SIZE, WIDTH), "model") for _ in range(LAYERS)]
-    project = lambda x, w: jnp.einsum("td,ndh->tnh", x, w)
+
+    def project(x, w):
+        return jnp.einsum("td,ndh->tnh", x, w)
 
     def run(x_TD, into, out):
         for w, o in zip(into, out):

@@ -8,7 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from specsamp import storage
-from specsamp.models.params import WrongShapes, check_shapes
+from specsamp.checkpoints.params import WrongShapes, check_shapes
 
 
 class Checkpoints:

@@ -29,7 +29,9 @@ class Corpus:
     digest: str  # SHA-256 of all paths and contents, both sides
 
     def describe(self) -> dict:
-        size = lambda texts: sum(len(text.encode()) for text in texts.values())
+        def size(texts):
+            return sum(len(text.encode()) for text in texts.values())
+
         return {
             "sha256": self.digest,
             "train_files": len(self.train),
@@ -185,7 +187,10 @@ class Mixture:
     def batch(self, step: int, size: int) -> np.ndarray:
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
-        shuffled = lambda epoch: np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows))
+
+        def shuffled(epoch):
+            return np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows))
+
         order = {epoch: shuffled(epoch) for epoch in set(epochs)}
         chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
         return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

@@ -59,7 +59,10 @@ def evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
 @functools.cache
 def _measure(mesh):
     """On every process: averages are whole everywhere."""
-    measure = lambda task, *arguments: task.measure(*arguments)
+
+    def measure(task, *arguments):
+        return task.measure(*arguments)
+
     return jax.jit(measure, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 

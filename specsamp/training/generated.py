@@ -27,7 +27,7 @@ def complete_windows(
 
     Args:
       rows: ``[rows, T + 1]`` tokens.
-      sampling: the law of what is written, its numbers one for all rows or one per row of a batch.
+      sampling: the distribution of what is written, its numbers one for all rows or one per row of a batch.
       first_id: of the first row: a row's noise depends on the seed and its id.
 
     Returns:
@@ -41,8 +41,14 @@ def complete_windows(
         prompts = rows[start : start + batch, :prompt_length]
         padded = np.resize(prompts, (batch, prompt_length))  # one shape, one program
         completions = generate(
-            pair, padded.tolist(), rows.shape[1] - prompt_length, sampling=sampling, draft_length=0, stop=(), seed=seed,
+            pair,
+            padded.tolist(),
+            rows.shape[1] - prompt_length,
+            sampling=sampling,
+            draft_length=0,
+            stop=(),
+            seed=seed,
             prompt_ids=[first_id + start + i for i in range(batch)],
-        )  # fmt: skip
+        )
         written += [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
     return np.array(written, np.int32)

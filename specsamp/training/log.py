@@ -59,4 +59,3 @@ class Progress:
     def note(self, text: str) -> None:
         """A line that stays."""
         self._console.print(text, highlight=False, soft_wrap=True)
-

@@ -1,6 +1,6 @@
 """What training minimises. All take log-probabilities and return one number per position.
 
-``target`` is the law to imitate and gets no gradient, ``draft`` the law being trained. With P for
+``target`` is the distribution to imitate and gets no gradient, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
 
     forward KL        sum P log(P/Q)        what cross-entropy on the target's own samples estimates
@@ -43,7 +43,7 @@ def overlap(target_BTV: Array, draft_BTV: Array) -> Array:
 
 
 def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
-    """1.0 where both laws have the same mode, ``[B, T]``."""
+    """1.0 where both distributions have the same mode, ``[B, T]``."""
     return (target_BTV.argmax(axis=-1) == draft_BTV.argmax(axis=-1)).astype(jnp.float32)
 
 

@@ -27,8 +27,8 @@ class Task(Protocol):
         """What is minimised, a scalar."""
 
     def measure(self, params: Any, frozen: Any, rows_BT: Array, warp: Warp) -> dict[str, Array]:
-        """What held-out text is judged by: "loss" is cross-entropy on it, also of a draft that is trained on another
-        objective; laws are compared under ``warp``."""
+        """What held-out text is verified by: "loss" is cross-entropy on it, also of a draft that is trained on another
+        objective; distributions are compared under ``warp``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp import storage
+from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
-from specsamp.models.params import check_shapes
 from specsamp.sampling.warp import Warp
 from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch, frozen_shardings
@@ -28,6 +28,7 @@ from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 
 Array = jax.Array
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -57,16 +58,19 @@ class Recipe:
     def learning_rates(self) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(
             0.0 if self.warmup_steps else self.learning_rate,
-            self.learning_rate, self.warmup_steps, self.steps, self.final_share * self.learning_rate,
-        )  # fmt: skip
+            self.learning_rate,
+            self.warmup_steps,
+            self.steps,
+            self.final_share * self.learning_rate,
+        )
 
     def optimizer(self) -> optax.GradientTransformation:
-        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+        def matrices(params):
+            return jax.tree.map(lambda p: p.ndim > 1, params)
+
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(
-                self.learning_rates(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices
-            ),
+            optax.adamw(self.learning_rates(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices),
         )
 
 
@@ -116,9 +120,12 @@ def state_shardings(task: Task, recipe: Recipe, mesh: Mesh) -> TrainState:
     params = Layout.tensor_parallel(mesh).shardings(task.model.param_axes(), shapes.params)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_map_params(
-        recipe.optimizer(), lambda _, sharding: sharding, shapes.opt_state, params,
+        recipe.optimizer(),
+        lambda _, sharding: sharding,
+        shapes.opt_state,
+        params,
         transform_non_params=lambda _: everywhere,
-    )  # fmt: skip
+    )
     return TrainState(step=everywhere, params=params, opt_state=opt_state)
 
 
@@ -135,13 +142,14 @@ def train_step(
     else:
         first = jax.eval_shape(gradients, rows_ABT[0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-        add = lambda total, rows_BT: (jax.tree.map(jnp.add, total, gradients(rows_BT)), None)
+
+        def add(total, rows_BT):
+            return (jax.tree.map(jnp.add, total, gradients(rows_BT)), None)
+
         total, _ = jax.lax.scan(add, zeros, rows_ABT)
         loss, grads = jax.tree.map(lambda x: x / rows_ABT.shape[0], total)
     updates, opt_state = recipe.optimizer().update(grads, state.opt_state, state.params)
-    new_state = TrainState(
-        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
-    )
+    new_state = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     return new_state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
 
@@ -165,7 +173,7 @@ def train(
       held_out: ``[rows, T + 1]`` tokens, for evaluation.
       frozen: parameters the task looks at (a target's).
       params: to start from, when there is no checkpoint; they are copied.
-      warps: laws under which a draft is compared with its target, by name; default: the models' own.
+      warps: distributions under which a draft is compared with its target, by name; default: the models' own.
 
     Raises:
       ValueError: rows do not divide over the shares of ``data`` or do not fill them, the model does not divide
@@ -186,9 +194,7 @@ def train(
             state = put(init_state(task, recipe, jax.tree.map(jnp.copy, params)), shardings)
         else:
             shapes = jax.eval_shape(lambda: init_state(task, recipe))
-            shapes = jax.tree.map(
-                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings
-            )
+            shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
             saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
             step, opt_state = saved["rest"]
             state = TrainState(step=step, params=saved["params"], opt_state=opt_state)

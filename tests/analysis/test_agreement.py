@@ -57,9 +57,12 @@ def emulate(monkeypatch, round_ms, fitted=CHANCES, checked=CHANCES, noise=0.0, p
                 reached[: min(n + 1, self.K, given)] += 1
                 emitted, rounds = emitted + given, rounds + 1
             return RowStats(
-                rounds=rounds, emitted=emitted, drafted=0, reached=tuple(reached.tolist()),
+                rounds=rounds,
+                emitted=emitted,
+                drafted=0,
+                reached=tuple(reached.tolist()),
                 accepted_counts=tuple(counts.tolist()),
-            )  # fmt: skip
+            )
 
     monkeypatch.setattr(module, "ProductClock", fakes.product_clock(products_ms, fewest=8))  # in turn with the texts
     monkeypatch.setattr(
@@ -124,7 +127,10 @@ def test_steps_between_fitted_rounds_are_foreseen_from_the_products(monkeypatch)
 
 def test_a_batch_between_two_that_were_fitted(monkeypatch):
     """Caches cost by the batch, rows as products do."""
-    round_ms = lambda K, batch: 4 * stepped(batch * (K + 1)) + 0.5 * batch + 0.9 * K
+
+    def round_ms(K, batch):
+        return 4 * stepped(batch * (K + 1)) + 0.5 * batch + 0.9 * K
+
     decoded = emulate(monkeypatch, round_ms, products_ms=lambda rows: 4 * stepped(rows))
     found = found_with(fit_batches=(1, 8), check_batch=4, check_lengths=(0, 2, 6))
     assert {(K, batch) for K, batch, _ in decoded} == {(K, b) for K in (0, 1, 4, 8) for b in (1, 8)} | {
@@ -154,9 +160,15 @@ def test_noise_is_two_passes_over_the_same_texts(monkeypatch):
 def test_prompts_are_not_shared_by_the_halves(monkeypatch):
     decoded = emulate(monkeypatch, linear)
     agreement(
-        None, lambda K: K, RULES["token"](), None, [(n % 2,) for n in range(8)], max_new_tokens=TOKENS,
-        check_lengths=(0, 3), fit_lengths=(1, 2),
-    )  # fmt: skip
+        None,
+        lambda K: K,
+        RULES["token"](),
+        None,
+        [(n % 2,) for n in range(8)],
+        max_new_tokens=TOKENS,
+        check_lengths=(0, 3),
+        fit_lengths=(1, 2),
+    )
     assert {K for K, _, prompt in decoded if prompt == (0,)} == {0, 1, 2}
     assert {K for K, _, prompt in decoded if prompt == (1,)} == {0, 3}
 
@@ -168,9 +180,17 @@ def test_each_text_of_each_length_is_counted_once(monkeypatch):
     emulate(monkeypatch, linear)
     for batch in (1, 2):
         agreement(
-            None, lambda K: K, RULES["token"](), None, [FITTED, CHECKED] * 9, max_new_tokens=TOKENS,
-            fit_lengths=(1, 4), check_lengths=(0,), fit_batches=(batch,), check_batch=batch,
-        )  # fmt: skip
+            None,
+            lambda K: K,
+            RULES["token"](),
+            None,
+            [FITTED, CHECKED] * 9,
+            max_new_tokens=TOKENS,
+            fit_lengths=(1, 4),
+            check_lengths=(0,),
+            fit_batches=(batch,),
+            check_batch=batch,
+        )
         for K, (rows,) in zip((1, 4), told, strict=True):
             assert len(rows) == 9 and all(len(row.reached) == K for row in rows)
         told.clear()

@@ -47,7 +47,7 @@ def test_repeats_count_where_they_differ(clocks, monkeypatch, law, repeats):
     told, of_texts = [], auto_length.Profile.of_texts
     monkeypatch.setattr(auto_length.Profile, "of_texts", lambda *texts: told.append(texts) or of_texts(*texts))
     generate(make_pair(1.0), PROMPTS, 36, draft_length="auto", sampling=law, num_samples=2)
-    (texts, prompts), = told
+    ((texts, prompts),) = told
     assert prompts == [0, 0, 1, 1]
     fewest = sum(text.emitted for text in texts) / (4 * 36)  # budgets end some repeats, sixteen rounds the others
     assert repeats / 2 < fewest <= repeats
@@ -68,7 +68,7 @@ def test_a_draft_that_pays_is_used_and_said_once(clocks, capfd):
     assert [row.tokens for row in by_hand] == [row.tokens for row in chosen]
     assert sum(len(chunk.tokens) for chunk in stream(pair, PROMPTS, 36, **options)) == 72
     assert len(ran) == times
-    generate(pair, PROMPTS, 36, **{**options, "sampling": chain(temperature(0.7))})  # another law
+    generate(pair, PROMPTS, 36, **{**options, "sampling": chain(temperature(0.7))})  # another distribution
     assert len(ran) == 2 * times
 
 
@@ -85,13 +85,19 @@ def test_a_poor_draft_is_left_out_whatever_it_costs(clocks):
     """Acceptance counts, not only clocks: the same clocks, another draft."""
     seconds = {0: 1.0, 1: 1.5, 8: 5.0}
     clocks(seconds)
-    drafted = lambda closeness: generate(make_pair(closeness), PROMPTS, 30, draft_length="auto")[0].stats.drafted
+
+    def drafted(closeness):
+        return generate(make_pair(closeness), PROMPTS, 30, draft_length="auto")[0].stats.drafted
+
     assert drafted(0.0) > 0 and drafted(50.0) == 0
 
 
 def test_a_step_in_the_products_is_avoided(clocks):
     """Eight rows cost much more than seven: K = 7 and 8 do not pay for it, K = 6 was never decoded with."""
-    chosen = lambda: len(generate(make_pair(0.0), PROMPTS[:1], 50, draft_length="auto")[0].stats.accepted_counts) - 1
+
+    def chosen():
+        return len(generate(make_pair(0.0), PROMPTS[:1], 50, draft_length="auto")[0].stats.accepted_counts) - 1
+
     seconds = {0: 1.0, 1: 1.05, 8: 3.0}
     ran = clocks(seconds, lambda rows: 1.5 if rows >= 8 else 0.0)
     assert chosen() == 6 and set(ran) == {0, 1, 8}
@@ -129,10 +135,20 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
     calibrating = {tuple(key) for keys in seen for key in keys.tolist()}
     assert len(calibrating) == 2 * auto_length.REPEATS
     job = Job.make(
-        pair=pair, prompts=PROMPTS, max_new_tokens=8, sampling=None, draft_sampling=None, draft_length=2,
-        rule=TokenRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=False,
+        pair=pair,
+        prompts=PROMPTS,
+        max_new_tokens=8,
+        sampling=None,
+        draft_sampling=None,
+        draft_length=2,
+        rule=TokenRule(),
+        drafter=None,
+        seed=0,
+        stop=None,
+        num_samples=1,
+        return_log_probs=False,
         prompt_ids=None,
-    )  # fmt: skip
+    )
     own = {tuple(key) for key in np.asarray(jax.random.key_data(job.request.row_keys_B)).tolist()}
     rounds = jax.vmap(lambda key: jax.vmap(lambda n: jax.random.fold_in(key, n))(np.arange(64)))(job.request.row_keys_B)
     own |= {tuple(key) for key in np.asarray(jax.random.key_data(rounds)).reshape(-1, 2).tolist()}
@@ -142,16 +158,30 @@ def test_the_noise_is_not_that_of_the_completions(monkeypatch):
 def test_another_size_of_caches_is_another_calibration():
     """Attention reads all slots: what pays for short texts need not pay for long ones."""
     job = Job.make(
-        pair=make_pair(0.0), prompts=PROMPTS, max_new_tokens=8, sampling=None, draft_sampling=None, draft_length=2,
-        rule=TokenRule(), drafter=None, seed=0, stop=None, num_samples=1, return_log_probs=False, prompt_ids=None,
-    )  # fmt: skip
-    key_with = lambda **changes: auto_length._key(dataclasses.replace(job, **changes))
+        pair=make_pair(0.0),
+        prompts=PROMPTS,
+        max_new_tokens=8,
+        sampling=None,
+        draft_sampling=None,
+        draft_length=2,
+        rule=TokenRule(),
+        drafter=None,
+        seed=0,
+        stop=None,
+        num_samples=1,
+        return_log_probs=False,
+        prompt_ids=None,
+    )
+
+    def key_with(**changes):
+        return auto_length._key(dataclasses.replace(job, **changes))
+
     assert key_with(slots=2 * job.slots) != key_with() == key_with(tokens_BP=job.tokens_BP + 1)
 
 
 def test_what_auto_refuses():
     pair = make_pair(0.0)
-    with pytest.raises(ValueError, match='or "auto".*got \'fast\''):
+    with pytest.raises(ValueError, match="or \"auto\".*got 'fast'"):
         generate(pair, PROMPTS, 4, draft_length="fast")
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         generate(pair, [[1], []], 4, draft_length="auto")

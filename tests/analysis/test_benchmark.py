@@ -64,9 +64,12 @@ def setting():
         return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape, scale=0.1), leaf.dtype), shapes)
 
     request = Request(
-        sampling=for_rows(SAMPLING, 2), draft_sampling=for_rows(SAMPLING, 2), limits_B=jnp.array([20, 20]),
-        row_keys_B=row_keys(0, jnp.arange(2), jnp.zeros(2, jnp.int32)), stop_ids=jnp.array([-1]),
-    )  # fmt: skip
+        sampling=for_rows(SAMPLING, 2),
+        draft_sampling=for_rows(SAMPLING, 2),
+        limits_B=jnp.array([20, 20]),
+        row_keys_B=row_keys(0, jnp.arange(2), jnp.zeros(2, jnp.int32)),
+        stop_ids=jnp.array([-1]),
+    )
     return loop, Weights(target=weights_of(target), draft=weights_of(draft)), request
 
 
@@ -119,8 +122,16 @@ def test_acceptance_and_its_errors():
 def test_all_phases_are_measured(result):
     measured = {name for name, value in vars(result.split).items() if isinstance(value, split.PhaseTime)}
     assert measured == {
-        "draft_model", "draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score"
-    }  # fmt: skip
+        "draft_model",
+        "draft",
+        "score",
+        "verify",
+        "commit",
+        "round",
+        "step",
+        "stream_step",
+        "stream_score",
+    }
     for name in measured:
         assert getattr(result.split, name).iterations >= 2 and getattr(result.split, name).linearity > 0
 
@@ -185,10 +196,16 @@ def test_products_are_timed_by_the_rows_of_a_share(monkeypatch, ways, window, ro
 
 def test_the_parts_and_the_unexplained_make_the_round():
     ms = {
-        "draft_model": [1.0, 3.0], "draft": [1.5, 3.5], "score": [5.0, 5.0], "verify": [0.25, 0.25],
-        "commit": [0.25, 0.25], "round": [8.0, 10.0], "step": [4.0, 5.0], "stream_step": [2.0, 2.0],
+        "draft_model": [1.0, 3.0],
+        "draft": [1.5, 3.5],
+        "score": [5.0, 5.0],
+        "verify": [0.25, 0.25],
+        "commit": [0.25, 0.25],
+        "round": [8.0, 10.0],
+        "step": [4.0, 5.0],
+        "stream_step": [2.0, 2.0],
         "stream_score": [3.0, 3.0],
-    }  # fmt: skip
+    }
     samples = {name: np.array([[at_n, 2 * at_n] for at_n in values]) for name, values in ms.items()}
     summary = split._summary(samples, dict.fromkeys(ms, 4), streamed_bytes=8_000_000)
     assert summary.draft_sampling == Spread(median=0.5, lower=0.5, upper=0.5)
@@ -269,7 +286,7 @@ def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
 
 
 def test_prompt_lookup(pair, monkeypatch):
-    """Proposals without laws, and sometimes none."""
+    """Proposals without distributions, and sometimes none."""
     without_parts(monkeypatch)
     result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, WORK)
     assert len(result.acceptance.accepted_counts) == 3
@@ -339,7 +356,7 @@ def test_tables_hold_the_numbers(result, plain):
 
 
 def test_memory_counts_what_the_loop_adds():
-    """Room for the scored laws, a few times over; how it grows is tests/decoding/test_compiled.py's matter."""
+    """Room for the scored distributions, a few times over; how it grows is tests/decoding/test_compiled.py's matter."""
     model = tiny(num_layers=1)
     (point,) = memory.memory_grid(model, model, TokenRule(), SAMPLING, slots=32, grid=((1, 2, 8192),))
     assert point.logits_bytes == 4 * 3 * 8192

@@ -22,11 +22,17 @@ def test_milliseconds_of_a_call_serve_any_batch_and_context():
 
 
 def test_lines_between_known_rounds():
-    at = lambda K, ms, batch, context: Round(draft_length=K, ms=ms, batch=batch, context=context)
+    def at(K, ms, batch, context):
+        return Round(draft_length=K, ms=ms, batch=batch, context=context)
+
     table = CostTable(
         rounds=(
-            at(0, 1, 1, 100), at(1, 2, 1, 100), at(4, 5, 1, 100), at(8, 13, 1, 100),
-            at(0, 3, 3, 100), at(0, 5, 1, 300),
+            at(0, 1, 1, 100),
+            at(1, 2, 1, 100),
+            at(4, 5, 1, 100),
+            at(8, 13, 1, 100),
+            at(0, 3, 3, 100),
+            at(0, 5, 1, 300),
         )
     )
     assert [table.round_ms(K, 1, 100) for K in (0, 1, 2, 4, 6, 12)] == [1, 2, 3, 5, 9, 21]
@@ -39,7 +45,10 @@ def test_lines_between_known_rounds():
 
 def test_beyond_the_longest_known_round():
     """As the longest and half of it lead; a clock that scatters must not make longer rounds ever shorter."""
-    rounds = lambda *ms: tuple(Round(draft_length=K, ms=one) for K, one in ms)
+
+    def rounds(*ms):
+        return tuple(Round(draft_length=K, ms=one) for K, one in ms)
+
     assert CostTable(rounds=rounds((0, 1), (4, 4), (7, 9), (8, 6))).round_ms(12) == 8
     assert CostTable(rounds=rounds((0, 4), (4, 9), (8, 6))).round_ms(32) == 6
     assert CostTable(rounds=rounds((0, 2), (1, 3))).round_ms(3) == 5
@@ -118,18 +127,30 @@ def test_the_roofline_of_chinchilla_on_16_chips():
     ridge = 229  # rows from which products are bound by arithmetic
     assert math.isclose(roof.call(target, 1, 220, 0), roof.call(target, 1, 1, 0))
     assert math.isclose(roof.call(target, 1, 2 * ridge, 0), 2 * roof.call(target, 1, 1, 0), rel_tol=0.01)
+
     # Beyond the ridge speculation costs more than it brings; long caches make it pay again.
-    plan = lambda **where: make_plan(Profile.of_rate(0.8), roof, **where)
+    def plan(**where):
+        return make_plan(Profile.of_rate(0.8), roof, **where)
+
     assert plan(batch=1).best.draft_length >= 4 and plan(batch=512).best.draft_length == 0
     assert plan(batch=512, context=32768).best.draft_length > 0
 
 
 def test_costs_of_a_compile_report():
-    program = lambda name, mb, collectives: {
-        "name": name, "tokens": 5, "floor_bytes": 1.0, "live_floor_bytes": 1.0, "memory": None, "out_of_memory": None,
-        "hbm_bytes": mb * 1e6, "cycles": 1e3, "collectives": {"all-reduce": collectives},
-        "collective_bytes": {"all-reduce": 1e3},
-    }  # fmt: skip
+    def program(name, mb, collectives):
+        return {
+            "name": name,
+            "tokens": 5,
+            "floor_bytes": 1.0,
+            "live_floor_bytes": 1.0,
+            "memory": None,
+            "out_of_memory": None,
+            "hbm_bytes": mb * 1e6,
+            "cycles": 1e3,
+            "collectives": {"all-reduce": collectives},
+            "collective_bytes": {"all-reduce": 1e3},
+        }
+
     report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "rule": "x"}
     report["mesh"] = {"data": 1, "model": 16}
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]

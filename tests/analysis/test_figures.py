@@ -7,30 +7,55 @@ import pytest
 
 from specsamp.analysis import figures, published
 
-SPREAD = lambda x: {"median": x, "lower": 0.9 * x, "upper": 1.2 * x}
+
+def SPREAD(x):
+    return {"median": x, "lower": 0.9 * x, "upper": 1.2 * x}
 
 
 def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pace=1.0, **changes):
     """``pace``: how many times as long everything takes on the machine as it then was."""
-    clock = lambda ms: SPREAD(pace * ms)
+
+    def clock(ms):
+        return SPREAD(pace * ms)
+
     key = {
-        "draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch,
-        "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes,
-    }  # fmt: skip
-    side = lambda ms, rounds: {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
+        "draft_length": K,
+        "drafter": drafter if K else "none",
+        "rule": rule,
+        "batch": batch,
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "draft_temperature": None,
+        **changes,
+    }
+
+    def side(ms, rounds):
+        return {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
+
     parts = {"draft": 0.5 * K, "score": 2.0, "verify": 0.1, "step": 1.5}
     split = {name: {"ms": clock(value)} for name, value in parts.items()}
     result = {
-        "autoregressive": side(3.0, 1), "speculative": side(ms, K + 1),
-        "speedup": SPREAD(3.0 / ms), "acceptance": {"emitted_per_round": 0.75 * (K + 1)}, "split": split,
-    }  # fmt: skip
+        "autoregressive": side(3.0, 1),
+        "speculative": side(ms, K + 1),
+        "speedup": SPREAD(3.0 / ms),
+        "acceptance": {"emitted_per_round": 0.75 * (K + 1)},
+        "split": split,
+    }
     return {"key": key, "result": result}
 
 
 CELLS = [
-    cell(4, ms=2.0), cell(1, ms=2.5), cell(0, ms=3.0), cell(4, rule="block"), cell(4, batch=8, ms=4.0),
-    cell(4, temperature=0.8), cell(4, draft_temperature=0.2), {"key": cell(2)["key"], "out_of_memory": "all of it"},
-]  # fmt: skip
+    cell(4, ms=2.0),
+    cell(1, ms=2.5),
+    cell(0, ms=3.0),
+    cell(4, rule="block"),
+    cell(4, batch=8, ms=4.0),
+    cell(4, temperature=0.8),
+    cell(4, draft_temperature=0.2),
+    {"key": cell(2)["key"], "out_of_memory": "all of it"},
+]
 
 
 def test_a_curve_for_each_law():
@@ -48,7 +73,10 @@ def test_a_curve_for_each_law():
 
 def test_a_machine_that_became_busy_bends_no_curve():
     """Cells are compared with the plain decoding that took turns with them."""
-    measured = lambda pace: [cell(0, ms=3.0), cell(1, ms=2.5), cell(4, ms=2.0, pace=pace)]
+
+    def measured(pace):
+        return [cell(0, ms=3.0), cell(1, ms=2.5), cell(4, ms=2.0, pace=pace)]
+
     (even,), (busy,) = (figures.curves(measured(pace)) for pace in (1, 3))
     for name in ("total", "round"):
         np.testing.assert_allclose(getattr(busy, name), getattr(even, name))

@@ -42,9 +42,13 @@ def key(**changes):
 
 def cell(**changes):
     return grid.Cell(
-        key=key(**changes), drafter=NgramDrafter(K=4), rule=TokenRule(), sampling=greedy(), draft_sampling=None,
+        key=key(**changes),
+        drafter=NgramDrafter(K=4),
+        rule=TokenRule(),
+        sampling=greedy(),
+        draft_sampling=None,
         workload=Workload(),
-    )  # fmt: skip
+    )
 
 
 CELLS = [cell(batch=batch) for batch in (1, 2, 4)]
@@ -170,17 +174,19 @@ def measured(pair):
         patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Spread.of([nbytes / 4]))
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
-            key=key(draft_length=K, batch=2), drafter=ModelDrafter(pair.draft, K),
-            rule=SyntheticAcceptance(TokenRule(), 0.6), sampling=chain(temperature(1.0)),
+            key=key(draft_length=K, batch=2),
+            drafter=ModelDrafter(pair.draft, K),
+            rule=SyntheticAcceptance(TokenRule(), 0.6),
+            sampling=chain(temperature(1.0)),
             draft_sampling=chain(temperature(0.5)),
             workload=Workload(batch=2, prompt_length=3, max_new_tokens=120, repeats=4),
-        )  # fmt: skip
+        )
         grid.measure_cells(pair, [made], results)
         return results.cells[0]
 
 
 def test_a_cell_of_made_up_acceptance(measured):
-    """0.6 of the judged tokens, whatever the models think, and nobody could take it for the pair's."""
+    """0.6 of the verified tokens, whatever the models think, and nobody could take it for the pair's."""
     counts = measured["result"]["acceptance"]
     judged = sum(counts["reached"])
     assert abs(counts["rate"] - 0.6) < 5 * np.sqrt(0.24 / judged) and judged > 400
@@ -206,8 +212,10 @@ def test_measured_cells_are_planned_with(measured):
     assert costs.round_ms(0, 2) == plain and costs.round_ms(K, 2) == drafted
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
     longer = measured["result"]["acceptance"] | {"accepted_counts": [5, 2, 1, 1], "reached": [9, 4, 2]}
-    others = [{"key": key(batch=1), "result": {"acceptance": fewer}},  # texts that the larger batch has too
-              {"key": key(draft_length=3), "result": {"acceptance": longer}}]  # fmt: skip
+    others = [
+        {"key": key(batch=1), "result": {"acceptance": fewer}},  # texts that the larger batch has too
+        {"key": key(draft_length=3), "result": {"acceptance": longer}},
+    ]
     acceptance = grid.measured_acceptance([others[0], measured, *others])
     assert acceptance.at(3).by_position == (4 / 9, 0.5, 0.5)
     assert acceptance.at(K).by_position == tuple(measured["result"]["acceptance"]["by_position"])
@@ -220,7 +228,10 @@ def test_measured_cells_are_planned_with(measured):
 
 def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):
     """A cell on a machine that takes ``pace`` times as long for everything, and for parts of rounds twice that."""
-    spread = lambda ms: dataclasses.asdict(Spread.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
+
+    def spread(ms):
+        return dataclasses.asdict(Spread.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
+
     sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
     result = {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()}
     named = key(draft_length=K, drafter="model" if K else "none")
@@ -245,7 +256,10 @@ def test_costs_are_compared_within_a_cell():
 
 def test_products_of_cells_tell_what_lies_between_them():
     """Eight rows take twice what seven take, and a cell with eight rows lay between those that plan."""
-    products_ms = lambda rows: 1.5 + 1.5 * (rows >= 8)
+
+    def products_ms(rows):
+        return 1.5 + 1.5 * (rows >= 8)
+
     cells = [timed_cell(K, K + 1, 2.0, products_ms(K + 1) + 0.5 * K, products_ms) for K in (0, 1, 4, 6, 7, 8)]
     costs = grid.measured_costs([cell for cell in cells if cell["key"]["draft_length"] not in (6, 7)])
     told = dict(grid.measured_costs(cells).products_ms)
@@ -264,11 +278,15 @@ def test_the_error_of_a_median():
 
 def test_points_of_a_sweep():
     assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
-        {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"},
-    ]  # fmt: skip
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
     assert hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [3, 4]), hyper.sweep("c", [5])]) == [
-        {"a": 1, "b": 3, "c": 5}, {"a": 2, "b": 4, "c": 5},
-    ]  # fmt: skip
+        {"a": 1, "b": 3, "c": 5},
+        {"a": 2, "b": 4, "c": 5},
+    ]
     assert hyper.product([]) == [{}]
     with pytest.raises(ValueError, match="sweeps of one length; got 2, 3 points"):
         hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [1, 2, 3])])

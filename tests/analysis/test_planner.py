@@ -38,10 +38,12 @@ def stats(accepted_counts, reached=None):
     counts = np.asarray(accepted_counts)
     at_least = np.cumsum(counts[::-1])[::-1]
     return RowStats(
-        rounds=int(counts.sum()), emitted=int((counts * np.arange(1, len(counts) + 1)).sum()), drafted=0,
+        rounds=int(counts.sum()),
+        emitted=int((counts * np.arange(1, len(counts) + 1)).sum()),
+        drafted=0,
         reached=tuple(int(n) for n in (at_least[:-1] if reached is None else reached)),
         accepted_counts=tuple(int(n) for n in counts),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
@@ -143,7 +145,10 @@ def test_rounds_against_simulation(batch, exponents):
 def test_a_batch_takes_longer_and_endless_rows_do_not():
     known = tuple(Round(draft_length=K, ms=1 + 0.1 * K, batch=batch) for batch in (1, 8) for K in (0, 1))
     profile, costs = Profile.of_rate(0.8), CostTable(rounds=known)
-    at = lambda batch, n: make_plan(profile, costs, batch=batch, new_tokens=n)[4].ms_per_token.value * batch
+
+    def at(batch, n):
+        return make_plan(profile, costs, batch=batch, new_tokens=n)[4].ms_per_token.value * batch
+
     assert at(8, 64) > at(1, 64) > at(1, None)
     assert math.isclose(at(8, None), at(1, None))
     assert make_plan(profile, costs, batch=8, new_tokens=64)[0].rounds_per_token == 1
@@ -200,10 +205,16 @@ def test_a_batch_of_counted_texts_against_simulation(batch, by_position):
     chances = [np.array(by_position[:4]) ** e for e in exponents]
     profile = Profile.of_texts(drawn_texts(chances, 30, 4, random), [0] * 400)
     drawn = simulate(by_position, exponents, batch, new_tokens=96, runs=20_000)
-    at = lambda texts: rounds_per_token(dataclasses.replace(profile, texts=texts), 6, batch, 96) * 96 / drawn - 1
+
+    def at(texts):
+        return rounds_per_token(dataclasses.replace(profile, texts=texts), 6, batch, 96) * 96 / drawn - 1
+
     assert abs(at(profile.texts)) < 0.02
     if batch > 1:  # the controls: texts that are all alike, or that differ by a third less or more
-        wider = lambda factor: tuple(max(1 + factor * (e - 1), 0.0) for e in profile.texts)
+
+        def wider(factor):
+            return tuple(max(1 + factor * (e - 1), 0.0) for e in profile.texts)
+
         assert at((1.0,)) < -0.06 and at(wider(2 / 3)) < -0.02 and at(wider(4 / 3)) > 0.02
 
 
@@ -298,7 +309,10 @@ def test_the_band_between_lengths():
     random = np.random.default_rng(0)
     rates = random.uniform(0.5, 0.8, 30)
     at = {K: Profile.of_texts(drawn_texts(rates, 60, K, random)) for K in (1, 4, 8)}
-    error = lambda profile, K: profile.tokens_per_round(K).relative_error
+
+    def error(profile, K):
+        return profile.tokens_per_round(K).relative_error
+
     both = ByLength(at)
     assert len(both.at(6).without) == 30
     assert abs(error(both.at(6), 6) / np.mean([error(at[4], 6), error(at[8], 6)]) - 1) < 0.15
@@ -313,7 +327,10 @@ def test_the_band_between_lengths():
 def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
     texts = drawn_texts([0.4, 0.6, 0.7, 0.8], 60, 4, np.random.default_rng(0))
     once, threefold = Profile.of_texts(texts), Profile.of_texts(texts * 3, [0, 1, 2, 3] * 3)
-    error = lambda profile: profile.tokens_per_round(4).relative_error
+
+    def error(profile):
+        return profile.tokens_per_round(4).relative_error
+
     assert math.isclose(error(once), error(threefold)) and len(threefold.texts) == 12
     assert error(Profile.of_texts(texts * 3)) < 0.6 * error(once)  # the control
     one = Profile.of_texts(texts, [5] * 4)
@@ -349,7 +366,10 @@ def test_a_rate_that_was_counted_has_a_band():
     low, high = expected_tokens(0.7 - half, 4), expected_tokens(0.7 + half, 4)
     np.testing.assert_allclose([band.lower, band.upper], [low, high], rtol=2e-3)
     sure, unsure = PerCall(1, 0.1), dataclasses.replace(PerCall(1, 0.1), error=0.05)
-    width = lambda costs: (lambda b: b.upper / b.lower)(make_plan(Profile.of_rate(0.7), costs)[4].speedup)
+
+    def width(costs):
+        return (lambda b: b.upper / b.lower)(make_plan(Profile.of_rate(0.7), costs)[4].speedup)
+
     assert width(sure) == 1 and math.isclose(width(unsure), math.exp(2 * 1.96 * 0.05 * math.sqrt(2)))
 
 

@@ -23,11 +23,22 @@ from support import fakes
 PROMPTS = ((1, 2, 3), (4,), (5, 6))
 WORK = Workload(prompt_length=4, max_new_tokens=9, repeats=3, seed=4, prompts=PROMPTS)
 LENGTHS = (1, 3)
-TIME = lambda ms: types.SimpleNamespace(ms=Spread.of([ms]))
+
+
+def TIME(ms):
+    return types.SimpleNamespace(ms=Spread.of([ms]))
+
+
 SPLIT = types.SimpleNamespace(
-    step=TIME(4.0), draft_model=TIME(1.5), score=TIME(5.0), verify=TIME(0.25), commit=TIME(0.5), stream_step=TIME(3.0),
-    draft_sampling=Spread.of([0.125]), least_round=Spread.of([1.7]),
-)  # fmt: skip
+    step=TIME(4.0),
+    draft_model=TIME(1.5),
+    score=TIME(5.0),
+    verify=TIME(0.25),
+    commit=TIME(0.5),
+    stream_step=TIME(3.0),
+    draft_sampling=Spread.of([0.125]),
+    least_round=Spread.of([1.7]),
+)
 
 
 class Clock:
@@ -80,9 +91,15 @@ def measured(pair, heat, rules, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speedup, "PhaseClock", Clock)
         return speedup_curve(
-            pair, lambda K: ModelDrafter(pair.draft, K), rules, LENGTHS, chain(temperature(heat)), WORK, passes=2,
+            pair,
+            lambda K: ModelDrafter(pair.draft, K),
+            rules,
+            LENGTHS,
+            chain(temperature(heat)),
+            WORK,
+            passes=2,
             **options,
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from specsamp.checkpoints import export
-from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 

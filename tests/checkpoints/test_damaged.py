@@ -9,7 +9,7 @@ import safetensors.numpy
 from etils import epath
 
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.shards import INDEX, find_tensors, read_header
+from specsamp.checkpoints.safetensors_io import INDEX, find_tensors, read_header
 from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.checkpoint_shapes import edit, open_all
@@ -67,7 +67,8 @@ def test_damaged_headers(tmp_path):
     good = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     assert read_header(with_header(good))["a"].shape == (2, 2)
     for header, message in (
-        (b"{", "its header cannot be read"), ([], "its header cannot be read"),
+        (b"{", "its header cannot be read"),
+        ([], "its header cannot be read"),
         ({"a": {}}, "its header cannot be read"),
         (good | {"a": good["a"] | {"shape": [2, 3]}}, "a of shape .2, 3. and dtype F32 takes 16 bytes"),
         (good | {"a": good["a"] | {"shape": ["x", 2]}}, "x is damaged .its header cannot be read: ValueError"),
@@ -75,7 +76,7 @@ def test_damaged_headers(tmp_path):
         (good | {"a": good["a"] | {"data_offsets": ["0", None]}}, "x is damaged .its header cannot be read"),
         (good | {"a": good["a"] | {"data_offsets": [0, 12]}}, "too long: .* with its last tensor a"),
         (good | {"b": good["a"]}, "x is damaged .b takes bytes 0 to 16, those before it end at 16"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             read_header(with_header(header))
 
@@ -125,7 +126,10 @@ def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
 def test_names_without_their_prefix(tmp_path):
     """As the first GPT-2 files have them, masks included."""
     gpt2 = golden.read("gpt2")
-    read = lambda folder: read_params((c := open_checkpoint(folder, dtype="float32")), TransformerLM(c.config))
+
+    def read(folder):
+        return read_params((c := open_checkpoint(folder, dtype="float32")), TransformerLM(c.config))
+
     expected = read(gpt2.write_checkpoint(tmp_path / "with"))
     bare = {name.removeprefix("transformer."): golden.weights(name, shape) for name, shape in gpt2.shapes.items()}
     folder = gpt2.write_checkpoint(tmp_path / "without")

@@ -9,11 +9,11 @@ import pytest
 
 from specsamp.checkpoints.export import describe, export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.shards import INDEX
+from specsamp.checkpoints.pair import load_pair
+from specsamp.checkpoints.params import WrongShapes
+from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.models.config import tiny
-from specsamp.models.params import WrongShapes
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import load_pair
 from support.checkpoint_shapes import CONFIG, random_params
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
@@ -31,7 +31,7 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
 
 
 def test_the_shipped_target_has_a_counterpart():
-    """Ungated, tied, rotary, one key head: Arcee."""
+    """Ungated, tied, rotary, one kv head: Arcee."""
     pair = load_pair("python")
     content = describe(pair.target.config, pair.tokenizer.eos_id)
     assert content["architectures"] == ["ArceeForCausalLM"] and content["hidden_act"] == "gelu_pytorch_tanh"
@@ -42,12 +42,14 @@ def test_the_shipped_target_has_a_counterpart():
 @pytest.mark.parametrize(
     "change, named",
     [
-        (dict(positions="relative"), "positions = 'relative'"), (dict(norm="layer"), "norm = 'layer'"),
+        (dict(positions="relative"), "positions = 'relative'"),
+        (dict(norm="layer"), "norm = 'layer'"),
         (dict(window=4, global_layers=(1,)), r"window = 4, global_layers = \(1,\)"),
-        (dict(num_tokens=300), "num_tokens = 300"), (dict(attention_bias=True), "output_bias = False"),
+        (dict(num_tokens=300), "num_tokens = 300"),
+        (dict(attention_bias=True), "output_bias = False"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_has_no_counterpart_is_named(change, named, tmp_path):
     with pytest.raises(ValueError, match=f"LlamaForCausalLM has no counterpart of {named}"):
         export(tmp_path, dataclasses.replace(CONFIG, **change), {})

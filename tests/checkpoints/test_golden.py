@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from specsamp import NgramDrafter, Pair, generate
-from specsamp.checkpoints.families import FAMILIES
+from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.models.transformer import TransformerLM
 from support import golden
-from support.enumerate_laws import COMPILE_FAST
+from support.enumeration import COMPILE_FAST
 
 every_model = pytest.mark.parametrize("name", golden.NAMES)
 CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4
@@ -95,14 +95,23 @@ def test_all_golden_files_are_small_and_no_family_is_missing():
 
 
 MISTAKES = [
-    ("llama3", dict(rotary_scaling=None)), ("llama_yarn", dict(rotary_scaling=None)), ("mistral", dict(window=6)),
-    ("llama_biases", dict(rotary_scaling=None)), ("qwen2_window", dict(global_layers=(0, 1))),
+    ("llama3", dict(rotary_scaling=None)),
+    ("llama_yarn", dict(rotary_scaling=None)),
+    ("mistral", dict(window=6)),
+    ("llama_biases", dict(rotary_scaling=None)),
+    ("qwen2_window", dict(global_layers=(0, 1))),
     ("gemma2", dict(window=4)),
-    ("gemma2", dict(attention_cap=None)), ("gemma2", dict(logit_cap=None)), ("gemma2", dict(attention_scale=None)),
-    ("gemma3", dict(window_rotary_base=None)), ("gemma3", dict(embedding_scale=None)),
-    ("gemma3", dict(norm_offset=False)), ("gpt_neox", dict(parallel=False)), ("gpt_neox", dict(rotary_size=None)),
-    ("gpt2", dict(activation="gelu_exact")), ("llama2", dict(rotary_base=9000.0)),
-]  # fmt: skip
+    ("gemma2", dict(attention_cap=None)),
+    ("gemma2", dict(logit_cap=None)),
+    ("gemma2", dict(attention_scale=None)),
+    ("gemma3", dict(window_rotary_base=None)),
+    ("gemma3", dict(embedding_scale=None)),
+    ("gemma3", dict(norm_offset=False)),
+    ("gpt_neox", dict(parallel=False)),
+    ("gpt_neox", dict(rotary_size=None)),
+    ("gpt2", dict(activation="gelu_exact")),
+    ("llama2", dict(rotary_base=9000.0)),
+]
 
 
 @pytest.mark.parametrize("name, change", MISTAKES, ids=lambda x: str(x))

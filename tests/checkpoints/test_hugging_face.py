@@ -11,13 +11,13 @@ import pytest
 import safetensors.numpy
 from etils import epath
 
-from specsamp.checkpoints import shards
-from specsamp.checkpoints.families import config_of
+from specsamp.checkpoints import safetensors_io
+from specsamp.checkpoints.architectures import config_of
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.names import sizes, source_of
-from specsamp.checkpoints.shards import Tensor, find_tensors
+from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
+from specsamp.checkpoints.tensor_names import sizes, source_of
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh
+from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.checkpoint_shapes import edit, open_all
@@ -43,11 +43,14 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, para
     read = Tensor.read
     monkeypatch.setattr(Tensor, "read", lambda self, index: asked.append((self, index)) or read(self, index))
     checkpoint, _ = open_all(original)
-    model = on_mesh(TransformerLM(checkpoint.config), Layout.tensor_parallel(make_mesh(2, 4)))
+    model = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(make_mesh(2, 4)))
     placed = read_params(checkpoint, model)
     jax.tree.map(np.testing.assert_array_equal, placed, params)
     assert placed["layer_0"]["mlp"]["up"].addressable_shards[0].data.shape == (32, 32)
-    taken = lambda tensor, index: np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
+
+    def taken(tensor, index):
+        return np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
+
     read_entries = sum(taken(tensor, index) for tensor, index in asked)
     assert read_entries == checkpoint.config.num_parameters
 
@@ -91,8 +94,8 @@ def test_files_in_a_bucket_are_read_in_blocks_of_rows(original, monkeypatch):
     tensors = find_tensors(epath.Path(original))
     tensor = tensors["model.layers.0.mlp.down_proj.weight"]
     expected = np.array(tensor.read((slice(3, 30), slice(5, 9))))
-    monkeypatch.setattr(shards.storage, "BUCKETS", (str(original),))
-    monkeypatch.setattr(shards, "BLOCK_BYTES", 3 * 4 * tensor.shape[1])
+    monkeypatch.setattr(safetensors_io.storage, "BUCKETS", (str(original),))
+    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", 3 * 4 * tensor.shape[1])
     monkeypatch.setattr(np, "memmap", None)
     np.testing.assert_array_equal(tensor.read((slice(3, 30), slice(5, 9))), expected)
 
@@ -112,7 +115,7 @@ def test_any_float_is_read_into_any_float(saved, params, dtype):
 def test_rows_of_padding_are_zero(original, params):
     checkpoint, _ = open_all(original)
     wide = dataclasses.replace(checkpoint.config, vocab_size=312, num_tokens=300)
-    read = read_params(checkpoint, on_mesh(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4))))
+    read = read_params(checkpoint, shard_model(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4))))
     for name in ("embedding", "output_embedding"):
         np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
     with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):

@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 
+from specsamp.checkpoints.architectures import config_of
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.families import config_of
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.pair import load_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import load_pair
 from support import golden, golden_maker
 from support.checkpoint_shapes import CONFIG, random_params
 
@@ -48,9 +48,11 @@ def randomised(config, draw):
         group = 1
     heads = key_heads * group
     width = 8 * heads * draw.choice([1, 2])
-    names = dict(n_embd=width, n_head=heads) if config.model_type == "gpt2" else dict(
-        hidden_size=width, num_attention_heads=heads, intermediate_size=draw.choice([24, 56])
-    )  # fmt: skip
+    names = (
+        dict(n_embd=width, n_head=heads)
+        if config.model_type == "gpt2"
+        else dict(hidden_size=width, num_attention_heads=heads, intermediate_size=draw.choice([24, 56]))
+    )
     if "num_key_value_heads" in fields:
         names |= dict(num_key_value_heads=key_heads, head_dim=draw.choice([8, 16]))
     if fields.get("sliding_window"):

@@ -1,6 +1,5 @@
-"""Two checkpoints as a pair: what does not belong together is refused, what is padded is masked, stops are agreed."""
+"""Pairs in a folder: int8 within half a step, written and read without a change, and every damage named."""
 
-import dataclasses
 import json
 import shutil
 
@@ -8,235 +7,230 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
+import safetensors.numpy
 
-from specsamp import generate, temperature
-from specsamp.checkpoints import converted, hugging_face
-from specsamp.checkpoints.export import export
-from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.pair import differences, read_pair
-from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh
+from specsamp.checkpoints import pair as pairs
+from specsamp.checkpoints.int8_storage import SCALE_SUFFIX, SUMMED_AXES, dequantise, quantise
+from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts, save_pair
+from specsamp.checkpoints.params import named, nested
+from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import SentencePieceTokenizer
-from support.checkpoint_shapes import CONFIG, random_params
+from specsamp.training.data import train_tokenizer
 
-DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
+SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
+TARGET = tiny(**SHAPE)
+DRAFT = tiny(**SHAPE | {"width": 12, "positions": "rotary"})
 
 
-@pytest.fixture(scope="session")
-def draft_original(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("public") / "draft"
-    export(folder, DRAFT, random_params(DRAFT, 1), tokenizer)
+def random_params(config, seed):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {"target": random_params(TARGET, 0), "draft": random_params(DRAFT, 1)}
+
+
+@pytest.fixture(scope="module")
+def original(params, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs") / "mine"
+    tokenizer = train_tokenizer(["def f(x): return x  # é"] * 3, 300).to_str()
+    save_pair(
+        folder,
+        target=(TARGET, params["target"]),
+        draft=(DRAFT, params["draft"]),
+        tokenizer_json=tokenizer,
+        provenance={"of": "a test"},
+    )
     return folder
 
 
 @pytest.fixture
-def draft(draft_original, tmp_path):
-    return shutil.copytree(draft_original, tmp_path / "draft")
+def saved(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "pair")
 
 
-def change_tokenizer(folder, change):
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
+def channels(name, value):
+    """``[channels, summed]``."""
+    axes = [axis % value.ndim for axis in SUMMED_AXES[name.split("/")[-1]]]
+    kept = [axis for axis in range(value.ndim) if axis not in axes]
+    return np.transpose(value, kept + axes).reshape(int(np.prod([value.shape[axis] for axis in kept])), -1)
 
 
-def refuse_to_read(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("a tensor was looked at")
-
-    monkeypatch.setattr(hugging_face, "find_tensors", refuse)
-
-
-def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
-    """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279 tokens."""
-    said = []
-    pair = read_pair(original, draft, dtype="float32", say=said.append)
-    assert pair.target.vocab_size == pair.draft.vocab_size == 304
-    assert pair.target.config.num_tokens == pair.draft.config.num_tokens == tokenizer.vocab_size == 279
-    assert any("304 and 288 rows; both are masked beyond 279 tokens" in line for line in said)
-    assert any("the draft reads 256 tokens, the target 512" in line for line in said) and len(said) == 2
-    completion = generate(pair, ["def f(x)"], 40, sampling=temperature(5.0), draft_length=3, stop=[])[0]
-    assert max(completion.tokens) < 279 and completion.stats.accepted > 0
-    assert completion.text == tokenizer.decode(completion.tokens)
-    for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params)):  # without the tokenizer
-        with jax.disable_jit():
-            logits = model.forward(params, jnp.ones((1, 2), jnp.int32)).logits_BTV
-        assert (logits[..., 279:] == -np.inf).all() and np.isfinite(logits[..., :279]).all()
+def test_no_weight_moves_by_more_than_half_a_step(params):
+    tensors = quantise(params["target"])
+    restored = dequantise(tensors)
+    weights = named(params["target"])
+    matrices = [name for name in weights if not name.endswith(("bias", "scale"))]
+    assert {name.split("/")[-1] for name in matrices} <= set(SUMMED_AXES)  # no matrix is forgotten
+    for name, value in weights.items():
+        if name not in matrices:
+            assert tensors[name].dtype == np.float32
+            np.testing.assert_array_equal(restored[name], value)
+            continue
+        assert tensors[name].dtype == np.int8
+        before, after = channels(name, np.asarray(value)), channels(name, restored[name])
+        half_a_step = np.abs(before).max(1, keepdims=True) / 127 / 2
+        assert (np.abs(after - before) <= half_a_step * (1 + 1e-5)).all()
+        assert (np.abs(after - before) > half_a_step / 2).any(1).mean() > 0.9  # and no finer
+        assert (np.abs(channels(name, tensors[name])).max(1) == 127).all()  # every channel uses the range
 
 
-def test_a_pair_on_a_mesh_has_rows_that_divide(original, draft):
-    pair = read_pair(original, draft, dtype="float32", mesh=make_mesh(2, 4, draft_ways=2), draft_ways=2)
-    assert pair.target_params["embedding"].sharding.num_devices == 8
-    with pytest.raises(ValueError, match="'heads' has 4 entries, which do not divide over the 8 devices"):
-        read_pair(original, draft, mesh=make_mesh(1, 8))
+def test_a_scale_for_every_output_channel(params):
+    """N = 2 heads of H = 8, D = 16, F = 64: what a product sums over has one scale."""
+    shapes = {name: value.shape for name, value in quantise(params["target"]).items() if name.endswith(SCALE_SUFFIX)}
+    layer = {f"attention/{name}": (2, 1, 8) for name in ("query", "key", "value", "relative")}
+    layer |= {"attention/output": (1, 1, 16), "mlp/up": (1, 64), "mlp/down": (1, 16)}
+    assert shapes == {"embedding" + SCALE_SUFFIX: (300, 1)} | {
+        f"layer_0/{name}{SCALE_SUFFIX}": shape for name, shape in layer.items()
+    }
 
 
-def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, tmp_path):
-    target = shutil.copytree(original, tmp_path / "target")
-    (target / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
-    said = []
-    pair = read_pair(target, draft, dtype="float32", say=said.append)
-    assert pair.stop == (7, 9) and any(
-        "[7, 9] in the target, [278] in the draft; the target's" in line for line in said
-    )
-    free = generate(pair, ["def"], 40, stop=[], sampling=temperature(5.0), draft_length=3)[0].tokens
-    stop = free[5]
-    ended = dataclasses.replace(pair, stop=(303, stop))
-    completion = generate(ended, ["def"], 40, sampling=temperature(5.0), draft_length=3)[0]
-    assert completion.finish == "stop" and completion.tokens == free[: free.index(stop) + 1]
-    with pytest.raises(ValueError, match=r"the pair's stop\[0\] must be an integer >= 0 and below 304; got 304"):
-        generate(dataclasses.replace(pair, stop=(304,)), ["def"], 4)
+def test_an_empty_channel_stays_empty(params):
+    weights = dict(params["draft"]) | {"embedding": params["draft"]["embedding"].at[3].set(0)}
+    restored = dequantise(quantise(weights))["embedding"]
+    assert (restored[3] == 0).all() and np.isfinite(restored).all()
 
 
-def swap_merges(content):
-    merges = content["model"]["merges"]
-    merges[3], merges[4] = merges[4], merges[3]
+def test_what_was_quantised_stays_as_it_is(params):
+    once = dequantise(quantise(params["target"]))
+    twice = dequantise(quantise(nested(once)))
+    for name, value in once.items():
+        np.testing.assert_allclose(twice[name], value, rtol=1e-6)
+    first, second = quantise(params["target"]), quantise(nested(once))
+    for name in first:
+        if not name.endswith(SCALE_SUFFIX):
+            np.testing.assert_array_equal(first[name], second[name])
 
 
-def swap_pieces(content):
-    other = {269: 270, 270: 269}
-    content["model"]["vocab"] = {name: other.get(index, index) for name, index in content["model"]["vocab"].items()}
+def test_trees_are_flattened_and_back(params):
+    tree = params["target"]
+    assert jax.tree.structure(nested(named(tree))) == jax.tree.structure(tree)
+    assert "layer_0/mlp/up" in named(tree)
 
 
-def rename_added(content):
-    content["added_tokens"][0]["content"] = "<end>"
-    content["model"]["vocab"] = {("<end>" if i == 278 else k): i for k, i in content["model"]["vocab"].items()}
+def test_a_pair_is_its_dequantised_weights(original, params):
+    pair = load_pair(original)
+    for config, model, loaded, given in [
+        (TARGET, pair.target, pair.target_params, params["target"]),
+        (DRAFT, pair.draft, pair.draft_params, params["draft"]),
+    ]:
+        assert model.config == config
+        assert jax.tree.structure(loaded) == jax.tree.structure(given)
+        stored = dequantise(quantise(given))
+        for name, value in named(loaded).items():
+            assert value.dtype == jnp.float32
+            np.testing.assert_array_equal(value, stored[name])
+    assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
+    assert load_pair(original, dtype="bfloat16").target.config.dtype == "bfloat16"
+    assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {"of": "a test"}
+
+
+def test_pairs_of_one_shape_are_told_apart_by_their_weights(original, params, saved):
+    assert fingerprint(saved) == fingerprint(original)  # a copy
+    tokenizer = (saved / "tokenizer.json").read_text(encoding="utf-8")
+    other = {**params["draft"], "embedding": params["draft"]["embedding"] + 1}
+    save_pair(saved, target=(TARGET, params["target"]), draft=(DRAFT, other), tokenizer_json=tokenizer, provenance={})
+    assert fingerprint(saved) != fingerprint(original)
+
+
+def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
+    """Killed while an older pair was being replaced: better none than a mixture."""
+    folder = shutil.copytree(original, tmp_path / "pair")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pairs, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_pair(
+            folder, target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]), tokenizer_json="", provenance={}
+        )
+    with pytest.raises(FileNotFoundError, match="no pair"):
+        load_pair(folder)
+
+
+@pytest.mark.parametrize("name", ["target.safetensors", "draft.safetensors", "tokenizer.json"])
+def test_missing_and_truncated_files_are_named(saved, name):
+    content = (saved / name).read_bytes()
+    for length in (len(content) - 3, len(content) // 2, 5):
+        (saved / name).write_bytes(content[:length])
+        with pytest.raises(ValueError, match=f"pair/{name} is (damaged|no tokenizer.json)"):
+            load_pair(saved)
+    (saved / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load_pair(saved)
+
+
+def test_weights_without_their_scales_are_damaged(saved):
+    path = saved / "draft.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    del tensors["embedding" + SCALE_SUFFIX]
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
+        load_pair(saved)
+
+
+def change(folder, side, **fields):
+    path = folder / "pair.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    described[side] |= fields
+    path.write_text(json.dumps(described), encoding="utf-8")
+
+
+def test_weights_of_another_model_list_both_shapes(saved):
+    change(saved, "draft", feedforward_width=50, positions="relative")
+    with pytest.raises(ValueError, match="draft.safetensors is of another model") as caught:
+        load_pair(saved)
+    message = str(caught.value)
+    assert "layer_0/mlp/up: (12, 48) there, (12, 50) wanted" in message
+    assert "layer_0/attention/relative: absent there, (2, 12, 6) wanted" in message
+    assert "target" not in message
 
 
 @pytest.mark.parametrize(
-    "change, message",
-    [
-        (swap_merges, r"differ in their merges, at merge 3: '.*' in the draft, '.*' in the target"),
-        (swap_pieces, r"differ in their vocabulary, at id 269: '.*' in the draft"),
-        (rename_added, r"differ in their vocabulary, at id 278: '<end>' in the draft, '<eos>' in the target"),
-    ],
-    ids=["merges", "vocabulary", "added"],
+    "content",
+    ["", "{", "[]", '{"target": {}}', '{"target": 1, "draft": 1}', '{"target": {"wdth": 3}, "draft": {}}'],
 )
-def test_tokenizers_that_differ_are_refused_before_anything_is_read(original, draft, change, message, monkeypatch):
-    change_tokenizer(draft, change)
-    refuse_to_read(monkeypatch)
-    with pytest.raises(ValueError, match=message):
-        read_pair(original, draft)
+def test_a_pair_json_that_describes_none(saved, content):
+    (saved / "pair.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="pair.json describes no pair"):
+        load_pair(saved)
 
 
-def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
-    """Merges as pairs or as texts, an entry listed in one place or two; how texts are cut before merging is told."""
-    assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
-
-    def same(content):
-        content["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
-        content["post_processor"] = None
-
-    change_tokenizer(draft, same)
-    assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
-    change_tokenizer(draft, lambda content: content.update(normalizer={"type": "NFC"}))
-    assert any("normalizers differ" in line for line in differences(open_checkpoint(original), open_checkpoint(draft)))
+def test_a_tokenizer_of_another_model(saved):
+    texts = ["".join(map(chr, range(300 + 40 * i, 340 + 40 * i))) for i in range(20)]
+    larger = train_tokenizer(texts * 3, 400)
+    assert larger.get_vocab_size() > 300
+    (saved / "tokenizer.json").write_text(larger.to_str(), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"the tokenizer has {larger.get_vocab_size()} tokens .* only 300"):
+        load_pair(saved)
 
 
-def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
-    """As Gemma 3's text models carry the placeholder for images: 262145 tokens for 262144 rows."""
-    target = shutil.copytree(original, tmp_path / "target")
-    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"vocab_size": 279}
-    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    image = dict(id=279, content="<image>")
-    change_tokenizer(target, lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
-    checkpoint = open_checkpoint(target)
-    assert checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
-    assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode("x<image>")
-    said = differences(checkpoint, open_checkpoint(draft))
-    assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
-    change_tokenizer(target, lambda content: content["model"]["vocab"].update({"<image>": 279}))
-    with pytest.raises(ValueError, match="has 280 tokens, but the embedding of config.json only 279 rows"):
-        open_checkpoint(target)
+def test_the_end_of_text_is_the_pairs_own(saved):
+    path = saved / "pair.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(described["eos"])
+    path.write_text(json.dumps(described | {"eos": "<end>"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="has no token '<end>'"):
+        load_pair(saved)
 
 
-def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, monkeypatch):
-    (draft / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes()[:-9])
-    monkeypatch.setattr(hugging_face.Tensor, "read", None)
-    with pytest.raises(ValueError, match="draft/model.safetensors is damaged"):
-        read_pair(original, draft)
+def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "ASSETS", tmp_path)
+    assert pairs.shipped() == ["pair"]
+    assert load_pair("pair").target.config == TARGET
+    with pytest.raises(FileNotFoundError, match="no pair 'rust': give one of pair, or a folder"):
+        load_pair("rust")
+    monkeypatch.setattr(pairs, "ASSETS", tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="give one of none"):
+        load_pair("pair")
 
 
-def test_a_checkpoint_without_a_tokenizer(original, draft):
-    (draft / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="the draft .*draft has no tokenizer.json and no tokenizer.model"):
-        read_pair(original, draft)
-
-
-def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params, tmp_path):
-    checkpoint = open_checkpoint(original, dtype="float32")
-    mesh = make_mesh(2, 4)
-    split = on_mesh(TransformerLM(checkpoint.config), Layout.tensor_parallel(mesh))
-    place = tmp_path / "orbax"
-    converted.write(checkpoint, hugging_face.read_params(checkpoint, split), place)
-    again = open_checkpoint(place, dtype="float32")
-    assert again.is_converted and not checkpoint.is_converted and again.stop_ids == checkpoint.stop_ids
-    assert again.config == checkpoint.config
-    whole = converted.read_params(again, TransformerLM(again.config))
-    jax.tree.map(np.testing.assert_array_equal, whole, params)
-    wide = on_mesh(TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")), split.layout)
-    placed = converted.read_params(again, wide)
-    assert placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
-    np.testing.assert_array_equal(
-        placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16)
-    )
-    pair = read_pair(place, draft, dtype="float32")
-    assert pair.target.vocab_size == 304
-    shutil.rmtree(place / "checkpoints/0/params")
-    with pytest.raises(ValueError, match="orbax is damaged .*convert the checkpoint again"):
-        converted.read_params(again, TransformerLM(again.config))
-
-
-def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
-    """Orbax refuses what is not smaller than its limit. Here a gigabyte is 10 kB, and the embedding has 39."""
-    handler, small = converted.ocp.StandardCheckpointHandler, 10_000
-    scaled = lambda **limits: handler(**{name: gb * small / 10**9 for name, gb in limits.items()})
-    monkeypatch.setattr(converted.ocp, "StandardCheckpointHandler", scaled)
-    monkeypatch.setattr(converted, "GB", small)
-    converted.write(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
-    again = open_checkpoint(tmp_path / "large", dtype="bfloat16")
-    read = converted.read_params(again, on_mesh(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4))))
-    np.testing.assert_array_equal(read["embedding"], params["embedding"].astype(jnp.bfloat16))
-
-
-def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
-    """Orbax would keep the old parameters and say nothing."""
-    checkpoint = open_checkpoint(original, dtype="float32")
-    converted.write(checkpoint, params, tmp_path)
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match="holds parameters already: delete it, or choose another folder"):
-        converted.write(checkpoint, random_params(CONFIG, 5), tmp_path)
-    assert not open_checkpoint(tmp_path).is_converted
-
-
-def spm_model(path, words):
-    text = [f"the {a} of {b} is {a}{b}" for a in words for b in ("rain", "snow", "wind")] * 4
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
-        )
-
-
-def test_sentencepiece_models_are_read_and_compared(original, draft, tmp_path):
-    target = shutil.copytree(original, tmp_path / "target")
-    for folder in (target, draft):
-        (folder / "tokenizer.json").unlink()
-        spm_model(folder / "tokenizer.model", ("cat", "dog", "house"))
-    tokenizer = SentencePieceTokenizer(target / "tokenizer.model")
-    tokens = tokenizer.encode("the rain of the dog")
-    assert tokens[0] == tokenizer.token_id("<s>") == 1 and tokenizer.eos_id == 2 and tokenizer.vocab_size == 60
-    assert tokenizer.decode(tokens) == "the rain of the dog" and tokenizer.token(tokens[1]) == "▁the"
-    assert tokenizer.token_id("no such piece") is None
-    pair = read_pair(target, draft, dtype="float32")
-    assert pair.target.config.num_tokens == 60
-    spm_model(draft / "tokenizer.model", ("house", "hound", "doghouse", "cat"))
-    with pytest.raises(ValueError, match="differ in their vocabulary and scores, at id"):
-        read_pair(target, draft)
-    with pytest.raises(ValueError, match="tokenizers of two formats, which cannot be compared"):
-        read_pair(original, draft)
-    (draft / "tokenizer.model").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="tokenizer.model is no SentencePiece model"):
-        open_checkpoint(draft)
+def test_prompts(saved):
+    with pytest.raises(FileNotFoundError, match="comes without prompts: .*prompts.json is missing"):
+        load_prompts(saved)
+    (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8")
+    assert load_prompts(saved) == ["é", "b"]

@@ -29,9 +29,12 @@ def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, flat=False, **chan
     loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
     warp = for_rows(chain(temperature(0.8), top_k(50), top_p(0.95)), batch)
     request = Request(
-        sampling=warp, draft_sampling=warp, limits_B=jnp.full((batch,), 100), stop_ids=jnp.array([-1]),
+        sampling=warp,
+        draft_sampling=warp,
+        limits_B=jnp.full((batch,), 100),
+        stop_ids=jnp.array([-1]),
         row_keys_B=row_keys(0, jnp.arange(batch), jnp.zeros(batch, jnp.int32)),
-    )  # fmt: skip
+    )
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(target=target.prepare(t, SLOTS), draft=draft.prepare(d, SLOTS)), *params
@@ -49,7 +52,11 @@ def moved(text, operation):
 
 @pytest.mark.parametrize(
     "batch, K, positions, flat",
-    [(batch, K, p, False) for p in ("rotary", "relative") for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (MAX_UNROLLED_ROWS + 3, 2)]]
+    [
+        (batch, K, p, False)
+        for p in ("rotary", "relative")
+        for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (MAX_UNROLLED_ROWS + 3, 2)]
+    ]
     + [(1, 0, "rotary", True), (1, 4, "relative", True), (4, 4, "rotary", True)],
 )
 def test_caches_and_weights_are_not_copied(batch, K, positions, flat):
@@ -90,7 +97,9 @@ def test_memory_grows_with_the_scored_laws_only():
     def temporaries(batch, K, vocab_size):
         return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
 
-    laws = lambda batch, K, vocab_size: 4 * batch * (K + 1) * vocab_size
+    def laws(batch, K, vocab_size):
+        return 4 * batch * (K + 1) * vocab_size
+
     small = (2, 2, 16384)
     before = temporaries(*small)
     for large in [(2, 2, 65536), (8, 8, 16384)]:

@@ -10,10 +10,10 @@ import pytest
 
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
+from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import ByteTokenizer
 from support.fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
 
 REPOSITORY = pathlib.Path(specsamp.__file__).parent.parent
@@ -160,9 +160,12 @@ def test_within_buckets_nothing_is_compiled_again():
     from specsamp.decoding.loop import Loop
 
     pair = table_pair()
-    run = lambda length, budget, value, seed, stop: generate(
-        pair, [[1] * length], budget, sampling=chain(temperature(value), top_p(0.9)), seed=seed, stop=stop
-    )
+
+    def run(length, budget, value, seed, stop):
+        return generate(
+            pair, [[1] * length], budget, sampling=chain(temperature(value), top_p(0.9)), seed=seed, stop=stop
+        )
+
     run(17, 25, 0.5, 0, [])
     compiled = Loop.run._cache_size(), Loop.prefill._cache_size()
     prepared = dict(pair._prepared)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature
+from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.tokenizer import ByteTokenizer
 from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
 
 
@@ -76,9 +76,7 @@ def test_bad_input_fails_before_anything_is_traced(change, message):
 
         prepare = init_cache = __call__
 
-    pair = Pair(
-        target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer()
-    )
+    pair = Pair(target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer())
     options = dict(prompts=["a"], max_new_tokens=8) | change
     with pytest.raises(ValueError, match=message):
         generate(pair, **options)
@@ -140,14 +138,16 @@ def test_numpy_integers_are_integers():
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_logits_of_another_width_are_refused(side):
-    """A model that returns fewer logits than it has tokens would make the missing ones follow no law."""
+    """A model that returns fewer logits than it has tokens would make the missing ones follow no distribution."""
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
     with pytest.raises(ValueError, match=f"the {side} has a vocabulary of 12 but returned logits of width 9"):
         generate(pair, [[1]], 4)
 
 
 def test_objects_that_are_no_models_are_refused():
-    with pytest.raises(ValueError, match="the target is no LanguageModel: .* has no vocab_size, max_positions, prepare"):
+    with pytest.raises(
+        ValueError, match="the target is no LanguageModel: .* has no vocab_size, max_positions, prepare"
+    ):
         Pair(target=object(), target_params=())
 
     class Unhashable(CountingLM):

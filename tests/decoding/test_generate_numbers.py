@@ -1,4 +1,4 @@
-"""Logits and laws that are none, numbers of other widths: what they may do to a row."""
+"""Logits and distributions that are none, numbers of other widths: what they may do to a row."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ import pytest
 
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
+from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.pretrained.tokenizer import ByteTokenizer
 from support.fakes import TableLM, counting_pair, joint_law, near, p_value, random_table, table_pair
 
 
@@ -52,7 +52,7 @@ def test_logits_that_are_no_law_end_the_row(spoiler):
 @pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule()])
 @pytest.mark.parametrize("spoiled_after", [1, 5])
 def test_a_draft_whose_law_is_nan_biases_nothing(rule, spoiled_after):
-    """The draft ends before it: nothing is accepted on the strength of a law that is none."""
+    """The draft ends before it: nothing is accepted on the strength of a distribution that is none."""
     vocab_size = 4
     table = random_table(6, vocab_size, scale=1.5)
     spoiled = near(table, 7, 0.5)
@@ -70,9 +70,15 @@ def test_sixty_four_bits_change_no_type(rule, K):
     with jax.enable_x64(True):
         for drafter in (None, NgramDrafter(3)) if K else (None,):
             rows = generate(
-                table_pair(), [[1], [2, 3, 2]], 12, rule=rule, sampling=chain(temperature(0.9)), drafter=drafter,
-                draft_length=K, return_log_probs=True,
-            )  # fmt: skip
+                table_pair(),
+                [[1], [2, 3, 2]],
+                12,
+                rule=rule,
+                sampling=chain(temperature(0.9)),
+                drafter=drafter,
+                draft_length=K,
+                return_log_probs=True,
+            )
             assert all(len(row.tokens) == 12 for row in rows)
 
 
@@ -85,7 +91,7 @@ def test_sixty_four_bit_logits_keep_their_log_probs():
 
 
 def test_log_probs_of_narrow_logits_are_wide():
-    """A model that returns bfloat16 logits is judged, and reported, in float32."""
+    """A model that returns bfloat16 logits is verified, and reported, in float32."""
 
     @dataclasses.dataclass(frozen=True)
     class Narrow(TableLM):

@@ -17,13 +17,18 @@ SAMPLING = chain(temperature(0.8), top_p(0.9))
 
 
 def make_pair(flat):
-    """Weights large enough for laws that are far from flat, tables included."""
+    """Weights large enough for distributions that are far from flat, tables included."""
     shape = dict(vocab_size=48, width=32, num_heads=4, num_kv_heads=2)
     target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), flat)
-    draft = TransformerLM(TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), flat)
-    noisy = lambda model, seed: jax.tree.map(
-        lambda x: x + 0.2 * jax.random.normal(jax.random.key(seed), x.shape), model.init(jax.random.key(seed))
+    draft = TransformerLM(
+        TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), flat
     )
+
+    def noisy(model, seed):
+        return jax.tree.map(
+            lambda x: x + 0.2 * jax.random.normal(jax.random.key(seed), x.shape), model.init(jax.random.key(seed))
+        )
+
     return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
 
 
@@ -79,7 +84,10 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     work = Workload(prompt_length=4, max_new_tokens=4, repeats=1)
     side = decoders(pair, {"": (ModelDrafter(pair.draft, 2), TokenRule())}, greedy(), work)[""]
     request = side.request(0)
-    run = lambda state: side.loop.run(side.weights, request, state, 9).tokens_BS
+
+    def run(state):
+        return side.loop.run(side.weights, request, state, 9).tokens_BS
+
     assert jax.eval_shape(run, side.prefill(0)).shape == (1, side.slots)
     inside = jax.jit(run)(side.prefill(0))
     by_name = Loop.run(self=side.loop, weights=side.weights, request=request, state=side.prefill(0), max_rounds=9)

@@ -1,4 +1,4 @@
-"""Mutants: plausible mistakes, each of which the tests of the loop's law must catch.
+"""Mutants: plausible mistakes, each of which the tests of the loop's distribution must catch.
 
 Every test here runs a deliberately broken rule, drafter or loop through the very statistic that the
 correct one passes in test_loop_law.py, and asserts that it fails by far.
@@ -16,7 +16,7 @@ from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import BlockRule, TokenRule
 from support import mutants
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
-from support.loop_laws import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
+from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
 

@@ -29,12 +29,15 @@ DRAFTERS = [ModelDrafter(TableLM(V), 1), ModelDrafter(TableLM(V), 5), ModelDraft
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: f"{type(d).__name__}{d.K}")
-@pytest.mark.parametrize("warp", [chain(), chain(temperature(0.4), top_p(0.9)), greedy()], ids=["full", "nucleus", "greedy"])
+@pytest.mark.parametrize(
+    "warp", [chain(), chain(temperature(0.4), top_p(0.9)), greedy()], ids=["full", "nucleus", "greedy"]
+)
 def test_coupled_stream_is_the_autoregressive_stream(drafter, warp):
     """For the same seed, whatever the temperature, K and drafter."""
-    run = lambda drafter: decode(
-        table_loop(CoupledRule(), drafter, V), TARGET, NEAR, PROMPTS, [40, 7, 25, 60], warp, samples=8
-    )
+
+    def run(drafter):
+        return decode(table_loop(CoupledRule(), drafter, V), TARGET, NEAR, PROMPTS, [40, 7, 25, 60], warp, samples=8)
+
     speculative, plain = run(drafter), run(NoDrafter())
     assert np.array_equal(speculative.state.lengths_B, plain.state.lengths_B)
     for row, length in enumerate(np.asarray(plain.state.lengths_B)):
@@ -44,7 +47,9 @@ def test_coupled_stream_is_the_autoregressive_stream(drafter, warp):
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: f"{type(d).__name__}{d.K}")
 def test_greedy_speculative_is_greedy(rule, drafter):
-    run = lambda drafter: decode(table_loop(rule, drafter, V), TARGET, NEAR, PROMPTS, 50, greedy())
+    def run(drafter):
+        return decode(table_loop(rule, drafter, V), TARGET, NEAR, PROMPTS, 50, greedy())
+
     assert np.array_equal(run(drafter).emitted(50), run(NoDrafter()).emitted(50))
 
 
@@ -53,9 +58,10 @@ def test_sample_depends_on_its_address_only(rule):
     """Not on neighbours, their number, padding, slots, slices of the run, or the budget."""
     loop = table_loop(rule, ModelDrafter(TableLM(V), 4), V)
     warp, length = chain(temperature(0.9)), 24
-    run = lambda prompts, ids, budget=length, **options: decode(
-        loop, TARGET, NEAR, prompts, budget, warp, prompt_ids=ids, seed=5, **options
-    ).emitted(length)
+
+    def run(prompts, ids, budget=length, **options):
+        return decode(loop, TARGET, NEAR, prompts, budget, warp, prompt_ids=ids, seed=5, **options).emitted(length)
+
     ids = [100, 7, 2, 55]
     together = run(PROMPTS, ids)
     for i, prompt in enumerate(PROMPTS):
@@ -88,9 +94,10 @@ def test_finished_rows_do_not_change():
 def test_no_recompilation_when_data_changes():
     """Budgets, parameters, seeds, stop tokens and prompt lengths are data."""
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 4), V)
-    run = lambda prompts, budget, warp, seed, stop: decode(
-        loop, TARGET, NEAR, prompts, budget, warp, seed=seed, stop_ids=stop, padded_length=8, slots=64
-    )
+
+    def run(prompts, budget, warp, seed, stop):
+        return decode(loop, TARGET, NEAR, prompts, budget, warp, seed=seed, stop_ids=stop, padded_length=8, slots=64)
+
     run(PROMPTS, 9, chain(temperature(0.9), top_p(0.8)), 0, (1,))
     compiled = loop.run._cache_size(), loop.prefill._cache_size()
     run([p[::-1] + [2] for p in PROMPTS], [1, 2, 3, 40], chain(temperature([0.0, 1, 2, 3]), top_p(0.2)), 3, (5,))
@@ -109,7 +116,9 @@ def pair():
     params = MODEL.init(jax.random.key(0))
     draft = DRAFT.init(jax.random.key(1))
     # The draft shares the embedding, so that something is accepted.
-    return Pair(target=MODEL, target_params=params, draft=DRAFT, draft_params=draft | {"embedding": params["embedding"]})
+    return Pair(
+        target=MODEL, target_params=params, draft=DRAFT, draft_params=draft | {"embedding": params["embedding"]}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +165,10 @@ def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
     """200 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
     options = {"greedy": dict(), "coupled": dict(rule=CoupledRule(), sampling=WARM)}[mode]
     how = {"greedy": (chain(), None), "coupled": (WARM, 0)}[mode]
-    run = lambda batch, K: in_batches(pair, prompts, batch, max_new_tokens=24, draft_length=K, **options)
+
+    def run(batch, K):
+        return in_batches(pair, prompts, batch, max_new_tokens=24, draft_length=K, **options)
+
     reference = run(8, 0)
     ties = {(1, 0): unexplained(pair, prompts, reference, run(1, 0), *how)}
     for batch, K in ((1, 4), (3, 16), (8, 1)):
@@ -168,9 +180,12 @@ def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
 @pytest.mark.parametrize("rule, batches", [(TokenRule(), (3, 8)), (BlockRule(), (8,))])
 def test_transformer_samples_do_not_change_with_the_batch(pair, prompts, rule, batches):
     """A different batch rounds differently, which flips a decision about once in a million."""
-    run = lambda batch: in_batches(
-        pair, prompts, batch, max_new_tokens=24, draft_length=4, rule=rule, sampling=chain(temperature(0.9))
-    )
+
+    def run(batch):
+        return in_batches(
+            pair, prompts, batch, max_new_tokens=24, draft_length=4, rule=rule, sampling=chain(temperature(0.9))
+        )
+
     alone = run(1)
     for batch in batches:
         differing = sum(a != b for a, b in zip(alone, run(batch), strict=True))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.rows import place, windows
+from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.sampling.rules import BlockRule, Draft, TokenRule
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
-from support.loop_laws import FULL, NEAR, PROMPTS, TARGET, V, law_test
+from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, law_test
 
 OPTIMISED = True  # most of the time goes into drawing
 
@@ -92,15 +92,16 @@ class SelfDrafter:
         tokens, laws = [], []
         for offset in range(self.K):
             start_B = lengths_B + offset - 1
-            output = TableLM(V)(weights.target, windows(tokens_BS, start_B, 1), start_B, cache)
+            output = TableLM(V)(weights.target, gather_tokens(tokens_BS, start_B, 1), start_B, cache)
             token_B, law_BV = sample(output.logits_BTV[:, 0], offset)
-            tokens_BS, cache = place(tokens_BS, token_B[:, None], lengths_B + offset), output.cache
+            tokens_BS, cache = write_tokens(tokens_BS, token_B[:, None], lengths_B + offset), output.cache
             tokens.append(token_B)
             laws.append(law_BV)
         draft = Draft(
-            tokens_BK=jnp.stack(tokens, 1), log_probs_BKV=jnp.stack(laws, 1),
+            tokens_BK=jnp.stack(tokens, 1),
+            log_probs_BKV=jnp.stack(laws, 1),
             num_drafted_B=jnp.full_like(lengths_B, self.K),
-        )  # fmt: skip
+        )
         return draft, state, cache
 
     def commit(self, weights, state, draft, verdict, target_output, cache):
@@ -117,7 +118,7 @@ def test_self_drafting_in_the_targets_cache():
 
 @dataclasses.dataclass(frozen=True)
 class ConfidentDrafter(ModelDrafter):
-    """Adaptive length: stops after the first token it was unsure of (a rule on drafted tokens and laws)."""
+    """Adaptive length: stops after the first token it was unsure of (a rule on drafted tokens and distributions)."""
 
     def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
         draft, state, cache = super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
@@ -143,7 +144,9 @@ def test_dropping_a_drafted_token_by_its_value_is_biased():
             kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
             return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
 
-    assert law_test(table_loop(TokenRule(), Dropping(TableLM(V), 3)), NEAR, FULL, samples=150_000, powered=False) < 1e-12
+    assert (
+        law_test(table_loop(TokenRule(), Dropping(TableLM(V), 3)), NEAR, FULL, samples=150_000, powered=False) < 1e-12
+    )
 
 
 def test_drafter_state_follows_its_row():

@@ -99,9 +99,12 @@ def transformers():
     params = target.init(jax.random.key(0))
     draft_params = draft.init(jax.random.key(1)) | {"embedding": params["embedding"]}
     return Subject(
-        pair=Pair(target=target, target_params=params, draft=draft, draft_params=draft_params), prompts=PROMPTS,
-        drafter=ModelDrafter(draft, K), sampling=NUCLEUS, max_new_tokens=12,
-    )  # fmt: skip
+        pair=Pair(target=target, target_params=params, draft=draft, draft_params=draft_params),
+        prompts=PROMPTS,
+        drafter=ModelDrafter(draft, K),
+        sampling=NUCLEUS,
+        max_new_tokens=12,
+    )
 
 
 def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
@@ -245,16 +248,20 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
     gap = float(logits_V[first] - logits_V[second])
-    judged = lambda token, tolerance, warp=chain(): judge(
-        audited.pair, [Text(prompt_id=0, prompt=(1, 2, 3), tokens=(token,))], warp, tolerance
-    )[0]
+
+    def judged(token, tolerance, warp=chain()):
+        return judge(audited.pair, [Text(prompt_id=0, prompt=(1, 2, 3), tokens=(token,))], warp, tolerance)[0]
+
     assert judged(first, 0.0).chosen_N.all() and not judged(first, 0.49 * gap).excusable_N.any()
     assert judged(second, 0.51 * gap).explained_N.all() and judged(first, 0.51 * gap).excusable_N.all()
     assert not judged(second, 0.49 * gap).explained_N.any()
     np.testing.assert_allclose(judged(second, 0.0).behind_N, [gap], rtol=1e-5)
     # Under the coupled rule, a token that its noise chose, and a nucleus that ends just before it.
     texts = [Text(prompt_id=i, prompt=(1, 2, 3), tokens=(second,)) for i in range(32)]
-    judged = lambda texts, warp: judge(audited.pair, texts, warp, 1e-4, noise_seed=5)
+
+    def judged(texts, warp):
+        return judge(audited.pair, texts, warp, 1e-4, noise_seed=5)
+
     chosen = [text for text, one in zip(texts, judged(texts, chain())) if one.chosen_N.all()]
     before = float(np.exp(log_probs(chain(), logits_V[None])[0, first]))
     assert 0 < len(chosen) < 32
@@ -303,7 +310,7 @@ def _law_after(tokens):
 
 
 def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said():
-    """4,000 tests of samples of the law, and of one with a tenth of the mass moved, with a false alarm of 4%."""
+    """4,000 tests of samples of the distribution, and of one with a tenth of the mass moved, with a false alarm of 4%."""
     laws = law.continuations(subject(), [0, 1, 2])
     plan = law.make_plan(laws, detect=0.1, false_alarm=0.04, samples=None)
     rng, trials = np.random.default_rng(0), 4000
@@ -341,7 +348,10 @@ def test_the_tail_of_small_counts_is_allowed_for():
 
 def test_the_number_of_samples_that_is_asked_for_is_enough():
     laws = law.continuations(subject(), [0, 1])
-    make = lambda samples, detect=0.05: law.make_plan(laws, detect=detect, false_alarm=1e-4, samples=samples)
+
+    def make(samples, detect=0.05):
+        return law.make_plan(laws, detect=detect, false_alarm=1e-4, samples=samples)
+
     needed = 2 * make(None).samples
     with pytest.raises(ValueError, match=rf"100 samples see .* of 0.05 with \d+% only: {needed} are needed for 99%"):
         make(100)

@@ -96,8 +96,13 @@ def test_shuffled_source_does_not_parse(prompt):
     """The control: the same lines, or the same words of every line, in another order."""
     rest = SOURCE[len(prompt) :].splitlines(keepends=True)
     rng = random.Random(0)
-    shuffle = lambda items: rng.sample(items, len(items))
-    words = lambda line: line[: len(line) - len(line.lstrip())] + " ".join(shuffle(line.split())) + "\n"
+
+    def shuffle(items):
+        return rng.sample(items, len(items))
+
+    def words(line):
+        return line[: len(line) - len(line.lstrip())] + " ".join(shuffle(line.split())) + "\n"
+
     good = [parses(prompt, "".join(shuffle(rest))) for _ in range(50)]
     good += [parses(prompt, "".join(map(words, rest))) for _ in range(50)]
     assert not any(good)

@@ -60,7 +60,10 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
     """The same pair trained once more: nothing but its weights tells."""
     path, config = str(tmp_path / "cells.json"), random_pair.get_config("tiny")
     built = build(config)
-    identity = lambda weights: cells.identity_of(config, dataclasses.replace(built, weights=weights))
+
+    def identity(weights):
+        return cells.identity_of(config, dataclasses.replace(built, weights=weights))
+
     grid.Results.open(path, identity("first")).add({"key": {"batch": 1}, "result": {}}, {})
     assert grid.Results.open(path, identity("first")).find({"batch": 1})
     with pytest.raises(ValueError, match="weights was 'first', is 'second'. Give another --output"):

@@ -12,8 +12,15 @@ RESULTS = ROOT / "notebooks" / "results"
 
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"
-    done = run("compile_report", "--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--slots=64",
-               "--acceptance=0.8", f"--output={output}")  # fmt: skip
+    done = run(
+        "compile_report",
+        "--plain",
+        "--config=configs/chinchilla.py:tiny",
+        "--topology=v5e:1x1",
+        "--slots=64",
+        "--acceptance=0.8",
+        f"--output={output}",
+    )
     assert done.returncode == 0, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
     document = json.loads(output.read_text(encoding="utf-8"))
@@ -25,8 +32,14 @@ def test_a_report_of_a_small_pair(tmp_path):
 
 def test_what_fits(tmp_path):
     output = tmp_path / "fits.json"
-    done = run("compile_report", "--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1", "--fits",
-               f"--output={output}")  # fmt: skip
+    done = run(
+        "compile_report",
+        "--plain",
+        "--config=configs/chinchilla.py:tiny",
+        "--topology=v5e:1x1",
+        "--fits",
+        f"--output={output}",
+    )
     assert done.returncode == 0, done.stderr
     for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
         assert (cell["share"] <= 0.98) == (cell["batch"] <= cell["most_rows"])
@@ -57,6 +70,12 @@ def test_answers_to_another_study_are_left_alone(tmp_path):
 
 
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
-    done = run("compile_study", "--plain", "--study=shapes", f"--output={tmp_path / 'shapes.json'}", "--figure=/proc/none/x.png")
+    done = run(
+        "compile_study",
+        "--plain",
+        "--study=shapes",
+        f"--output={tmp_path / 'shapes.json'}",
+        "--figure=/proc/none/x.png",
+    )
     assert done.returncode == 1 and "--figure=/proc/none/x.png cannot be written" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())

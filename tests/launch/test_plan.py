@@ -51,13 +51,17 @@ def test_what_is_refused(arguments, message):
 def measured(K, draft_temperature, emitted):
     """A cell whose rounds emit ``emitted`` tokens."""
     law = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
-    ms = lambda value: {"ms_per_round": {"median": value, "lower": value, "upper": value}}
+
+    def ms(value):
+        return {"ms_per_round": {"median": value, "lower": value, "upper": value}}
+
     accepted = [0] * (emitted - 1) + [100] + [0] * (K + 1 - emitted)
     counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
     return {
-        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law}, "workload": {"repeats": 4},
+        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law},
+        "workload": {"repeats": 4},
         "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts, "split": None},
-    }  # fmt: skip
+    }
 
 
 def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):

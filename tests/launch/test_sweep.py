@@ -29,7 +29,7 @@ def test_pod_commands_hold_what_was_set_for_all():
     assert apart.returncode == 1 and "write --config=VALUE as one word" in apart.stderr and not apart.stdout
 
 
-SWEPT = '''
+SWEPT = """
 import importlib.util, pathlib
 _spec = importlib.util.spec_from_file_location("base", pathlib.Path({root!r}) / "configs" / "random_pair.py")
 _base = importlib.util.module_from_spec(_spec)
@@ -45,7 +45,7 @@ def get_config():
 
 def get_hyper(h):
     return {points}
-'''
+"""
 
 
 @pytest.fixture

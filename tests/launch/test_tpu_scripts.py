@@ -19,7 +19,9 @@ def test_shellcheck_finds_nothing(script):
     beside = pathlib.Path(sys.executable).with_name("shellcheck")
     shellcheck = beside if beside.exists() else shutil.which("shellcheck")
     assert shellcheck, "no shellcheck: pip install -e .[test]"
-    done = subprocess.run([shellcheck, "--external-sources", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [shellcheck, "--external-sources", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -36,15 +38,39 @@ def test_help_is_the_header(cloud, script):
 @pytest.mark.parametrize(
     "accelerator, flags, ordered, shown",
     [
-        ("v4-32", [], ["--accelerator-type=v4-32", "--runtime-version=tpu-ubuntu2204-base"], "16 chips as 2x2x4, 4 host(s)"),
-        ("v5e-16", ["--spot"], ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite", "--spot"], "16 chips as 4x4"),
-        ("v5p-32", ["--reserved"], ["--accelerator-type=v5p-32", "--runtime-version=v2-alpha-tpuv5", "--reserved"], "as 2x2x4"),
-        ("v6e-8", ["--spot=false"], ["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"], "8 chips as 2x4, 1 host(s)"),
+        (
+            "v4-32",
+            [],
+            ["--accelerator-type=v4-32", "--runtime-version=tpu-ubuntu2204-base"],
+            "16 chips as 2x2x4, 4 host(s)",
+        ),
+        (
+            "v5e-16",
+            ["--spot"],
+            ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite", "--spot"],
+            "16 chips as 4x4",
+        ),
+        (
+            "v5p-32",
+            ["--reserved"],
+            ["--accelerator-type=v5p-32", "--runtime-version=v2-alpha-tpuv5", "--reserved"],
+            "as 2x2x4",
+        ),
+        (
+            "v6e-8",
+            ["--spot=false"],
+            ["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
+            "8 chips as 2x4, 1 host(s)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_create_orders_the_slice(cloud, accelerator, flags, ordered, shown):
     commands, remarks = cloud.dry_run("create", "--name=pod", f"--accelerator={accelerator}", *flags)
-    assert commands == [DESCRIBE, [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT], DESCRIBE]
+    assert commands == [
+        DESCRIBE,
+        [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT],
+        DESCRIBE,
+    ]
     assert shown in remarks[0]
 
 
@@ -66,7 +92,11 @@ def test_run_keeps_every_word_of_the_command(cloud):
     commands, remarks = cloud.dry_run("run", "--name=pod", "--", *HARD)
     job = re.fullmatch(r"--command=bash specsamp/launch/tpu/worker.sh follow (\S+)", commands[1][7])[1]
     worker = "bash specsamp/launch/tpu/worker.sh"
-    assert commands[1:] == [ssh(0, f"{worker} follow {job}"), ssh("all", f"{worker} finish {job}"), ssh("all", f"{worker} last {job}")]
+    assert commands[1:] == [
+        ssh(0, f"{worker} follow {job}"),
+        ssh("all", f"{worker} finish {job}"),
+        ssh("all", f"{worker} last {job}"),
+    ]
     assert commands[0][:7] == ssh("all", "")[:7]
     assert shlex.split(commands[0][7].removeprefix("--command=")) == [*worker.split(), "start", job, *HARD]
     assert remarks == ["# where it failed:"]
@@ -76,11 +106,19 @@ def test_run_keeps_every_word_of_the_command(cloud):
 
 def test_fetch_copies_from_buckets_and_from_the_first_worker(cloud):
     commands, _ = cloud.dry_run("fetch", "--from=gs://bucket/my run/", "--to=results")
-    assert commands == [["mkdir", "-p", "results/my run"], ["gcloud", "storage", "rsync", "--recursive", "gs://bucket/my run", "results/my run"]]
+    assert commands == [
+        ["mkdir", "-p", "results/my run"],
+        ["gcloud", "storage", "rsync", "--recursive", "gs://bucket/my run", "results/my run"],
+    ]
     commands, _ = cloud.dry_run("fetch", "--name=pod", "--from=runs/x", "--to=results")
     scp = [*TPUS, "tpu-vm", "scp", "--recurse", "--worker=0"]
     assert commands == [["mkdir", "-p", "results"], [*scp, "pod:specsamp/runs/x", "results", *AT]]
-    assert cloud.dry_run("fetch", "--name=pod", "--from=~/specsamp_job", "--to=x")[0][1] == [*scp, "pod:~/specsamp_job", "x", *AT]
+    assert cloud.dry_run("fetch", "--name=pod", "--from=~/specsamp_job", "--to=x")[0][1] == [
+        *scp,
+        "pod:~/specsamp_job",
+        "x",
+        *AT,
+    ]
 
 
 def test_delete_leaves_neither_request_nor_node(cloud):
@@ -96,10 +134,15 @@ def test_delete_leaves_neither_request_nor_node(cloud):
 def test_keep_running_is_create_setup_run_and_delete(cloud):
     one_round, _ = cloud.dry_run("keep_running", "--name=pod", "--accelerator=v4-32", "--spot", "--", *HARD)
     parts = [
-        cloud.dry_run("create", "--name=pod", "--accelerator=v4-32", "--spot"), cloud.dry_run("setup", "--name=pod"),
-        cloud.dry_run("run", "--name=pod", "--", *HARD), cloud.dry_run("delete", "--name=pod"),
-    ]  # fmt: skip
-    without_job = lambda commands: [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in commands]
+        cloud.dry_run("create", "--name=pod", "--accelerator=v4-32", "--spot"),
+        cloud.dry_run("setup", "--name=pod"),
+        cloud.dry_run("run", "--name=pod", "--", *HARD),
+        cloud.dry_run("delete", "--name=pod"),
+    ]
+
+    def without_job(commands):
+        return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in commands]
+
     assert without_job(one_round) == without_job(sum((commands for commands, _ in parts), []))
 
 
@@ -116,7 +159,16 @@ def test_gke_uses_xpk(cloud):
     commit = cloud.git("rev-parse", "HEAD")
     code = f"runs/code_{commit[:12]}"
     commands, _ = cloud.dry_run("gke", "run", "--name=big", "--accelerator=tpu7x-16", "--job=mine", "--", *HARD)
-    workload = ["xpk", "workload", "create", "--workload=mine", *cluster, *slice, "--base-docker-image=python:3.12", f"--script-dir={code}"]
+    workload = [
+        "xpk",
+        "workload",
+        "create",
+        "--workload=mine",
+        *cluster,
+        *slice,
+        "--base-docker-image=python:3.12",
+        f"--script-dir={code}",
+    ]
     assert commands[1] == ["git", "archive", "--format=tar", f"--output={code}.tar", commit]
     assert commands[3][:-1] == [*workload, f"--env=SPECSAMP_VERSION={commit}", "--max-restarts=100"]
     assert shlex.split(commands[3][-1]) == ["--command=pip", "install", "--quiet", ".[tpu]", "&&", *HARD]
@@ -129,14 +181,34 @@ def test_gke_uses_xpk(cloud):
 @pytest.mark.parametrize(
     "script, arguments, message",
     [
-        ("create", ["--name=pod", "--accelerator=v4-30"], "unknown TPU accelerator type 'v4-30'; closest matches: v4-16, v4-32"),
-        ("create", ["--name=pod", "--accelerator=2x2x4"], "unknown TPU accelerator type '2x2x4'; closest matches: v4-32, v5p-32"),
-        ("create", ["--name=pod", "--accelerator=tpu7x-16"], "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh"),
+        (
+            "create",
+            ["--name=pod", "--accelerator=v4-30"],
+            "unknown TPU accelerator type 'v4-30'; closest matches: v4-16, v4-32",
+        ),
+        (
+            "create",
+            ["--name=pod", "--accelerator=2x2x4"],
+            "unknown TPU accelerator type '2x2x4'; closest matches: v4-32, v5p-32",
+        ),
+        (
+            "create",
+            ["--name=pod", "--accelerator=tpu7x-16"],
+            "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh",
+        ),
         ("create", ["--name=pod"], "no --accelerator: say what to order, as in --accelerator=v4-32"),
         ("create", ["--accelerator=v4-32"], "no --name: name the slice"),
         ("create", ["--name=My_Pod", "--accelerator=v4-32"], "got 'My_Pod'"),
-        ("create", ["--name=pod", "--accelerator=v4-32", "--spot", "--reserved"], "--spot and --reserved exclude each other"),
-        ("create", ["--name=pod", "--accelerator=v4-32", "--spots"], "no flag --spots: there are --name= --accelerator="),
+        (
+            "create",
+            ["--name=pod", "--accelerator=v4-32", "--spot", "--reserved"],
+            "--spot and --reserved exclude each other",
+        ),
+        (
+            "create",
+            ["--name=pod", "--accelerator=v4-32", "--spots"],
+            "no flag --spots: there are --name= --accelerator=",
+        ),
         ("create", ["--name=pod", "--accelerator=v4-32", "--spot=maybe"], "--spot is true or false; got 'maybe'"),
         ("create", ["pod"], "unexpected argument 'pod'"),
         ("run", ["--name=pod"], "no command: add it after --"),

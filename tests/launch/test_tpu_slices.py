@@ -78,7 +78,14 @@ def test_run_ends_with_the_status_of_the_command(ready):
 
 
 def test_run_ends_workers_that_hang_after_the_first(ready):
-    done = ready.run("run", "--name=pod", "--", "bash", "-c", 'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait')
+    done = ready.run(
+        "run",
+        "--name=pod",
+        "--",
+        "bash",
+        "-c",
+        'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait',
+    )
     assert done.returncode == 4 and "w-1 ended with 143" in done.stderr
 
 
@@ -91,9 +98,12 @@ def test_after_a_restart_of_the_machine_nothing_runs(ready):
     def worker(*arguments):
         home = ready.fake / "w-0"
         return subprocess.run(
-            ["bash", home / "specsamp/launch/tpu/worker.sh", *arguments], capture_output=True, text=True, timeout=60,
+            ["bash", home / "specsamp/launch/tpu/worker.sh", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
             env=ready.environment | {"HOME": str(home), "HOST": "w-0"},
-        )  # fmt: skip
+        )
 
     assert worker("start", "before", "sleep", "5").returncode == 0
     assert "a command is running: sleep 5" in worker("start", "meanwhile", "true").stderr
@@ -106,9 +116,22 @@ def test_after_a_restart_of_the_machine_nothing_runs(ready):
 
 def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
     start = subprocess.Popen(
-        ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", *AT, "--", "bash", "-c", "echo here I am; sleep 60"],
-        cwd=ready.checkout, env=ready.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        [
+            "bash",
+            ready.checkout / "launch/tpu/run.sh",
+            "--name=pod",
+            *AT,
+            "--",
+            "bash",
+            "-c",
+            "echo here I am; sleep 60",
+        ],
+        cwd=ready.checkout,
+        env=ready.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     log = ready.fake / "w-1" / "specsamp_job" / "log"
     until = time.monotonic() + 30
     while not (log.exists() and log.read_text()) and time.monotonic() < until:
@@ -119,9 +142,13 @@ def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
         done = ready.run(script, "--name=pod", *arguments)
         assert done.returncode == 1 and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
     attached = subprocess.Popen(
-        ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", "--attach", *AT], cwd=ready.checkout,
-        env=ready.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", "--attach", *AT],
+        cwd=ready.checkout,
+        env=ready.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert attached.stdout.readline() == "here I am\n"
     assert ready.run("run", "--name=pod", "--stop").returncode == 0
     attached.communicate(timeout=30)
@@ -171,7 +198,10 @@ def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
 def test_a_command_that_fails_by_itself_is_not_repeated(cloud, status):
     cloud.states("MISSING", "ACTIVE")
     done = keep(cloud, "bash", "-c", f"exit {status}")
-    assert done.returncode == status and f"The command failed with {status}, on a slice that is still there." in done.stderr
+    assert (
+        done.returncode == status
+        and f"The command failed with {status}, on a slice that is still there." in done.stderr
+    )
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
     assert "costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
@@ -194,7 +224,9 @@ def test_workers_that_were_restarted_are_set_up_again(cloud):
 
 def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
     cloud.states("MISSING", "FAILED")
-    (cloud.fake / "bin" / "gcloud").write_text(FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED"))
+    (cloud.fake / "bin" / "gcloud").write_text(
+        FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
+    )
     done = keep(cloud, "true")
     assert done.returncode == 75 and "the slice was lost 3 times before it was there" in done.stderr
     assert len(cloud.calls("create")) == 3

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from configs import python_pair
 from launch import export_pair
-from specsamp.pretrained.pair import load_pair, load_prompts
+from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
 from support.run_script import ROOT, run
 
@@ -37,14 +37,27 @@ def texts(tmp_path_factory):
 
 
 SMALL = {
-    "data.pattern": "*.py", "data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 16,
-    "model.vocab_size": 300, "model.width": 16, "model.num_layers": 1, "recipe.warmup_steps": 2, "rhythm.log": 1, "compute_dtype": "float32",
-}  # fmt: skip
+    "data.pattern": "*.py",
+    "data.held_out": 0.3,
+    "data.held_out_windows": 8,
+    "data.length": 16,
+    "model.vocab_size": 300,
+    "model.width": 16,
+    "model.num_layers": 1,
+    "recipe.warmup_steps": 2,
+    "rhythm.log": 1,
+    "compute_dtype": "float32",
+}
 TARGET = {**SMALL, "recipe.steps": 24, "rhythm.evaluate": 8, "rhythm.checkpoint": 4}
 DRAFT = {
-    **SMALL, "recipe.steps": 4, "rhythm.evaluate": 4, "rhythm.checkpoint": 4, "generated.rows": 8,
-    "generated.prompt_length": 4, "generated.batch": 8,
-}  # fmt: skip
+    **SMALL,
+    "recipe.steps": 4,
+    "rhythm.evaluate": 4,
+    "rhythm.checkpoint": 4,
+    "generated.rows": 8,
+    "generated.prompt_length": 4,
+    "generated.batch": 8,
+}
 
 
 @pytest.fixture
@@ -74,9 +87,13 @@ def metrics(folder):
 def killed_once_it_has_reached(step, folder, arguments, environment):
     """Runs a training until it has logged a step, then kills it for good."""
     process = subprocess.Popen(
-        [sys.executable, "launch/train.py", *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "launch/train.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < until:
@@ -95,8 +112,10 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     flags_of = [f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()]
     arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
     as_here = {
-        "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_DEFAULT_MATMUL_PRECISION": "float32",
-    }  # fmt: skip
+        "JAX_NUM_CPU_DEVICES": "8",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DEFAULT_MATMUL_PRECISION": "float32",
+    }
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_here}
     killed_once_it_has_reached(10, target, arguments, environment)
     assert not (target / "checkpoints" / "24").exists()
@@ -111,8 +130,9 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files: one would"):
         train.start(
             training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2}),
-            tmp_path / "another_split", quiet(),
-        )  # fmt: skip
+            tmp_path / "another_split",
+            quiet(),
+        )
     assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
     train.start(config, tmp_path / "draft", quiet())
@@ -157,7 +177,9 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
 
 
 def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path):
-    begin = lambda fields, kind="tiny_target": train.start(training_config(kind, texts, fields), tmp_path / "run", quiet())
+    def begin(fields, kind="tiny_target"):
+        return train.start(training_config(kind, texts, fields), tmp_path / "run", quiet())
+
     with pytest.raises(FileNotFoundError, match="no training run at '.*nothing'"):
         begin(DRAFT | {"target": str(tmp_path / "nothing")}, "tiny_draft")
     with pytest.raises(ValueError, match="microbatches must be >= 1; got 0"):
@@ -193,7 +215,10 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     train, texts, tmp_path, monkeypatch, fields, message
 ):
     """The target writes for an hour; what it has written would then not fit."""
-    sized = lambda **sizes: train.make_model(training_config("tiny_target", texts, TARGET | sizes))
+
+    def sized(**sizes):
+        return train.make_model(training_config("tiny_target", texts, TARGET | sizes))
+
     target, other = sized(**{"model.max_positions": 32}), sized(**{"model.width": 8})
     (tmp_path / "target").mkdir()
     tokenizer = train_tokenizer(["some text"] * 3, 300, "<eos>").to_str()
@@ -202,9 +227,13 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     def trained(folder):
         model = other if folder == "other" else target
         return types.SimpleNamespace(
-            folder=tmp_path / "target", config=model.config, model_in=lambda dtype: model,
-            describe=lambda: {"sha256": "a"}, params=jax.eval_shape(model.init, jax.random.key(0)), run_config=dict,
-        )  # fmt: skip
+            folder=tmp_path / "target",
+            config=model.config,
+            model_in=lambda dtype: model,
+            describe=lambda: {"sha256": "a"},
+            params=jax.eval_shape(model.init, jax.random.key(0)),
+            run_config=dict,
+        )
 
     monkeypatch.setattr(train.run, "open_trained", trained)
     with pytest.raises(ValueError, match=message):
@@ -216,7 +245,10 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
     monkeypatch.setattr(train, "train", lambda *_, **__: None)
     mine = tmp_path / "texts"
     shutil.copytree(texts, mine)
-    begin = lambda fields: train.start(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
+
+    def begin(fields):
+        return train.start(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
+
     begin(TARGET)
     begin(TARGET)
     with pytest.raises(ValueError, match="another configuration: recipe.seed was 0, is 1. Give the old values"):

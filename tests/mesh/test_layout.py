@@ -2,10 +2,11 @@
 
 import jax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import draft_layout, on_mesh
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import chinchilla_70b, draft_4b, tiny
 from specsamp.models.transformer import TransformerLM
 
@@ -23,35 +24,43 @@ def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
 
 
 def test_fewer_key_heads_than_devices_are_split_as_far_as_they_divide():
-    mesh = make_mesh(1, 8, draft_ways=2)
-    assert dict(mesh.shape) == {"data": 1, "copies": 4, "model": 2}
+    mesh = make_mesh(1, 8, draft_model_parallelism=2)
+    assert dict(mesh.shape) == {"data": 1, "replica": 4, "model": 2}
     whole = Layout.tensor_parallel(mesh)
-    by_heads = lambda heads: whole.spec(P("kv_heads"), (heads,))
-    assert [by_heads(n) for n in (8, 2, 1, 3)] == [P(("model", "copies")), P("model"), P(), P()]
+
+    def by_heads(heads):
+        return whole.spec(P("kv_heads"), (heads,))
+
+    assert [by_heads(n) for n in (8, 2, 1, 3)] == [P(("model", "replica")), P("model"), P(), P()]
     assert Layout.tensor_parallel(make_mesh(1, 8)).spec(P("kv_heads"), (4,)) == P()
-    made_for_four = make_mesh(1, 8, key_heads=4)
-    assert dict(made_for_four.shape) == {"data": 1, "copies": 2, "model": 4}
+    made_for_four = make_mesh(1, 8, num_kv_heads=4)
+    assert dict(made_for_four.shape) == {"data": 1, "replica": 2, "model": 4}
     assert Layout.tensor_parallel(made_for_four).spec(P("kv_heads"), (4,)) == P("model")
     for heads in (1, 3, 8, 16):
-        assert dict(make_mesh(1, 8, key_heads=heads).shape) == {"data": 1, "model": 8}
+        assert dict(make_mesh(1, 8, num_kv_heads=heads).shape) == {"data": 1, "model": 8}
 
 
 def test_rows_of_logits_are_split_as_far_as_they_divide():
-    shape = lambda rows, **parts: dict(make_mesh(1, 8, rows=rows, **parts).shape)
-    assert shape(4) == shape(12) == {"data": 1, "copies": 2, "model": 4}
+    def shape(rows, **parts):
+        return dict(make_mesh(1, 8, rows=rows, **parts).shape)
+
+    assert shape(4) == shape(12) == {"data": 1, "replica": 2, "model": 4}
     assert shape(1) == shape(3) == shape(8) == shape(24) == {"data": 1, "model": 8}
-    assert shape(4, key_heads=2) == {"data": 1, "copies": 4, "model": 2}  # key heads come first
+    assert shape(4, num_kv_heads=2) == {"data": 1, "replica": 4, "model": 2}  # kv heads come first
     layout = Layout.tensor_parallel(make_mesh(1, 8, rows=4))
     over = [layout.spec(P("rows", None, None), (rows, 5, 64)) for rows in (1, 4, 8, 12, 6)]
-    assert over == [P(), P("model"), P(("model", "copies")), P("model"), P()]
+    assert over == [P(), P("model"), P(("model", "replica")), P("model"), P()]
     assert Layout.replicated(layout.mesh).spec(P("rows"), (8,)) == P()
 
 
 def test_query_heads_lie_with_their_key_head():
-    """Device by device: the heads it has of 16 queries are those that share the key head it has of 4."""
-    mesh = make_mesh(1, 8, key_heads=4)
+    """Device by device: the heads it has of 16 queries are those that share the kv head it has of 4."""
+    mesh = make_mesh(1, 8, num_kv_heads=4)
     layout = Layout.tensor_parallel(mesh)
-    place = lambda count: NamedSharding(mesh, layout.spec(P("kv_heads"), (count,))).devices_indices_map((count,))
+
+    def place(count):
+        return NamedSharding(mesh, layout.spec(P("kv_heads"), (count,))).devices_indices_map((count,))
+
     queries, keys = place(16), place(4)
     for device in mesh.devices.flat:
         (q,), (k,) = queries[device], keys[device]
@@ -59,13 +68,19 @@ def test_query_heads_lie_with_their_key_head():
 
 
 def test_a_draft_on_fewer_ways():
-    mesh = make_mesh(2, 4, draft_ways=2)
-    heads = lambda layout: layout.spec(P("heads"), (8,))
-    assert heads(Layout.tensor_parallel(mesh)) == P(("model", "copies"))
+    mesh = make_mesh(2, 4, draft_model_parallelism=2)
+
+    def heads(layout):
+        return layout.spec(P("heads"), (8,))
+
+    assert heads(Layout.tensor_parallel(mesh)) == P(("model", "replica"))
     assert [heads(draft_layout(mesh, ways)) for ways in (None, 4, 2, 1)] == [
-        P(("model", "copies")), P(("model", "copies")), P("model"), P(),
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="draft_ways 8 needs a mesh made with it"):
+        P(("model", "replica")),
+        P(("model", "replica")),
+        P("model"),
+        P(),
+    ]
+    with pytest.raises(ValueError, match="draft_model_parallelism 8 needs a mesh made with it"):
         draft_layout(mesh, 8)
 
 
@@ -73,7 +88,7 @@ def test_the_pair_of_the_paper_fits_sixteen_devices():
     """Every parameter, weight and cache of both models has a place; shapes alone, nothing is made."""
     mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     for config in (chinchilla_70b(), draft_4b()):
-        model = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh))
+        model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
         params = jax.eval_shape(model.model.init, jax.random.key(0))
         weights = jax.eval_shape(lambda: model.model.prepare(model.model.init(jax.random.key(0)), 2048))
         per_device = 0
@@ -104,12 +119,15 @@ def test_a_size_that_does_not_divide():
     with pytest.raises(ValueError, match="'vocab' has 50257 entries.* over the 8 devices of model: pad the model, or"):
         layout.spec(P("vocab", "embed"), (50257, 64))
     with pytest.raises(ValueError, match="'heads' has 4 entries.*use data=2 and model=4"):
-        on_mesh(TransformerLM(tiny()), layout).init(jax.random.key(0))
+        shard_model(TransformerLM(tiny()), layout).init(jax.random.key(0))
 
 
 def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
     """The heads of the paper's pair, on the 256 chips of a v5e:16x16."""
-    axes = lambda names: {"axis_names": names, "axis_types": (AxisType.Auto,) * len(names)}
+
+    def axes(names):
+        return {"axis_names": names, "axis_types": (AxisType.Auto,) * len(names)}
+
     layout = Layout.tensor_parallel(jax.sharding.AbstractMesh((1, 256), **axes(("data", "model"))))
     with pytest.raises(ValueError) as refused:
         layout.spec(P("heads"), (64,))
@@ -117,10 +135,13 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
         "'heads' has 64 entries, which do not divide over the 256 devices of model: use data=4 and model=64 "
         "(--config.mesh.data=4 --config.mesh.model=64), or pad the model"
     )
-    mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "copies", "model")))
+    mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "replica", "model")))
     with pytest.raises(ValueError, match=r"the 128 devices of model x copies: use data=4 and model=64 \("):
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
-    with pytest.raises(ValueError, match=r"the 32 devices of model: split the draft over 16 \(--config.mesh.draft_ways=16\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the 32 devices of model: split the draft over 16 \(--config.mesh.draft_model_parallelism=16\)",
+    ):
         Layout.tensor_parallel(mesh, over=("model",)).spec(P("heads"), (16,))
 
 
@@ -154,7 +175,7 @@ def test_unknown_names():
         (dict(data=2, model=2), "has 4 devices, but there are 8"),
         (dict(data=0), "'data' must have at least 1 device; got 0"),
         (dict(data=16), "data 16 x model 1 has 16 devices"),
-        (dict(data=1, model=8, draft_ways=3), "draft_ways 3 does not divide the 8 devices"),
+        (dict(data=1, model=8, draft_model_parallelism=3), "draft_model_parallelism 3 does not divide the 8 devices"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices(sizes, message):

@@ -10,9 +10,12 @@ from specsamp.models.config import chinchilla_70b, draft_1m, draft_4b, human_cou
 from specsamp.models.transformer import TransformerLM
 
 SHAPES = dict(
-    multi_head={}, grouped=dict(num_kv_heads=2), multi_query=dict(num_kv_heads=1), wide_head=dict(head_size=14),
+    multi_head={},
+    grouped=dict(num_kv_heads=2),
+    multi_query=dict(num_kv_heads=1),
+    wide_head=dict(head_size=14),
     narrow=dict(feedforward_width=24, vocab_size=7, num_layers=3),
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -50,9 +53,13 @@ def test_every_parameter_has_logical_axes_of_its_rank(positions, num_kv_heads):
     axes = TransformerLM(config).param_axes()
     shapes = shapes_of(config)
     size_of = dict(
-        vocab=config.vocab_size, embed=config.width, mlp=config.feedforward_width, heads=config.num_heads,
-        kv_heads=num_kv_heads, head=config.head_size,
-    )  # fmt: skip
+        vocab=config.vocab_size,
+        embed=config.width,
+        mlp=config.feedforward_width,
+        heads=config.num_heads,
+        kv_heads=num_kv_heads,
+        head=config.head_size,
+    )
     jax.tree.map(lambda spec, leaf: np.testing.assert_equal([size_of[name] for name in spec], leaf.shape), axes, shapes)
     assert jax.tree.structure(axes) == jax.tree.structure(shapes)
 
@@ -65,7 +72,7 @@ def test_defaults_follow_from_the_width():
 
 
 def test_cache_bytes_of_a_token():
-    """2 x 80 layers x 64 heads x 128 x 2 bytes: 2.6 MB for each token of Chinchilla, and a 64th for one key head."""
+    """2 x 80 layers x 64 heads x 128 x 2 bytes: 2.6 MB for each token of Chinchilla, and a 64th for one kv head."""
     assert chinchilla_70b().kv_bytes_per_token == 2 * 80 * 64 * 128 * 2
     assert chinchilla_70b(num_kv_heads=1).kv_bytes_per_token == 2 * 80 * 128 * 2
 

@@ -35,7 +35,10 @@ def test_pieces_give_the_logits_of_the_whole(batch, flat):
         start_B = first + (jnp.arange(batch, dtype=jnp.int32) if first else jnp.zeros((batch,), jnp.int32))
         end = last - first + (0 if first else batch)
         rows = [slice(int(start), int(start) + end) for start in start_B]
-        cut = lambda x: jnp.stack([x[b, row] for b, row in enumerate(rows)])
+
+        def cut(x):
+            return jnp.stack([x[b, row] for b, row in enumerate(rows)])
+
         output = step(weights, cut(tokens), start_B, cache)
         cache = output.cache
         if tokens is tokens_BT:

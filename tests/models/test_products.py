@@ -26,7 +26,9 @@ def operands(spec, dtype=jnp.float32):
 
 
 def value_and_gradients(product, spec, x, y, weights):
-    scalar = lambda x, y: (product(spec, x, y).astype(jnp.float32) * weights).sum()
+    def scalar(x, y):
+        return (product(spec, x, y).astype(jnp.float32) * weights).sum()
+
     return product(spec, x, y), *jax.grad(scalar, argnums=(0, 1))(x, y)
 
 

@@ -16,17 +16,26 @@ from specsamp import CoupledRule, Pair, generate, temperature
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.positions import RotaryScaling
 from specsamp.models.transformer import TransformerLM
-from support.enumerate_laws import COMPILE_FAST
+from support.enumeration import COMPILE_FAST
 
 LENGTH, CHUNK, SLOTS, WINDOW = 15, 5, 20, 4
 CLOSE = 1e-5
 
 SCALING = RotaryScaling(kind="llama3", factor=4.0, original_positions=16)
 GEMMA = dict(
-    gated=True, norm_offset=True, post_norms=True, embedding_scale=5.0, attention_cap=2.0, logit_cap=3.0,
-    attention_scale=0.3, query_key_norm=True, window=WINDOW, global_layers=(1,), window_rotary_base=100.0,
+    gated=True,
+    norm_offset=True,
+    post_norms=True,
+    embedding_scale=5.0,
+    attention_cap=2.0,
+    logit_cap=3.0,
+    attention_scale=0.3,
+    query_key_norm=True,
+    window=WINDOW,
+    global_layers=(1,),
+    window_rotary_base=100.0,
     rotary_scaling=SCALING,
-)  # fmt: skip
+)
 BIASES = dict(attention_bias=True, output_bias=True, feedforward_bias=True)
 MODELS = {
     "gemma": tiny(positions="rotary", num_kv_heads=2, **GEMMA),
@@ -44,10 +53,13 @@ forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMP
 def random_params(config, seed=0):
     """Every parameter is random, biases and scales included."""
     rng = np.random.default_rng(seed)
-    fill = lambda path, leaf: jnp.asarray(
-        rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width)) + ("scale" == path[-1].key),
-        jnp.float32,
-    )
+
+    def fill(path, leaf):
+        return jnp.asarray(
+            rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width)) + ("scale" == path[-1].key),
+            jnp.float32,
+        )
+
     return jax.tree.map_with_path(fill, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
 
 
@@ -99,7 +111,10 @@ def test_a_window_is_exactly_that_wide(config):
         config = dataclasses.replace(config, window=WINDOW)
     config = dataclasses.replace(config, num_layers=1, global_layers=())
     params, tokens = random_params(config), some_tokens(1, LENGTH)
-    score = lambda tokens: np.asarray(forward(TransformerLM(config), params, tokens).logits_BTV[0, :, :50])
+
+    def score(tokens):
+        return np.asarray(forward(TransformerLM(config), params, tokens).logits_BTV[0, :, :50])
+
     changed = tokens.copy()
     changed[0, 3] = (changed[0, 3] + 1) % 60
     differs = np.abs(score(changed) - score(tokens)).max(-1) > 1e-4
@@ -136,11 +151,16 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
     draft = dataclasses.replace(config, window=None, global_layers=(), window_rotary_base=None, num_layers=1)
     params = random_params(config)
     pair = Pair(
-        target=TransformerLM(config), target_params=params, draft=TransformerLM(draft),
+        target=TransformerLM(config),
+        target_params=params,
+        draft=TransformerLM(draft),
         draft_params={name: leaf for name, leaf in params.items() if name != "layer_1"},
-    )  # fmt: skip
+    )
     prompts = [[1, 2, 3], list(range(20, 32))]
-    run = lambda K: generate(pair, prompts, 40, sampling=warp, draft_length=K, rule=CoupledRule(), seed=3)
+
+    def run(K):
+        return generate(pair, prompts, 40, sampling=warp, draft_length=K, rule=CoupledRule(), seed=3)
+
     plain, drafted = run(0), run(3)
     for one, other in zip(plain, drafted, strict=True):
         assert one.tokens == other.tokens and max(one.tokens) < 61

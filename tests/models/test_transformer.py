@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from specsamp.models import layers, positions
+from specsamp.models.cache import KVCache
 from specsamp.models.compiling import MAX_UNROLLED_ROWS, few_rows_on_cpu
 from specsamp.models.config import tiny
-from specsamp.models.kv_cache import KVCache
 from specsamp.models.transformer import TransformerLM
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
@@ -50,7 +50,10 @@ def some_tokens(batch, length, seed=0):
 def stale_cache(model, batch=3, slots=SLOTS, size=10.0):
     """A cache full of what earlier, rejected tokens may have left."""
     rng = np.random.default_rng(9)
-    garbage = lambda leaf: jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
+
+    def garbage(leaf):
+        return jnp.asarray(size * rng.normal(size=leaf.shape), leaf.dtype)
+
     return jax.tree.map(garbage, model.init_cache(batch, slots))
 
 
@@ -136,7 +139,10 @@ def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
     tokens = some_tokens(3, LENGTH)
     changed = np.where(np.arange(LENGTH) < [[5], [13], [9]], tokens, (tokens + 1) % 64)
     weights, cache = model.prepare(params, SLOTS), stale_cache(model)
-    cached = lambda tokens: call(model, weights, tokens, at(0, 0, 0), cache).logits_BTV
+
+    def cached(tokens):
+        return call(model, weights, tokens, at(0, 0, 0), cache).logits_BTV
+
     for score in (lambda tokens: forward(model, params, tokens).logits_BTV, cached):
         before, after = np.asarray(score(tokens)), np.asarray(score(changed))
         for b, t in enumerate((5, 13, 9)):
@@ -246,7 +252,10 @@ def test_prepare_folds_the_relative_keys():
     """With the tables and without: the same logits; the D x D matrices are no longer among the weights."""
     model, params = model_and_params("relative", 2)
     folded = model.prepare(params, SLOTS)
-    names = lambda tree: {path[-1].key for path, _ in jax.tree.leaves_with_path(tree)}
+
+    def names(tree):
+        return {path[-1].key for path, _ in jax.tree.leaves_with_path(tree)}
+
     assert names(params) - names(folded["params"]) == {"relative"}
     assert "relative" in params["layer_0"]["attention"]  # the caller's own are left alone
     assert [table.shape for table in folded["relative_keys"]] == [(2, SLOTS, 8)] * 2
@@ -303,8 +312,13 @@ def test_the_number_of_slots_does_not_matter():
 def test_rotary_scores_depend_on_the_distance_only():
     rng = np.random.default_rng(0)
     query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
-    turned = lambda x, position: positions.rotate(x, *positions.turns(at(position)[None], 8, 1e4))
-    score = lambda i, j: jnp.sum(turned(query, i) * turned(key, j), axis=-1)
+
+    def turned(x, position):
+        return positions.rotate(x, *positions.turns(at(position)[None], 8, 1e4))
+
+    def score(i, j):
+        return jnp.sum(turned(query, i) * turned(key, j), axis=-1)
+
     for shift in (1, 17, 200):
         assert_close(score(11 + shift, 4 + shift), score(11, 4), atol=1e-4)  # angles of float32 at 200
     assert np.abs(score(12, 4) - score(11, 4)).max() > 0.1

@@ -28,9 +28,13 @@ def test_there_are_three():
 def test_runs(script, tmp_path):
     """The notebooks assert what they say: which rules are exact, and which are not."""
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "MPLBACKEND": "Agg",
+        "HF_HUB_OFFLINE": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
     )
@@ -64,9 +68,10 @@ def test_imports_the_library_only(script):
     tree = ast.parse(script.read_text(encoding="utf-8"))
     imported = {
         name.partition(".")[0]
-        for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    }  # fmt: skip
+    }
     assert "specsamp" in imported and imported <= LIBRARIES
 
 

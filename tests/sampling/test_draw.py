@@ -83,7 +83,7 @@ def test_law_of_one_block(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [129, 300, 1000])
 def test_law_of_several_blocks(vocab_size):
-    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's law, and the token's law in its block."""
+    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's distribution in its block."""
     firsts, seconds = 2**8, 2**9
     weights = positive_weights(vocab_size)
     weights[-1] = 0.1  # so that the last block is met even if it has one token
@@ -91,11 +91,17 @@ def test_law_of_several_blocks(vocab_size):
     draw_all = jax.jit(jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(None, 0)))
     pairs = np.stack(np.meshgrid(np.arange(firsts) / firsts, np.arange(seconds) / seconds, indexing="ij"), axis=-1)
     tokens = np.asarray(draw_all(weights, pairs.astype(np.float32)))
-    padded = lambda x: np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
+
+    def padded(x):
+        return np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
+
     counts, laws = padded(np.bincount(tokens.ravel(), minlength=vocab_size)), padded(weights)
     np.testing.assert_allclose(counts.sum(-1) / tokens.size, laws.sum(-1), atol=2 / firsts, rtol=0)
     assert (counts.sum(-1) > 0).all()
-    given_block = lambda x: x / x.sum(-1, keepdims=True)
+
+    def given_block(x):
+        return x / x.sum(-1, keepdims=True)
+
     np.testing.assert_allclose(given_block(counts), given_block(laws), atol=2 / seconds, rtol=0)
 
 
@@ -146,7 +152,9 @@ def law_of_level(weights_RV, level, outcomes):
 
         return jax.lax.fori_loop(0, UNIFORM_BITS + 1, halve, (jnp.int32(0), jnp.int32(2**UNIFORM_BITS)))[1]
 
-    edges_of_row = lambda weights_V: jax.vmap(first_point, in_axes=(None, 0))(weights_V, jnp.arange(outcomes))
+    def edges_of_row(weights_V):
+        return jax.vmap(first_point, in_axes=(None, 0))(weights_V, jnp.arange(outcomes))
+
     edges = np.asarray(jax.jit(lambda rows: jax.lax.map(edges_of_row, rows))(weights_RV), np.float64)
     return np.diff(edges, axis=-1, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
 
@@ -162,7 +170,7 @@ def test_two_uniforms_resolve_a_large_vocabulary_ten_times_better_than_one():
     edges = np.ceil(np.cumsum(exact)[:-1] * 2**UNIFORM_BITS)
     one = np.diff(edges, prepend=0, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
 
-    # Two uniforms, as `draw` itself uses them, with its rounding: the product of the laws of its levels.
+    # Two uniforms, as `draw` itself uses them, with its rounding: the product of the distributions of its levels.
     blocks = weights.reshape(-1, BLOCK)
     block_law = law_of_level(weights[None], lambda w, u: draw(w, jnp.stack([u, 0 * u])) // BLOCK, len(blocks))
     token_law = law_of_level(blocks, lambda w, u: draw(w, jnp.stack([0 * u, u])), BLOCK)

@@ -1,4 +1,4 @@
-"""The rules' laws, enumerated in float64: nothing here is drawn, so an exact rule is exact to rounding."""
+"""The rules' distributions, enumerated in float64: nothing here is drawn, so an exact rule is exact to rounding."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
-from support.enumerate_laws import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
+from support.enumeration import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
 
 OPTIMISED = True
 
@@ -48,7 +48,7 @@ def log(probs):
 
 
 def warped(warp, logits):
-    """The laws in float64."""
+    """The distributions in float64."""
     with jax.enable_x64(True):
         return np.asarray(warp_and_normalise(warp, logits))
 
@@ -58,8 +58,13 @@ def kinds_of_logits(rng, shape):
     target = rng.normal(size=shape) * 1.5
     other = rng.normal(size=shape) * 2
     one_hot = np.where(np.arange(shape[-1]) == rng.normal(size=shape).argmax(-1)[:, None], 0, -np.inf)
-    most = lambda: rng.integers(shape[-1], size=shape[:-1] + (1,))
-    some = lambda: np.where(rng.random(shape).argsort(-1) <= most(), 0, -np.inf)  # one token or more
+
+    def most():
+        return rng.integers(shape[-1], size=shape[:-1] + (1,))
+
+    def some():
+        return np.where(rng.random(shape).argsort(-1) <= most(), 0, -np.inf)  # one token or more
+
     half = rng.random(shape).argsort(-1) < 2
     return {
         "near": (target, target + 0.3 * other),
@@ -76,7 +81,7 @@ def kinds_of_logits(rng, shape):
 
 @functools.cache
 def grid(vocab_size):
-    """Scenario names, target laws, draft laws: every kind of pair under every warp."""
+    """Scenario names, target distributions, draft distributions: every kind of pair under every warp."""
     lengths = [vocab_size**n for n in range({3: 7, 4: 5}[vocab_size])]
     kinds = kinds_of_logits(np.random.default_rng(vocab_size), (sum(lengths), vocab_size))
     targets, drafts = (np.stack(logits) for logits in zip(*kinds.values()))
@@ -97,7 +102,7 @@ def random_laws(seed, scenarios, vocab_size, depth):
 
 
 def constant(probs, depth):
-    """The law ``probs`` after every prefix; a batch of laws is a batch of scenarios."""
+    """The distribution ``probs`` after every prefix; a batch of distributions is a batch of scenarios."""
     log_probs_SV = log(np.atleast_2d(probs))
     return [np.repeat(log_probs_SV[:, None], log_probs_SV.shape[-1] ** n, axis=1) for n in range(depth)]
 
@@ -109,7 +114,7 @@ def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EX
     assert error[worst] < tolerance, names[worst]
 
 
-# The law of what is emitted.
+# The distribution of what is emitted.
 
 
 @pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)])
@@ -185,7 +190,10 @@ def test_padding_is_not_looked_at(rule, one_hot):
     other_tokens = np.where(padding[:, :-1], (tokens + 1) % vocab_size, tokens)
     other_draft = np.where(padding[:, :-1, None], np.nan, draft)
     other_target = np.where(np.arange(num_tokens + 1)[None, :, None] > num_drafted[:, None, None], np.nan, target)
-    laws = lambda x: None if one_hot else x
+
+    def laws(x):
+        return None if one_hot else x
+
     acceptance, residual = split(rule, tokens, num_drafted, laws(draft), target)
     other_acceptance, other_residual = split(rule, other_tokens, num_drafted, laws(other_draft), other_target)
     np.testing.assert_array_equal(other_acceptance, acceptance)
@@ -272,9 +280,7 @@ BROKEN = {
 WITHOUT_LAWS = [name for name in BROKEN if name.startswith("TokenRule") or "stops" in name]
 
 
-@pytest.mark.parametrize(
-    "name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_LAWS]
-)
+@pytest.mark.parametrize("name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_LAWS])
 def test_a_broken_rule_is_caught(name, one_hot):
     target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
     if one_hot:

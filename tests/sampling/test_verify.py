@@ -1,4 +1,4 @@
-"""What the rules draw, in float32: against the enumerated laws, on known vectors, at the edges."""
+"""What the rules draw, in float32: against the enumerated distributions, on known vectors, at the edges."""
 
 import dataclasses
 import functools
@@ -13,14 +13,14 @@ from scipy.special import log_softmax
 
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
-from support.enumerate_laws import COMPILE_FAST, enumerate_round, split
+from support.enumeration import COMPILE_FAST, enumerate_round, split
 
 OPTIMISED = True
 
 ROWS = 200_000
 NUM_TOKENS = 3
 VOCAB_SIZE = 3
-FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has laws of its own
+FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has distributions of its own
 ALARM = 1e-6  # p-value: no false alarm in a million runs
 
 RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
@@ -33,7 +33,7 @@ def some_keys(rows, keys=RoundKeys):
 
 
 def drafted(draw, laws_KXV, rows):
-    """Draws K tokens per row: the index of each draft among all, its tokens and the laws it was drawn from."""
+    """Draws K tokens per row: the index of each draft among all, its tokens and the distributions it was drawn from."""
     num_tokens, _, vocab_size = laws_KXV.shape
 
     def step(index_B, at):
@@ -109,7 +109,10 @@ def p_value(counts, law):
     if np.any(counts[expected < 1e-9] > 0):
         return 0.0
     rare = expected < 10
-    pool = lambda x: np.append(x[~rare], x[rare].sum())
+
+    def pool(x):
+        return np.append(x[~rare], x[rare].sum())
+
     counts, expected = pool(counts), pool(expected)
     keep = expected > 1e-9
     return scipy.stats.chisquare(counts[keep], expected[keep], sum_check=False).pvalue
@@ -126,7 +129,7 @@ def verify(rule, draft, target, keys):
 
 
 def hostile_laws(rng, steps):
-    """Laws with excluded tokens, tokens near and below the least float32, and laws of a single token."""
+    """Laws with excluded tokens, tokens near and below the least float32, and distributions of a single token."""
     shape = (FEW_ROWS, steps, WIDE_VOCAB_SIZE)
     logits = rng.normal(size=shape) * rng.choice([0.3, 2, 30], size=shape[:2] + (1,))
     logits = np.where(rng.random(shape) < 0.2, rng.choice([-15, -87.5, -104, -1e4], size=shape), logits)
@@ -136,7 +139,7 @@ def hostile_laws(rng, steps):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def draft_each_row(rule, laws_BKV, keys):
-    """Tokens [B, K] from laws that differ by row."""
+    """Tokens [B, K] from distributions that differ by row."""
     draw = rule.draw_draft(keys)
     by_step = laws_BKV.swapaxes(0, 1), jnp.arange(laws_BKV.shape[1])
     return jax.lax.map(lambda at: draw(at[0], at[1], 0), by_step).T
@@ -155,7 +158,7 @@ SETTINGS = {
 }
 
 
-# Draws against laws.
+# Draws against distributions.
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -236,7 +239,7 @@ def integral_to(p, q, end):
 
 
 def two_races(p, q):
-    """The joint law [x, y] of the draft's and the target's choice."""
+    """The joint distribution [x, y] of the draft's and the target's choice."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(q > 0, p / q, np.inf)
     integrals = np.array([integral_to(p, q, r) for r in ratios])
@@ -338,9 +341,16 @@ VECTORS = [  # drafted, the target's argmax, emitted: as other implementations t
 @every_rule
 def test_greedy_targets(rule, laws):
     often = FEW_ROWS // len(VECTORS)
-    pad = lambda vector, width, value: vector + [value] * (width - len(vector))
-    column = lambda i, *to: np.tile(np.array([pad(row[i], *to) for row in VECTORS], np.int32), (often, 1))
-    one_hot = lambda tokens: np.where(np.eye(WIDE_VOCAB_SIZE)[tokens], 0, -np.inf).astype(np.float32)
+
+    def pad(vector, width, value):
+        return vector + [value] * (width - len(vector))
+
+    def column(i, *to):
+        return np.tile(np.array([pad(row[i], *to) for row in VECTORS], np.int32), (often, 1))
+
+    def one_hot(tokens):
+        return np.where(np.eye(WIDE_VOCAB_SIZE)[tokens], 0, -np.inf).astype(np.float32)
+
     tokens_BK, argmax_BT, emitted_BT = column(0, 3, 0), column(1, 4, 0), column(2, 4, -1)
     soft = np.full(tokens_BK.shape + (WIDE_VOCAB_SIZE,), -np.log(WIDE_VOCAB_SIZE), np.float32)
     draft = Draft(

@@ -40,9 +40,12 @@ def some_logits(vocab_size):
 
 
 def oracle(logits, *steps, dtype=np.float32):
-    """The law of the chained ``steps``, float64, and the rows where rounding may decide."""
+    """The distribution of the chained ``steps``, float64, and the rows where rounding may decide."""
     x = logits.astype(np.float64)
-    rows = lambda array: array.reshape(-1, x.shape[-1])
+
+    def rows(array):
+        return array.reshape(-1, x.shape[-1])
+
     undecided = np.zeros(x.shape[:-1], bool)
     for name, value in steps:
         value = float(np.asarray(value, dtype)) if name != "top_k" else value
@@ -108,9 +111,14 @@ def test_chains_follow_the_rules_in_order(order, vocab_size):
     logits = some_logits(vocab_size)
     num_undecided = 0
     for t, k, p, m in [
-        (0.0, 3, 0.9, 0.1), (0.3, 1, 0.5, 0.0), (0.3, vocab_size, 0.99, 0.02), (1.0, 2, 1.0, 0.4),
-        (1.0, vocab_size // 2, 0.7, 1e-3), (2.5, 10**6, 0.3, 0.9), (2.5, vocab_size - 1, 0.95, 0.1),
-    ]:  # fmt: skip
+        (0.0, 3, 0.9, 0.1),
+        (0.3, 1, 0.5, 0.0),
+        (0.3, vocab_size, 0.99, 0.02),
+        (1.0, 2, 1.0, 0.4),
+        (1.0, vocab_size // 2, 0.7, 1e-3),
+        (2.5, 10**6, 0.3, 0.9),
+        (2.5, vocab_size - 1, 0.95, 0.1),
+    ]:
         named = {"t": ("temperature", t), "k": ("top_k", k), "p": ("top_p", p), "m": ("min_p", m)}
         steps = [named[letter] for letter in order]
         expected, undecided = oracle(logits, *steps)
@@ -133,9 +141,22 @@ def test_the_empty_chain_leaves_the_law_of_the_model():
 
 @pytest.mark.parametrize(
     "warp, kept",
-    [(top_k(1), 1), (top_k(2), 4), (top_k(3), 4), (top_k(4), 4), (top_k(5), 6), (top_p(0.3), 1), (top_p(0.5), 4),
-     (top_p(0.7), 4), (top_p(0.95), 4), (top_p(0.99), 6), (min_p(0.25), 4), (min_p(0.03), 4), (min_p(0.02), 6)],
-)  # fmt: skip
+    [
+        (top_k(1), 1),
+        (top_k(2), 4),
+        (top_k(3), 4),
+        (top_k(4), 4),
+        (top_k(5), 6),
+        (top_p(0.3), 1),
+        (top_p(0.5), 4),
+        (top_p(0.7), 4),
+        (top_p(0.95), 4),
+        (top_p(0.99), 6),
+        (min_p(0.25), 4),
+        (min_p(0.03), 4),
+        (min_p(0.02), 6),
+    ],
+)
 def test_a_tie_across_the_cut_stays_or_goes_together(warp, kept):
     """Masses 4/10.2 | 2/10.2 (three times) | 0.1/10.2 (twice), in a shuffled order."""
     masses = np.float32([2, 0.1, 4, 2, 0.1, 2])
@@ -269,7 +290,9 @@ def test_errors_name_the_value_and_the_requirement(make, error, message):
 
 @pytest.mark.parametrize("warp", [top_k(40), top_p(0.9)], ids=["top_k", "top_p"])
 def test_filters_compile_to_no_sort(warp):
-    compiled = lambda f: jax.jit(f).lower(warp, np.zeros((4, 4096), np.float32)).compile().as_text()
+    def compiled(f):
+        return jax.jit(f).lower(warp, np.zeros((4, 4096), np.float32)).compile().as_text()
+
     sorts = re.compile(r'\bsort\(|\btopk\(|custom_call_target="TopK"')
     assert sorts.search(compiled(lambda _, x: jnp.sort(x)))  # the search can find one
     assert sorts.search(compiled(lambda _, x: jax.lax.top_k(x, 40)))

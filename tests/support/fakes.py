@@ -1,4 +1,4 @@
-"""Table models and the exact laws they imply: small enough to enumerate, honest enough to see cache bugs."""
+"""Table models and the exact distributions they imply: small enough to enumerate, honest enough to see cache bugs."""
 
 import dataclasses
 import itertools
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
+from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Output, Request, Weights
-from specsamp.pretrained.tokenizer import ByteTokenizer
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import for_rows, log_probs
 
@@ -36,7 +36,9 @@ class TableLM:
         return jnp.zeros((batch, slots), jnp.int32)
 
     def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
-        write = lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,))
+        def write(row, new, start):
+            return jax.lax.dynamic_update_slice(row, new, (start,))
+
         cache = jax.vmap(write)(cache, tokens_BT, start_B)
         positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
         context = []
@@ -58,7 +60,7 @@ def near(table, seed, scale):
 
 
 def joint_law(table, warp, prompt, length):
-    """The law of the next ``length`` tokens, ``[V] * length`` float64, by enumeration."""
+    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration."""
     vocab_size = table.shape[-1]
     laws = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(table.shape)
     laws /= laws.sum(-1, keepdims=True)
@@ -87,16 +89,32 @@ class Run:
 
 
 def decode(
-    loop, target, draft, prompts, budgets, sampling, *, draft_sampling=None, samples=1, seed=0, stop_ids=(-1,),
-    prompt_ids=None, padded_length=None, slots=None, slice_rounds=2**30,
-):  # fmt: skip
+    loop,
+    target,
+    draft,
+    prompts,
+    budgets,
+    sampling,
+    *,
+    draft_sampling=None,
+    samples=1,
+    seed=0,
+    stop_ids=(-1,),
+    prompt_ids=None,
+    padded_length=None,
+    slots=None,
+    slice_rounds=2**30,
+):
     """Runs ``loop`` as `generate` would, on bare arrays."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     budgets = np.broadcast_to(np.asarray(budgets, np.int32), lengths.shape)
     padded = np.full((len(prompts), padded_length or lengths.max()), 1, np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
-    repeat = lambda x: np.repeat(np.asarray(x, np.int32), samples)
+
+    def repeat(x):
+        return np.repeat(np.asarray(x, np.int32), samples)
+
     request = Request(
         sampling=for_rows(sampling, len(prompts), samples),
         draft_sampling=for_rows(draft_sampling or sampling, len(prompts), samples),
@@ -122,7 +140,7 @@ def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
 
 
 def chi_square(samples, law):
-    """Pearson's statistic of ``samples [N, L]`` against a joint law; returns (statistic, degrees)."""
+    """Pearson's statistic of ``samples [N, L]`` against a joint distribution; returns (statistic, degrees)."""
     cells = np.ravel_multi_index(samples.T, law.shape)
     observed = np.bincount(cells, minlength=law.size)
     expected = law.ravel() * len(samples)
@@ -139,7 +157,7 @@ DETECTED_TV = 0.01
 
 
 def p_value(groups, powered=True):
-    """The p-value of the worst of several (samples, law), corrected for their number.
+    """The p-value of the worst of several (samples, distribution), corrected for their number.
 
     Checks, unless ``powered`` is false, that a TV error of 0.01 in a single one of them would have been seen.
     """

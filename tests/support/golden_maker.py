@@ -19,9 +19,13 @@ ROWS, LENGTH = 2, 24
 TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
 TINY |= dict(intermediate_size=48, bos_token_id=None, eos_token_id=None, pad_token_id=None, attention_dropout=0.0)
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=8,
-)  # fmt: skip
+)
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
 GEMMA = TINY | dict(head_dim=16, num_key_value_heads=2, query_pre_attn_scalar=24, sliding_window=5, pad_token_id=0)
 GPT2 = dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
@@ -35,7 +39,11 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "llama2": t.LlamaConfig(**TINY),
         "llama3": t.LlamaConfig(**TINY, **grouped, rope_parameters=LLAMA3, tie_word_embeddings=True),
         "llama_biases": t.LlamaConfig(
-            **TINY, **grouped, head_dim=12, attention_bias=True, mlp_bias=True,
+            **TINY,
+            **grouped,
+            head_dim=12,
+            attention_bias=True,
+            mlp_bias=True,
             rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0),
         ),
         "llama_yarn": t.LlamaConfig(**TINY, num_key_value_heads=1, rope_parameters=YARN),
@@ -48,8 +56,12 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "gpt2": t.GPT2Config(**GPT2),
         "gpt_neox": t.GPTNeoXConfig(**TINY, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
         "gpt_neox_serial": t.GPTNeoXConfig(
-            **TINY, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True,
-            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=1.0), hidden_act="gelu_new",
+            **TINY,
+            use_parallel_residual=False,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=1.0),
+            hidden_act="gelu_new",
         ),
         "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
         "gemma3": t.Gemma3TextConfig(
@@ -61,7 +73,7 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
             ),
         ),
         "arcee": t.ArceeConfig(**TINY, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
-    }  # fmt: skip
+    }
 
 
 def make(config: transformers.PreTrainedConfig, seed: int, greedy: bool = True) -> golden.Golden:
@@ -85,9 +97,14 @@ def make(config: transformers.PreTrainedConfig, seed: int, greedy: bool = True) 
             return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=None)
         prompts = tokens[:, : golden.PROMPT]
         text_BT = model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), do_sample=False, use_cache=True, pad_token_id=0,
-            max_new_tokens=LENGTH - golden.PROMPT, min_new_tokens=LENGTH - golden.PROMPT,
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            max_new_tokens=LENGTH - golden.PROMPT,
+            min_new_tokens=LENGTH - golden.PROMPT,
+        )
         best = torch.topk(model(text_BT).logits[:, golden.PROMPT - 1 : -1], 2).values
     closest = float((best[..., 0] - best[..., 1]).min())
     if closest < 1e-3:

@@ -1,6 +1,6 @@
 """One process of a job on CPU devices, as test_processes.py starts it.
 
-    PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
+PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import numpy as np
 
 from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis import split
-from specsamp.checkpoints import converted
+from specsamp.checkpoints import orbax
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.shards import Tensor
-from specsamp.mesh import processes
+from specsamp.checkpoints.safetensors_io import Tensor
+from specsamp.mesh import distributed
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh, shard
+from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.training.checkpoint import Checkpoints
 from support.checkpoint_shapes import CONFIG, random_params
@@ -44,13 +44,13 @@ def decode(folder: pathlib.Path) -> None:
     # Clocks differ; how often a phase is repeated must not.
     assert split.of_first_process(1.0 + jax.process_index()) == 1.0
     results = {}
-    replica = processes.my_replica(4)
+    replica = distributed.my_replica(4)
     mine = replica.share(len(PROMPTS))
     part = generate(shard(pair(), replica.mesh), [PROMPTS[i] for i in mine], prompt_ids=mine, **CALL)
     by_prompt = [tokens(part[2 * i : 2 * i + 2]) for i in range(len(mine))]
     results["shares"] = [row for rows in replica.gather(mine, by_prompt, len(PROMPTS)) for row in rows]
-    results["one model over both"] = tokens(generate(shard(pair(), processes.my_replica(8).mesh), PROMPTS, **CALL))
-    over_both = shard(pair(), make_mesh(2, 4), draft_ways=1)
+    results["one model over both"] = tokens(generate(shard(pair(), distributed.my_replica(8).mesh), PROMPTS, **CALL))
+    over_both = shard(pair(), make_mesh(2, 4), draft_model_parallelism=1)
     results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
     chosen = generate(over_both, PROMPTS, 12, draft_length="auto", drafter=NgramDrafter(1), sampling=greedy())
     results["auto"] = tokens(chosen)
@@ -63,7 +63,7 @@ def decode(folder: pathlib.Path) -> None:
 
 
 def sharded_params(mesh):
-    model = on_mesh(TARGET, Layout.tensor_parallel(mesh))
+    model = shard_model(TARGET, Layout.tensor_parallel(mesh))
     return model, jax.jit(model.init)(jax.random.key(5))
 
 
@@ -84,9 +84,12 @@ def restore(folder: pathlib.Path) -> None:
     checkpoints = Checkpoints(folder / "checkpoints")
     params = checkpoints.restore(params=shapes)["params"]
     checkpoints.close()
-    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim) and all(
-        np.array_equal(x.data, y.data) for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
-    )
+
+    def same(a, b):
+        return a.sharding.is_equivalent_to(b.sharding, a.ndim) and all(
+            np.array_equal(x.data, y.data) for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        )
+
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
     (folder / f"restored{jax.process_index()}").touch()
 
@@ -96,14 +99,17 @@ def checkpoint(folder: pathlib.Path) -> None:
     asked, read = [], Tensor.read
     Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
     opened = open_checkpoint(folder / "public", dtype="float32")
-    model = on_mesh(TransformerLM(opened.config), Layout.tensor_parallel(make_mesh(1, 8)))
+    model = shard_model(TransformerLM(opened.config), Layout.tensor_parallel(make_mesh(1, 8)))
     params, expected = read_params(opened, model), random_params(PUBLIC)
-    same = lambda ours, whole: all(np.array_equal(part.data, whole[part.index]) for part in ours.addressable_shards)
+
+    def same(ours, whole):
+        return all(np.array_equal(part.data, whole[part.index]) for part in ours.addressable_shards)
+
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
     assert sum(piece.size for piece in asked) < 0.52 * PUBLIC.num_parameters  # norms are in both
-    converted.write(opened, params, folder / "converted")
-    processes.gather_objects("written")
-    again = converted.read_params(open_checkpoint(folder / "converted", dtype="float32"), model)
+    orbax.write(opened, params, folder / "converted")
+    distributed.gather_objects("written")
+    again = orbax.read_params(open_checkpoint(folder / "converted", dtype="float32"), model)
     assert all(jax.tree.leaves(jax.tree.map(same, again, expected)))
     (folder / f"read{jax.process_index()}").touch()
 
@@ -113,7 +119,7 @@ def die(folder: pathlib.Path, dying: int) -> None:
     if jax.process_index() == dying:
         os._exit(0)
     while True:
-        processes.gather_objects("alive")
+        distributed.gather_objects("alive")
 
 
 def die_caught(folder: pathlib.Path) -> None:
@@ -121,13 +127,19 @@ def die_caught(folder: pathlib.Path) -> None:
     try:
         die(folder, 1)
     except jax.errors.JaxRuntimeError:
-        processes.end_now("a computation failed")
+        distributed.end_now("a computation failed")
 
 
 SCENARIOS = {
-    "decode": decode, "save": save, "restore": restore, "checkpoint": checkpoint, "nothing": lambda folder: None,
-    "die": lambda folder: die(folder, 1), "coordinator_dies": lambda folder: die(folder, 0), "die_caught": die_caught,
-}  # fmt: skip
+    "decode": decode,
+    "save": save,
+    "restore": restore,
+    "checkpoint": checkpoint,
+    "nothing": lambda folder: None,
+    "die": lambda folder: die(folder, 1),
+    "coordinator_dies": lambda folder: die(folder, 0),
+    "die_caught": die_caught,
+}
 
 if __name__ == "__main__":
     scenario, folder, port, count = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -138,7 +150,7 @@ if __name__ == "__main__":
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_disable_most_optimizations", True)  # much is compiled here, little runs
     if scenario == "other_code" and index == 1:
-        processes.code_version = lambda: "specsamp 0000"
+        distributed.code_version = lambda: "specsamp 0000"
     if count > 1:
-        processes.start(f"127.0.0.1:{port}", count, index)
+        distributed.start(f"127.0.0.1:{port}", count, index)
     SCENARIOS.get(scenario, SCENARIOS["nothing"])(folder)

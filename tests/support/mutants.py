@@ -1,4 +1,4 @@
-"""Plausible mistakes: what the tests of the loop's law, and the audit, must catch."""
+"""Plausible mistakes: what the tests of the loop's distribution, and the audit, must catch."""
 
 import dataclasses
 

@@ -8,9 +8,9 @@ import sys
 
 import jax
 
+from specsamp.checkpoints.pair import save_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.pretrained.pair import save_pair
 from specsamp.training.data import train_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -20,9 +20,13 @@ def run(script, *arguments, **environment):
     """Runs ``launch/{script}.py`` on CPU devices; nothing is read from or written to the user's cache of programs."""
     fixed = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     return subprocess.run(
-        [sys.executable, f"launch/{script}.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        timeout=300, env={**os.environ, **fixed, **environment},
-    )  # fmt: skip
+        [sys.executable, f"launch/{script}.py", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **fixed, **environment},
+    )
 
 
 def save_tiny_pair(folder, prompts):

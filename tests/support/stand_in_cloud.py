@@ -16,7 +16,7 @@ AT = ["--project=my-project", "--zone=us-central2-b"]
 TPUS = ["gcloud", "compute", "tpus"]
 DESCRIBE = [*TPUS, "queued-resources", "describe", "pod", *AT, "--format=value(state.state)"]
 SSH_FLAGS = ["--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oConnectTimeout=30"]
-HARD = ["python", "a b.py", "--prompt=it's \"$HOME\" `date` \\ * &", "", "'"]  # words that a shell would spoil
+HARD = ["python", "a b.py", '--prompt=it\'s "$HOME" `date` \\ * &', "", "'"]  # words that a shell would spoil
 
 FAKE_GCLOUD = r"""#!/usr/bin/env bash
 set -eu
@@ -91,15 +91,22 @@ class Cloud:
             (programs / name).chmod(0o755)
         (programs / "hostname").write_text('#!/bin/sh\necho "t1v-n-0-$HOST"\n')
         (programs / "hostname").chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))
+        }
         self.environment = kept | {
-            "FAKE": str(self.fake), "PATH": f"{programs}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-            "SPECSAMP_TPU_POLL_SECONDS": "0", "SPECSAMP_TPU_PATIENCE": "1", "SPECSAMP_TPU_GRACE": "1",
-        }  # fmt: skip
+            "FAKE": str(self.fake),
+            "PATH": f"{programs}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SPECSAMP_TPU_POLL_SECONDS": "0",
+            "SPECSAMP_TPU_PATIENCE": "1",
+            "SPECSAMP_TPU_GRACE": "1",
+        }
 
     def git(self, *arguments):
         identity = ("-c", "user.name=me", "-c", "user.email=me@example.com")
-        done = subprocess.run(["git", *identity, *arguments], cwd=self.checkout, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *identity, *arguments], cwd=self.checkout, check=True, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     def states(self, *states):
@@ -110,8 +117,12 @@ class Cloud:
         split = arguments.index("--") if "--" in arguments else len(arguments)
         return subprocess.run(
             ["bash", self.checkout / "launch" / "tpu" / f"{script}.sh", *arguments[:split], *at, *arguments[split:]],
-            cwd=self.checkout, env=self.environment | environment, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            cwd=self.checkout,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     def dry_run(self, script, *arguments):
         """The commands that are printed, as words, and the remarks between them."""
@@ -120,7 +131,9 @@ class Cloud:
         assert done.returncode == 0, done.stderr
         assert not (self.fake / "calls").exists() and not self.git("status", "--porcelain", "--ignored"), "not dry"
         lines = done.stdout.splitlines()
-        return [shlex.split(line) for line in lines if not line.startswith("# ")], [line for line in lines if line.startswith("# ")]
+        return [shlex.split(line) for line in lines if not line.startswith("# ")], [
+            line for line in lines if line.startswith("# ")
+        ]
 
     def calls(self, *words):
         """How Google Cloud was called, of these only calls with all of the words."""

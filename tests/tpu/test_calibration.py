@@ -11,7 +11,9 @@ TRUE = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3, error=0.0, points=0)
 
 
 def made_by(model, factor=(1.0,) * 6):
-    exact = lambda x: calibration.predict(model, x)
+    def exact(x):
+        return calibration.predict(model, x)
+
     return tuple(dataclasses.replace(x, milliseconds=exact(x) * f) for x, f in zip(MEASUREMENTS, factor))
 
 

@@ -13,14 +13,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import TokenRule, chain, top_p
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.on_mesh import draft_layout, on_mesh
-from specsamp.models import kv_cache, positions
+from specsamp.mesh.sharded import draft_layout, shard_model
+from specsamp.models import cache as kv_caches
+from specsamp.models import positions
 from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu.described import described_mesh, is_out_of_memory, parse
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import _largest, compile_report, measure
+from specsamp.tpu.topology import described_mesh, is_out_of_memory, parse
 
 OPTIMISED = True
 
@@ -35,8 +36,10 @@ def products_as_they_are_launched():
 
 
 def programs(mesh, target_layers, draft_layers=2, batch=1, slots=2048, **changes):
-    target = on_mesh(TransformerLM(chinchilla_70b(num_layers=target_layers, **changes)), Layout.tensor_parallel(mesh))
-    draft = on_mesh(TransformerLM(draft_4b(num_layers=draft_layers, **changes)), draft_layout(mesh))
+    target = shard_model(
+        TransformerLM(chinchilla_70b(num_layers=target_layers, **changes)), Layout.tensor_parallel(mesh)
+    )
+    draft = shard_model(TransformerLM(draft_4b(num_layers=draft_layers, **changes)), draft_layout(mesh))
     return Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=batch, slots=slots)
 
 
@@ -90,15 +93,15 @@ def test_rows_are_sampled_apart():
     made = programs(described_mesh(TOPOLOGY, rows=8), 2, 2, batch=8)
     made = compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), names=("round",))["round"]
     assert made.copies == () and made.host_transfers == 0
-    assert made.collectives["all-to-all"] == 5  # the laws of each call, to their rows
-    # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a law would pass 36 a time.
+    assert made.collectives["all-to-all"] == 5  # the distributions of each call, to their rows
+    # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a distribution would pass 36 a time.
     assert sum(made.collectives.values()) <= 5 * 5 + 5 + 25
 
 
 @pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (4, 3)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is a loop on a TPU."""
-    for module in (kv_cache, positions):
+    for module in (kv_caches, positions):
         monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
     made = programs(described_mesh(TOPOLOGY), 1, batch=8, slots=512)
     text = made.call(made.target, 5).compile(compiler_options=dict(FEWEST_COLLECTIVES)).as_text()
@@ -137,8 +140,9 @@ def feed_forward(layers, mistake=None):
 
     if mistake == "stacked under scan":
         weights = (
-            shape(layers, width, inner, spec=(None, None, "model")), shape(layers, inner, width, spec=(None, "model"))
-        )  # fmt: skip
+            shape(layers, width, inner, spec=(None, None, "model")),
+            shape(layers, inner, width, spec=(None, "model")),
+        )
         caches = shape(layers, slots, 128)
     else:
         pair = shape(width, inner, spec=(None, "model")), shape(inner, width, spec=("model",))
@@ -195,7 +199,7 @@ def test_chips():
     chip, sizes = parse("v4:2x2x4")
     assert sizes == (2, 2, 4) and round(chip.ridge) == 229
     assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
-    assert dict(described_mesh("v4:2x2x4", draft_ways=4).shape) == {"data": 1, "copies": 4, "model": 4}
+    assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {"data": 1, "replica": 4, "model": 4}
 
 
 @pytest.mark.parametrize("topology", ["v9:2x2", "v4", "v4:2x", "v4:axb", "v4:0x2", "v4:2x2x4x2", "v5e:3x5"])
@@ -210,7 +214,7 @@ def test_devices_that_do_not_divide():
     mesh = described_mesh(TOPOLOGY)
     config = dataclasses.replace(chinchilla_70b(num_layers=1), num_heads=24, num_kv_heads=24)
     with pytest.raises(ValueError, match="'heads' has 24 entries, which do not divide over the 16 devices"):
-        target = on_mesh(TransformerLM(config), Layout.tensor_parallel(mesh))
+        target = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
         made = dataclasses.replace(programs(mesh, 1), target=target)
         compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule())
 

@@ -18,11 +18,18 @@ RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
 def program(layers, fits=True):
     memory = Memory(arguments=100 * layers, temporaries=7 + layers, outputs=0, capacity=10_000)
     return Program(
-        name="x", tokens=5, floor_bytes=10.0 * layers + 3, live_floor_bytes=9.0 * layers,
-        memory=memory if fits else None, out_of_memory=None if fits else "too much", hbm_bytes=11.0 * layers + 4,
-        cycles=2.0 * layers + 1, collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
-        collective_bytes={"all-reduce": 50.0 * layers}, num_copies=layers,
-    )  # fmt: skip
+        name="x",
+        tokens=5,
+        floor_bytes=10.0 * layers + 3,
+        live_floor_bytes=9.0 * layers,
+        memory=memory if fits else None,
+        out_of_memory=None if fits else "too much",
+        hbm_bytes=11.0 * layers + 4,
+        cycles=2.0 * layers + 1,
+        collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
+        collective_bytes={"all-reduce": 50.0 * layers},
+        num_copies=layers,
+    )
 
 
 def test_a_straight_line():
@@ -51,8 +58,9 @@ def test_cells_have_names_of_their_own():
 def test_shapes_of_drafts_have_as_many_parameters():
     counts = [
         study.TransformerConfig(vocab_size=32_000, head_size=128, **shape).num_parameters
-        for name, shape in study.SHAPES.items() if "7B" not in name
-    ]  # fmt: skip
+        for name, shape in study.SHAPES.items()
+        if "7B" not in name
+    ]
     assert max(counts) < 4.4e9 and min(counts) > 3.6e9
 
 

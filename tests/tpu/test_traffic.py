@@ -85,19 +85,24 @@ def test_the_transfer_to_a_host_is_seen():
 
 def entry(*lines, parameters="p0: f32[1000,1000], p1: f32[1,1000], p2: s32[]", before=""):
     """A program that holds these lines, after three parameters in HBM."""
-    return f"""{before}
+    return (
+        f"""{before}
 ENTRY %main ({parameters}) -> f32[] {{
   %p0 = f32[1000,1000]{{1,0}} parameter(0)
   %p1 = f32[1,1000]{{1,0:S(1)}} parameter(1)
   %p2 = s32[]{{:S(6)}} parameter(2)
-""" + "".join(f"  {line}\n" for line in lines) + "}\n"
+"""
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n"
+    )
 
 
 def fused(name, *lines):
     parameters = (
-        "%a = f32[1000,1000]{1,0} parameter(0)", "%b = f32[1,1000]{1,0:S(1)} parameter(1)",
+        "%a = f32[1000,1000]{1,0} parameter(0)",
+        "%b = f32[1,1000]{1,0:S(1)} parameter(1)",
         "%c = s32[]{:S(6)} parameter(2)",
-    )  # fmt: skip
+    )
     inner = "".join(f"  {line}\n" for line in (*parameters, *lines))
     return f"%{name} (a: f32[1000,1000], b: f32[1,1000], c: s32[]) -> f32[] {{\n{inner}}}\n"
 
@@ -115,12 +120,16 @@ UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
         ([UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"], "f32[1000]{0}", 4_000_000, 4_000),
         # Not in place: what is updated is made here, and written whole.
         (
-            ["%z = f32[1000,1000]{1,0} broadcast(%c), dimensions={}",
-             "ROOT %u = f32[1000,1000]{1,0} dynamic-update-slice(%z, %b, %c, %c)"],
-            "f32[1000,1000]{1,0}", 0, 4_000_000,
+            [
+                "%z = f32[1000,1000]{1,0} broadcast(%c), dimensions={}",
+                "ROOT %u = f32[1000,1000]{1,0} dynamic-update-slice(%z, %b, %c, %c)",
+            ],
+            "f32[1000,1000]{1,0}",
+            0,
+            4_000_000,
         ),
     ],
-)  # fmt: skip
+)
 def test_updates_in_a_fusion(inner, result, read, written):
     line = f"ROOT %f = {result} fusion(%p0, %p1, %p2), kind=kLoop, calls=%inner"
     traffic = traffic_of(entry(line, before=fused("inner", *inner)))
@@ -130,10 +139,12 @@ def test_updates_in_a_fusion(inner, result, read, written):
 def test_an_asynchronous_collective_carries_what_its_end_delivers():
     """The type of its start holds what it reads and two flags beside."""
     both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"
-    traffic = traffic_of(entry(
-        f"%s = ({both}) collective-permute-start(%p0), source_target_pairs={{{{0,1}}}}",
-        "ROOT %d = f32[1000,1000]{1,0} collective-permute-done(%s)",
-    ))  # fmt: skip
+    traffic = traffic_of(
+        entry(
+            f"%s = ({both}) collective-permute-start(%p0), source_target_pairs={{{{0,1}}}}",
+            "ROOT %d = f32[1000,1000]{1,0} collective-permute-done(%s)",
+        )
+    )
     assert traffic.collective_bytes == {"collective-permute": 4_000_000}
     assert (traffic.read, traffic.written) == (4_000_000, 4_000_000)
 
@@ -151,10 +162,12 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
 
 
 def test_the_memory_of_a_host_is_seen():
-    traffic = traffic_of(entry(
-        "%s = (f32[1000,1000]{1,0:S(5)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
-        "ROOT %d = f32[1000,1000]{1,0:S(5)} copy-done(%s)",
-    ))  # fmt: skip
+    traffic = traffic_of(
+        entry(
+            "%s = (f32[1000,1000]{1,0:S(5)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
+            "ROOT %d = f32[1000,1000]{1,0:S(5)} copy-done(%s)",
+        )
+    )
     assert traffic.host_transfers == 1 and (traffic.read, traffic.written) == (4_000_000, 0)
 
 
@@ -162,9 +175,13 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
     """The branch that moves most counts; the other has a copy and sends."""
     branches = (
         fused("most", "%x = f32[1000,1000]{1,0} negate(%a)", "ROOT %y = f32[1000,1000]{1,0} negate(%x)"),
-        fused("other", "%s = (f32[1,1000]{1,0}, u32[]) send(%b), is_host_transfer=true",
-              "%t = token[] send-done(%s), is_host_transfer=true", "ROOT %x = f32[1000,1000]{1,0} copy(%a)"),
-    )  # fmt: skip
+        fused(
+            "other",
+            "%s = (f32[1,1000]{1,0}, u32[]) send(%b), is_host_transfer=true",
+            "%t = token[] send-done(%s), is_host_transfer=true",
+            "ROOT %x = f32[1000,1000]{1,0} copy(%a)",
+        ),
+    )
     line = "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, %most}"
     traffic = traffic_of(entry(line, before="".join(branches)))
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1

@@ -5,10 +5,17 @@ import types
 import numpy as np
 import pytest
 
-from specsamp.pretrained.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.data import (
-    EOS, Mixture, Windows, held_out_windows, read_corpus, standard_library, token_stream, train_tokenizer,
-)  # fmt: skip
+    EOS,
+    Mixture,
+    Windows,
+    held_out_windows,
+    read_corpus,
+    standard_library,
+    token_stream,
+    train_tokenizer,
+)
 
 LETTERS = types.SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=0)
 
@@ -38,9 +45,13 @@ def test_contents_are_read_as_they_are(tmp_path):
     corpus = read_corpus(write(tmp_path, {"a.py": "x = 'é'\r\n"}), held_out=0.0)
     assert corpus.train == {"a.py": "x = 'é'\r\n"} and corpus.held_out == {}
     assert corpus.describe() == {
-        "sha256": corpus.digest, "train_files": 1, "train_bytes": 10, "held_out_files": 0, "held_out_bytes": 0,
+        "sha256": corpus.digest,
+        "train_files": 1,
+        "train_bytes": 10,
+        "held_out_files": 0,
+        "held_out_bytes": 0,
         "skipped_files": 0,
-    }  # fmt: skip
+    }
 
 
 def test_files_that_are_no_text_are_skipped_and_listed(tmp_path):
@@ -67,7 +78,9 @@ def test_nothing_to_train_on(tmp_path):
 
 
 def test_the_digest_sees_every_content_and_path(tmp_path):
-    digest = lambda name, files: read_corpus(write(tmp_path / name, files)).digest
+    def digest(name, files):
+        return read_corpus(write(tmp_path / name, files)).digest
+
     base = digest("a", FILES)
     assert digest("b", FILES) == base
     first, *others = FILES
@@ -93,7 +106,9 @@ def tokenizer(tmp_path_factory):
 
 
 def test_any_text_survives_the_tokenizer(tokenizer):
-    bytes_of_every_kind = "".join(map(chr, range(0x250))) + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
+    bytes_of_every_kind = (
+        "".join(map(chr, range(0x250))) + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
+    )
     tokens = tokenizer.encode(bytes_of_every_kind)
     assert tokenizer.decode(tokens) == bytes_of_every_kind
     assert len(tokenizer.encode("def ")) < 4  # it has learnt something
@@ -129,7 +144,10 @@ def test_batches_of_any_size_hold_the_same_rows():
     """Across epochs too: 60 rows are five of them."""
     windows = Windows(STREAM, 8)
     assert windows.per_epoch == 11
-    rows = lambda size: np.concatenate([windows.batch(step, size) for step in range(60 // size)])
+
+    def rows(size):
+        return np.concatenate([windows.batch(step, size) for step in range(60 // size)])
+
     np.testing.assert_array_equal(rows(4), rows(60))
     np.testing.assert_array_equal(rows(15), rows(60))
 

@@ -1,4 +1,4 @@
-"""Objectives against float64, at laws that exclude tokens; each check also catches a broken variant."""
+"""Objectives against float64, at distributions that exclude tokens; each check also catches a broken variant."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def logits():
     target, draft = rng.normal(size=(2, B, T, V)) * 2
     target[..., :2] = -np.inf
     draft[..., 0] = -np.inf
-    draft[0, 0] = target[0, 0]  # equal laws
+    draft[0, 0] = target[0, 0]  # equal distributions
     return target, draft
 
 
@@ -67,9 +67,14 @@ def supported(name, target, draft):
 def test_divergences(logits, name):
     target, draft = supported(name, *logits)
     check(name, ours, target, draft)
-    assert abs(ours(name, target, draft)[0, 0]) < CLOSE  # of equal laws
-    swapped = lambda name, target, draft: ours(name, draft, target)
-    halved = lambda name, target, draft: 0.5 * ours(name, target, draft)
+    assert abs(ours(name, target, draft)[0, 0]) < CLOSE  # of equal distributions
+
+    def swapped(name, target, draft):
+        return ours(name, draft, target)
+
+    def halved(name, target, draft):
+        return 0.5 * ours(name, target, draft)
+
     for broken in [halved] if name == "total_variation" else [halved, swapped]:
         with pytest.raises(AssertionError):
             check(name, broken, target, draft)
@@ -91,7 +96,9 @@ def test_total_variation_is_one_less_the_overlap(logits):
 
 
 def gradient(function, logits):
-    scalar = lambda x: function(jax.nn.log_softmax(x)).sum()
+    def scalar(x):
+        return function(jax.nn.log_softmax(x)).sum()
+
     return np.asarray(jax.grad(scalar)(jnp.asarray(logits, jnp.float32)))
 
 
@@ -113,7 +120,7 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
 
 
 def test_a_careless_divergence_has_no_gradient(logits):
-    """The control: without its masks the reverse divergence of the same laws has a gradient that is not a number."""
+    """The control: without its masks the reverse divergence of the same distributions has a gradient that is not a number."""
     target, draft = supported("reverse_kl", *logits)
     law = jnp.asarray(log_law(target), jnp.float32)
     careless = gradient(lambda q: (jnp.exp(q) * (q - law)).sum(-1), draft)
@@ -127,7 +134,9 @@ def test_forward_divergence_has_the_gradient_of_cross_entropy_on_the_targets_tok
 
     def expected(q_BTV, weights_BTV):
         labels = [jnp.full((B, T), token) for token in range(2, V)]  # the others have no chance
-        return sum(weights_BTV[..., token] * objective.cross_entropy(q_BTV, label) for token, label in enumerate(labels, 2))
+        return sum(
+            weights_BTV[..., token] * objective.cross_entropy(q_BTV, label) for token, label in enumerate(labels, 2)
+        )
 
     divergence = gradient(lambda q: objective.forward_kl(law, q), draft)
     np.testing.assert_allclose(divergence, gradient(lambda q: expected(q, jnp.exp(law)), draft), atol=CLOSE)

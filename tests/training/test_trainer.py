@@ -29,7 +29,7 @@ def lm(width=16, num_layers=1):
         TransformerConfig(
             vocab_size=V, width=width, num_layers=num_layers, num_heads=2, positions="rotary", max_positions=32
         )
-    )  # fmt: skip
+    )
 
 
 MODEL = lm()
@@ -48,9 +48,16 @@ def mesh_of(devices, model=1):
 def run(folder, task=TASK, recipe=RECIPE, data=DATA, devices=1, rhythm=RHYTHM, mesh=None, **options):
     folder.mkdir(exist_ok=True)
     return train(
-        task, recipe, data, folder, held_out=HELD_OUT, rhythm=rhythm, mesh=mesh or mesh_of(devices),
-        console=Console(file=io.StringIO()), **options,
-    )  # fmt: skip
+        task,
+        recipe,
+        data,
+        folder,
+        held_out=HELD_OUT,
+        rhythm=rhythm,
+        mesh=mesh or mesh_of(devices),
+        console=Console(file=io.StringIO()),
+        **options,
+    )
 
 
 def metrics(folder):
@@ -158,14 +165,20 @@ def test_microbatches_change_nothing_but_rounding(params):
         np.testing.assert_allclose(of_one[name], of_four[name], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, four)
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(params), strict=True))
-    half_twice = lambda rows: np.concatenate([rows[:4], rows[:4]])
+
+    def half_twice(rows):
+        return np.concatenate([rows[:4], rows[:4]])
+
     assert abs(two_steps(4, half_twice)[1]["loss"] - of_one["loss"]) > 1e-3  # the control: some rows are missing
 
 
 def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
     run(tmp_path, devices=8)
     np.testing.assert_allclose(losses(tmp_path), losses(whole[0]), rtol=1e-4)
-    held_out = lambda folder: [r["held_out/loss"] for r in metrics(folder) if "held_out/loss" in r]
+
+    def held_out(folder):
+        return [r["held_out/loss"] for r in metrics(folder) if "held_out/loss" in r]
+
     np.testing.assert_allclose(held_out(tmp_path), held_out(whole[0]), rtol=1e-4)
 
 
@@ -184,7 +197,10 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     for model in (1, 8):
         state = run(tmp_path / f"{model}", task, mesh=mesh_of(8, model), **short)
         np.testing.assert_allclose(losses(tmp_path / f"{model}"), losses(tmp_path / "one"), rtol=2e-5)
-        place = lambda *spec: NamedSharding(mesh_of(8, model), PartitionSpec(*spec))
+
+        def place(*spec):
+            return NamedSharding(mesh_of(8, model), PartitionSpec(*spec))
+
         moments = state.opt_state[1][0].mu
         for tree in (state.params, moments):
             assert tree["layer_1"]["mlp"]["up"].sharding.is_equivalent_to(place(None, "model"), 2)
@@ -237,7 +253,10 @@ def test_gradients_are_clipped_together():
     """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that is allowed."""
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
     optimizer = RECIPE.optimizer()
-    moments = lambda grads: optimizer.update(grads, optimizer.init(grads), grads)[1][1][0].mu
+
+    def moments(grads):
+        return optimizer.update(grads, optimizer.init(grads), grads)[1][1][0].mu
+
     np.testing.assert_allclose(moments(grads)["matrix"] / (1 - RECIPE.beta1), 2 / 5, rtol=1e-5)
     np.testing.assert_allclose(moments(grads)["scale"] / (1 - RECIPE.beta1), 3 / 5, rtol=1e-5)
     small = jax.tree.map(lambda x: x / 10, grads)  # a norm of 1/2 is left alone
@@ -250,7 +269,10 @@ def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
     kept = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     assert len(kept) == 3 * len(jax.tree.leaves(state.params))
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
-    program = lambda task: str(jax.make_jaxpr(task.loss)(state.params, None, jnp.asarray(HELD_OUT)))
+
+    def program(task):
+        return str(jax.make_jaxpr(task.loss)(state.params, None, jnp.asarray(HELD_OUT)))
+
     assert "bf16" in program(Pretrain(model)) and "bf16" not in program(TASK)
 
 
@@ -296,7 +318,7 @@ def test_a_rhythm_needs_a_beat(name):
 
 @pytest.fixture(scope="module")
 def target():
-    """A larger model whose law is far from uniform."""
+    """A larger model whose distribution is far from uniform."""
     model = lm(width=24)
     params = jax.jit(model.init)(jax.random.key(1))
     return model, {**params, "embedding": params["embedding"] * 4}
@@ -308,7 +330,10 @@ def test_a_draft_gets_closer_to_its_target(target, params, objective):
     task, recipe = Distill(MODEL, model, objective), Recipe(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
     state = init_state(task, recipe, params)
     judge = Distill(MODEL, model)  # one program for all objectives
-    acceptance = lambda state: evaluate(judge, state.params, frozen, HELD_OUT, 16, mesh_of(1))["acceptance"]
+
+    def acceptance(state):
+        return evaluate(judge, state.params, frozen, HELD_OUT, 16, mesh_of(1))["acceptance"]
+
     before = acceptance(state)
     for number in range(recipe.steps):
         state, numbers = one_step(task, recipe, state, frozen, DATA.batch(number, 8)[None])
@@ -327,7 +352,9 @@ class Silent:
 
 
 def test_cross_entropy_does_not_ask_the_target(target, params):
-    loss = lambda model, frozen, *options: Distill(MODEL, model, *options).loss(params, frozen, jnp.asarray(HELD_OUT))
+    def loss(model, frozen, *options):
+        return Distill(MODEL, model, *options).loss(params, frozen, jnp.asarray(HELD_OUT))
+
     text = TASK.loss(params, None, jnp.asarray(HELD_OUT))
     assert loss(Silent(), None, "cross_entropy") == text
     with pytest.raises(AssertionError, match="was asked"):

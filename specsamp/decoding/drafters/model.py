@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.rows import place, windows
+from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.decoding.types import Draft, LanguageModel, Output, Sampler, Verdict, Weights
 from specsamp.models.interface import check_logits
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array | None]  # draft cache, tokens, laws
+_Carry = tuple[Any, Array, Array | None]  # draft cache, tokens, distributions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ModelDrafter:
             state, tokens_BS, log_probs_BKV = carry
             end_B = lengths_B + offset
             start_B = jnp.maximum(end_B - width, 0)
-            output = self.model(weights.draft, windows(tokens_BS, start_B, width), start_B, state)
+            output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
             last_B11 = (end_B - 1 - start_B)[:, None, None]
             check_logits("draft", self.model, output)
             logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
@@ -70,13 +70,13 @@ class ModelDrafter:
                 if log_probs_BKV is None:
                     log_probs_BKV = jnp.zeros((len(tokens_BS), self.K, self.model.vocab_size), log_probs_BV.dtype)
                 log_probs_BKV = jax.lax.dynamic_update_index_in_dim(log_probs_BKV, log_probs_BV, offset, axis=1)
-            return output.cache, place(tokens_BS, tokens_B[:, None], end_B), log_probs_BKV
+            return output.cache, write_tokens(tokens_BS, tokens_B[:, None], end_B), log_probs_BKV
 
         carry = step((state, tokens_BS, None), 0, self.first_window)
         state, tokens_BS, log_probs_BKV = jax.lax.fori_loop(
             1, self.K, lambda offset, carry: step(carry, offset, self.window), carry
         )
-        tokens_BK = windows(tokens_BS, lengths_B, self.K)
+        tokens_BK = gather_tokens(tokens_BS, lengths_B, self.K)
         num_drafted_B = jnp.full_like(lengths_B, self.K)
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BKV=log_probs_BKV), state, cache
 

@@ -1,7 +1,7 @@
 """Prompt lookup: propose what followed the last occurrence of the current n-gram in the context.
 
 A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the
-residual is the target's law without it (Leviathan et al., arXiv 2211.17192; the idea of copying from
+residual is the target's distribution without it (Leviathan et al., arXiv 2211.17192; the idea of copying from
 the prompt is Saxena's prompt lookup). The copy may run past the end of the context into what it has
 just copied, so a period of any length continues for all K tokens.
 """

@@ -32,9 +32,7 @@ class NoDrafter:
     def propose(
         self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
-        draft = Draft(
-            tokens_BK=jnp.zeros((tokens_BS.shape[0], 0), jnp.int32), num_drafted_B=jnp.zeros_like(lengths_B)
-        )
+        draft = Draft(tokens_BK=jnp.zeros((tokens_BS.shape[0], 0), jnp.int32), num_drafted_B=jnp.zeros_like(lengths_B))
         return draft, state, cache
 
     def commit(

@@ -1,4 +1,4 @@
-"""The sampled law against the target's: the first two tokens after a prompt, counted and compared by chi-square.
+"""The sampled distribution against the target's: the first two tokens after a prompt, counted and compared by chi-square.
 
 Expected are the target's own probabilities, read by teacher forcing. Cells of a prompt are its most probable pairs
 (x1, x2), its most probable first tokens x1 with any other second one, and the rest: a partition of all continuations,
@@ -37,7 +37,7 @@ REST = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continuations:
-    """The target's law after one prompt, as far as it is read."""
+    """The target's distribution after one prompt, as far as it is read."""
 
     prompt_id: int
     firsts_F: np.ndarray  # the most probable tokens
@@ -76,7 +76,10 @@ class Cells:
 
     def count(self, samples: Sequence[tuple[int, int]]) -> np.ndarray:
         """How many samples fell into each cell."""
-        cell = lambda x1, x2: self.index.get((x1, x2), self.index.get((x1, None), REST))
+
+        def cell(x1, x2):
+            return self.index.get((x1, x2), self.index.get((x1, None), REST))
+
         return np.bincount([cell(x1, x2) for x1, x2 in samples], minlength=len(self.probs_C))
 
     def statistic(self, counts_C: np.ndarray) -> float:
@@ -93,7 +96,7 @@ class Cells:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A test of the law that is worth running."""
+    """A test of the distribution that is worth running."""
 
     cells: tuple[Cells, ...]  # of each prompt that leaves a choice
     samples: int  # per prompt
@@ -122,7 +125,7 @@ def power_of(error: float, samples: int, degrees: int, level: float) -> float:
 
 
 def continuations(subject: Subject, prompt_ids: Sequence[int]) -> list[Continuations]:
-    """The target's law after some of the prompts: one call for the first tokens, one for what may follow them."""
+    """The target's distribution after some of the prompts: one call for the first tokens, one for what may follow them."""
     laws = _probs(subject, subject.prompt_logits[list(prompt_ids)])
     firsts = [np.argsort(-law_V)[:FIRSTS] for law_V in laws]
     followed = [(i, int(x1)) for i, firsts_F in enumerate(firsts) for x1 in firsts_F[:CONTINUED] if laws[i][x1] > 0]
@@ -147,7 +150,7 @@ def make_plan(
       multiple: samples per prompt come in multiples of it.
 
     Raises:
-      ValueError: too few samples, with the number that would do; laws that leave nothing to chance.
+      ValueError: too few samples, with the number that would do; distributions that leave nothing to chance.
     """
     laws = [law for law in laws if law.cells(MOST_SAMPLES).degrees]
     if not laws:
@@ -173,9 +176,12 @@ def make_plan(
     per_prompt = needed if samples is None else -(-samples // len(laws) // multiple) * multiple
     cells = tuple(law.cells(per_prompt) for law in laws)
     return Plan(
-        cells=cells, samples=per_prompt, false_alarm=false_alarm, power=power(per_prompt),
+        cells=cells,
+        samples=per_prompt,
+        false_alarm=false_alarm,
+        power=power(per_prompt),
         detected_on_one=max(detected(per_prompt, one.degrees, level) for one in cells),
-    )  # fmt: skip
+    )
 
 
 def detected(samples: int, degrees: int, level: float) -> float:
@@ -204,11 +210,17 @@ def sampled_law(
     if failed:
         sentence += f" (of the worst prompt {min(p_single):.2g}); {_worst(plan.cells, counts)}"
     numbers = {
-        "samples": total, "prompts": len(plan.cells), "degrees": plan.degrees, "statistic": sum(statistics),
-        "p_value": p_all, "p_value_of_the_worst_prompt": min(p_single), "level": plan.level, "power": plan.power,
+        "samples": total,
+        "prompts": len(plan.cells),
+        "degrees": plan.degrees,
+        "statistic": sum(statistics),
+        "p_value": p_all,
+        "p_value_of_the_worst_prompt": min(p_single),
+        "level": plan.level,
+        "power": plan.power,
         "detected_on_one_prompt": plan.detected_on_one,
         "share_in_the_rest": float(np.mean([cells.probs_C[REST] for cells in plan.cells])),
-    }  # fmt: skip
+    }
     return Check(name="law", verdict=Verdict.FAILED if failed else Verdict.PASSED, sentence=sentence, numbers=numbers)
 
 
@@ -222,9 +234,13 @@ def draw(
         progress(f"law: {len(drawn[0]) * len(drawn)} of {samples * len(drawn)} samples")
         # Every call has a seed of its own, or it would draw the same again.
         completions = subject.decode(
-            [subject.prompts[i] for i in prompt_ids], prompt_ids=prompt_ids, max_new_tokens=2, stop=(),
-            num_samples=together, seed=(subject.seed + 1 + call) % 2**32,
-        )  # fmt: skip
+            [subject.prompts[i] for i in prompt_ids],
+            prompt_ids=prompt_ids,
+            max_new_tokens=2,
+            stop=(),
+            num_samples=together,
+            seed=(subject.seed + 1 + call) % 2**32,
+        )
         for completion in completions:
             drawn[completion.prompt_index].append(tuple(completion.tokens))
         call += 1
@@ -237,7 +253,7 @@ def per_call(rows: int, prompts: int) -> int:
 
 
 def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
-    """The warped laws, float64."""
+    """The warped distributions, float64."""
     warped_NV = log_probs(for_rows(subject.law(subject.sampling), len(logits_NV)), logits_NV)
     probs_NV = np.exp(np.asarray(warped_NV, np.float64))
     return probs_NV / probs_NV.sum(-1, keepdims=True)
@@ -264,6 +280,11 @@ def _worst(partitions: Sequence[Cells], counts: Sequence[np.ndarray]) -> str:
         expected_C = cells.probs_C * counts_C.sum()
         cell = int(np.argmax((counts_C - expected_C) ** 2 / expected_C))
         far = (counts_C[cell] - expected_C[cell]) ** 2 / expected_C[cell]
-        off.append((far, f"after prompt {cells.prompt_id}, {cells.name(cell)} came {counts_C[cell]} times, not "
-                    f"{expected_C[cell]:.0f}"))  # fmt: skip
+        off.append(
+            (
+                far,
+                f"after prompt {cells.prompt_id}, {cells.name(cell)} came {counts_C[cell]} times, not "
+                f"{expected_C[cell]:.0f}",
+            )
+        )
     return max(off)[1]

@@ -26,10 +26,10 @@ class Settings:
 
     Attributes:
       checks: names of `CHECKS`.
-      detect: the total-variation error of the sampled law that must be seen with a chance of 99%.
-      samples: in all, for the sampled law; None: as many as that takes.
+      detect: the total-variation error of the sampled distribution that must be seen with a chance of 99%.
+      samples: in all, for the sampled distribution; None: as many as that takes.
       false_alarm: the chance, at most, that a sound pair fails.
-      law_prompts: prompts whose law is sampled, evenly spaced.
+      law_prompts: prompts whose distribution is sampled, evenly spaced.
       rows: samples drawn together.
 
     Raises:
@@ -100,7 +100,7 @@ def audit(
     """Runs the checks, in float32 but for the one that says otherwise.
 
     Raises:
-      ValueError: what is asked for cannot be had (too few samples, a law without chance); before any check has run.
+      ValueError: what is asked for cannot be had (too few samples, a distribution without chance); before any check has run.
       RuntimeError: a check broke off, for whatever reason: nothing is known of the pair.
     """
     exact = subject.cast("float32") or subject
@@ -129,10 +129,13 @@ def audit(
 
 
 def plan_of(subject: Subject, settings: Settings, false_alarm: float) -> law.Plan:
-    """What the sampled law is tested with, see `law.make_plan`."""
+    """What the sampled distribution is tested with, see `law.make_plan`."""
     count = min(settings.law_prompts, len(subject.prompts))
     prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
     return law.make_plan(
-        law.continuations(subject, prompt_ids), detect=settings.detect, false_alarm=false_alarm,
-        samples=settings.samples, multiple=law.per_call(settings.rows, count),
-    )  # fmt: skip
+        law.continuations(subject, prompt_ids),
+        detect=settings.detect,
+        false_alarm=false_alarm,
+        samples=settings.samples,
+        multiple=law.per_call(settings.rows, count),
+    )

@@ -45,9 +45,7 @@ def coupled_text(subject: Subject) -> Check:
     looked_up = NgramDrafter(K=subject.drafter.K)
     drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": looked_up}
     runs = {name: subject.decode(rule=rule, drafter=drafter) for name, drafter in drafters.items()}
-    return _agreement(
-        "coupled", subject, runs, subject.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed
-    )  # fmt: skip
+    return _agreement("coupled", subject, runs, subject.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed)
 
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
@@ -56,19 +54,22 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
     pair = subject.pair
     same = dataclasses.replace(
-        subject, draft_sampling=None, drafter=dataclasses.replace(subject.drafter, model=pair.target),
+        subject,
+        draft_sampling=None,
+        drafter=dataclasses.replace(subject.drafter, model=pair.target),
         pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
-    )  # fmt: skip
+    )
     rows = [completion.stats for completion in same.decode()]
     judged, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
     allowed = subject.flips_allowed(judged, false_alarm)
     verdict = Verdict.PASSED if judged - accepted <= allowed and judged else Verdict.FAILED
     return Check(
-        name="acceptance", verdict=verdict,
+        name="acceptance",
+        verdict=verdict,
         sentence=f"with the target as its own draft {accepted} of {judged} drafted tokens were accepted; rounding may "
         f"refuse {allowed}",
         numbers={"judged": judged, "accepted": accepted, "refusals_allowed": allowed},
-    )  # fmt: skip
+    )
 
 
 def neighbours(subject: Subject, false_alarm: float) -> Check:
@@ -104,9 +105,14 @@ def padding(subject: Subject, false_alarm: float) -> Check:
 
 
 def _agreement(
-    name: str, subject: Subject, runs: Mapping[str, Sequence[Completion]], warp: Warp, tolerance: float,
-    *, noise_seed: int | None = None,
-) -> Check:  # fmt: skip
+    name: str,
+    subject: Subject,
+    runs: Mapping[str, Sequence[Completion]],
+    warp: Warp,
+    tolerance: float,
+    *,
+    noise_seed: int | None = None,
+) -> Check:
     """Each token of each run is the target's choice or explained, hence so is every difference between runs."""
     texts: dict[Text, str] = {}
     faults, compared = [], list(zip(*runs.values(), strict=True))
@@ -131,9 +137,14 @@ def _agreement(
     excusable = sum(int(j.excusable_N.sum()) for j in judgements) / max(tokens, 1)
     differing = sum(any(row.tokens != rows[0].tokens for row in rows[1:]) for rows in compared)
     numbers = {
-        "texts": len(compared), "tokens": tokens, "texts_that_differ": differing, "near_ties": near_ties,
-        "faults": len(faults), "tolerance": tolerance, "share_that_could_be_excused": excusable,
-    }  # fmt: skip
+        "texts": len(compared),
+        "tokens": tokens,
+        "texts_that_differ": differing,
+        "near_ties": near_ties,
+        "faults": len(faults),
+        "tolerance": tolerance,
+        "share_that_could_be_excused": excusable,
+    }
     if faults or not tokens:
         more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         sentence = "; ".join(faults[:SHOWN]) + more if faults else "nothing was emitted"

@@ -20,14 +20,14 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.types import Drafter, LanguageModel, Rule
 from specsamp.evaluation.audit.teacher import next_logits
-from specsamp.mesh.on_mesh import OnMesh
+from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import TokenRule
 from specsamp.sampling.warp import Warp, chain, first_tokens, greedy
 
 # Two float32 computations of the same logits, in units of eps times the largest logit: farthest apart, with a
 # margin of three over what 500,000 logits of the pair "python" showed, and how often a decision of one falls
-# otherwise in the other: a token is one acceptance and one draw, and the laws were 0.7 apart in total variation.
+# otherwise in the other: a token is one acceptance and one draw, and the distributions were 0.7 apart in total variation.
 FARTHEST, FLIPS = 32, 4
 
 
@@ -82,9 +82,13 @@ class Subject:
     def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
         """`generate` with these settings, of all prompts or others; ``changes`` are arguments of `generate`."""
         settings = {
-            "max_new_tokens": self.max_new_tokens, "sampling": self.sampling, "draft_sampling": self.draft_sampling,
-            "drafter": self.drafter, "rule": self.rule, "seed": self.seed,
-        }  # fmt: skip
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": self.sampling,
+            "draft_sampling": self.draft_sampling,
+            "drafter": self.drafter,
+            "rule": self.rule,
+            "seed": self.seed,
+        }
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
 
     def decode_greedily(self, **changes: Any) -> list[Completion]:
@@ -112,7 +116,9 @@ class Subject:
         pair = dataclasses.replace(self.pair, target=target, draft=draft)
         if dtype == "float32":
             # Here, and once: `Pair.weights` would make a wider copy for every number of slots.
-            wide = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
+            def wide(params):
+                return jax.tree.map(lambda x: x.astype(dtype), params)
+
             draft_params = wide(pair.draft_params) if recast else pair.draft_params
             pair = dataclasses.replace(pair, target_params=wide(pair.target_params), draft_params=draft_params)
         return dataclasses.replace(self, pair=pair, drafter=drafter)
@@ -136,9 +142,9 @@ class Subject:
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     """The model computing in another dtype, on its mesh if it is on one; None for models of other kinds."""
-    if isinstance(model, OnMesh):
+    if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
-        return inner and OnMesh(dataclasses.replace(inner, flat=False), model.layout)
+        return inner and ShardedModel(dataclasses.replace(inner, flat=False), model.layout)
     if not isinstance(model, TransformerLM):
         return None
     if model.config.dtype == dtype:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -83,10 +83,18 @@ def judge(
         starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
         found = to_host(
             _judge(
-                pair.target, pair.shares, weights, tokens_BT, starts_B, for_rows(warp, len(rows)), keys_B,
-                jnp.float32(tolerance), slots=slots, num_tokens=longest,
+                pair.target,
+                pair.shares,
+                weights,
+                tokens_BT,
+                starts_B,
+                for_rows(warp, len(rows)),
+                keys_B,
+                jnp.float32(tolerance),
+                slots=slots,
+                num_tokens=longest,
             )
-        )  # fmt: skip
+        )
         judgements += [
             Judgement(**{name: values[row, : len(text.tokens)] for name, values in found.items()})
             for row, text in enumerate(rows)
@@ -130,9 +138,18 @@ def _next_logits(
 
 @functools.partial(jax.jit, static_argnames=("model", "shares", "slots", "num_tokens"))
 def _judge(
-    model: LanguageModel, shares: Shares, weights: Any, tokens_BT: Array, starts_B: Array, warp: Warp,
-    keys_B: Array | None, tolerance: Array, *, slots: int, num_tokens: int,
-) -> dict[str, Array]:  # fmt: skip
+    model: LanguageModel,
+    shares: Shares,
+    weights: Any,
+    tokens_BT: Array,
+    starts_B: Array,
+    warp: Warp,
+    keys_B: Array | None,
+    tolerance: Array,
+    *,
+    slots: int,
+    num_tokens: int,
+) -> dict[str, Array]:
     def read(weights, tokens_BT, starts_B, warp, keys_B, tolerance):
         at_BN = starts_B[:, None] - 1 + jnp.arange(num_tokens)[None, :]
         at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # beyond a text nobody looks
@@ -147,7 +164,10 @@ def _judge(
 def _gumbels(keys_B: Array, starts_B: Array, like_BNV: Array) -> Array:
     """The noise of the coupled rule at every position from ``starts_B`` on."""
     keys = RoundKeys(rows_B=keys_B, starts_B=starts_B)
-    at: Callable[[Array], Array] = lambda offset: keys.position_gumbels(offset, like_BNV.shape[-1])
+
+    def at(offset: Array) -> Array:
+        return keys.position_gumbels(offset, like_BNV.shape[-1])
+
     return jax.vmap(at, out_axes=1)(jnp.arange(like_BNV.shape[1]))
 
 
@@ -167,8 +187,12 @@ def _verdicts(
             is_chosen_BN |= jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
         return is_chosen_BN
 
-    is_token = lambda tokens_BN: jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
-    is_larger = lambda tokens_BN: logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
+    def is_token(tokens_BN):
+        return jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
+
+    def is_larger(tokens_BN):
+        return logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
+
     scores_BNV = scores(logits_BNV)
     best_BN = jnp.argmax(scores_BNV, axis=-1)
     next_BN = jnp.argmax(jnp.where(is_token(best_BN), -jnp.inf, scores_BNV), axis=-1)

@@ -12,18 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from specsamp.models.params import named
+from specsamp.checkpoints.params import named
 
 # Axes that a product sums over; the others are output channels. What is not here stays float32.
 SUMMED_AXES = {
-    "ngrams_2": (1,), "ngrams_3": (1,), "ngrams_4": (1,), "ngrams_5": (1,),  # [R, D]: every row
+    "ngrams_2": (1,),
+    "ngrams_3": (1,),
+    "ngrams_4": (1,),
+    "ngrams_5": (1,),  # [R, D]: every row
     "embedding": (1,),  # [V, D]: a logit is one channel
-    "query": (1,), "key": (1,), "value": (1,), "relative": (1,),  # [N, D, H]
+    "query": (1,),
+    "key": (1,),
+    "value": (1,),
+    "relative": (1,),  # [N, D, H]
     "output": (0, 1),  # [N, H, D]
     "output_embedding": (1,),  # [V, D]
-    "up": (0,), "gate": (0,),  # [D, F]
+    "up": (0,),
+    "gate": (0,),  # [D, F]
     "down": (0,),  # [F, D]
-}  # fmt: skip
+}
 SCALE_SUFFIX = ".scale_of_int8"
 
 

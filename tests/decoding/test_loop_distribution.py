@@ -1,4 +1,4 @@
-"""The joint law of what the whole loop emits, over several rounds and ragged rows, against enumeration."""
+"""The joint distribution of what the whole loop emits, over several rounds and ragged rows, against enumeration."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
-from support.loop_laws import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
+from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
 
@@ -60,7 +60,7 @@ def test_six_tokens():
 
 
 def test_rows_with_parameters_of_their_own():
-    """A greedy row beside two sampled ones: the greedy one is certain, the others keep their laws."""
+    """A greedy row beside two sampled ones: the greedy one is certain, the others keep their distributions."""
     temperatures, prompts = [0.0, 0.7, 1.5], [[1, 2], *PROMPTS]
     sampling = chain(temperature(temperatures), top_p([1.0, 0.9, 1.0]))
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
@@ -73,7 +73,7 @@ def test_rows_with_parameters_of_their_own():
 
 
 def test_stop_token_inside_a_block():
-    """The law of texts cut at token 0: what follows the stop token is never emitted."""
+    """The distribution of texts cut at token 0: what follows the stop token is never emitted."""
     length, stop = 4, 0
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
     run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=800_000, stop_ids=(stop,))
@@ -95,8 +95,8 @@ def test_statistics_add_up():
     # Every round emits one token of the target unless it was cut inside its draft.
     assert jnp.all(stats.emitted_B - accepted <= stats.rounds_B)
     assert jnp.all(stats.emitted_B - accepted >= stats.rounds_B - 1)
-    assert jnp.all(stats.reached_BK[:, 0] == stats.rounds_B)
-    assert jnp.all(stats.reached_BK[:, 1] <= stats.reached_BK[:, 0])
+    assert jnp.all(stats.num_verified_BK[:, 0] == stats.rounds_B)
+    assert jnp.all(stats.num_verified_BK[:, 1] <= stats.num_verified_BK[:, 0])
     assert jnp.all(stats.drafted_B <= K * stats.rounds_B)
 
 

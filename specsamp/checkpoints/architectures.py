@@ -11,15 +11,21 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specsamp.checkpoints import names
+from specsamp.checkpoints import tensor_names
 from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
 
 # Theirs to ours; of several names the first is written.
 ACTIVATIONS = {
-    "gelu": "gelu_exact", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "relu": "relu",
-    "relu2": "relu_squared", "silu": "silu", "swish": "silu",
-}  # fmt: skip
+    "gelu": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,11 +100,15 @@ def config_of(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family
 def _usual(fields: Fields) -> dict:
     """What all but GPT-2 call the same."""
     return dict(
-        vocab_size=fields("vocab_size"), width=fields("hidden_size"), num_layers=fields("num_hidden_layers"),
-        num_heads=fields("num_attention_heads"), num_kv_heads=fields("num_key_value_heads", None),
+        vocab_size=fields("vocab_size"),
+        width=fields("hidden_size"),
+        num_layers=fields("num_hidden_layers"),
+        num_heads=fields("num_attention_heads"),
+        num_kv_heads=fields("num_key_value_heads", None),
         head_size=fields("head_dim", None),
-        feedforward_width=fields("intermediate_size"), max_positions=fields("max_position_embeddings"),
-    )  # fmt: skip
+        feedforward_width=fields("intermediate_size"),
+        max_positions=fields("max_position_embeddings"),
+    )
 
 
 def _llama(fields: Fields) -> dict:
@@ -108,10 +118,14 @@ def _llama(fields: Fields) -> dict:
 def _like_llama(fields: Fields) -> dict:
     """But for its positions."""
     return _usual(fields) | dict(
-        tied=fields("tie_word_embeddings", False), norm_epsilon=fields("rms_norm_eps", 1e-6), gated=True,
-        activation=fields.activation("hidden_act", "silu"), attention_bias=fields("attention_bias", False),
-        output_bias=fields("attention_bias", False), feedforward_bias=fields("mlp_bias", False),
-    )  # fmt: skip
+        tied=fields("tie_word_embeddings", False),
+        norm_epsilon=fields("rms_norm_eps", 1e-6),
+        gated=True,
+        activation=fields.activation("hidden_act", "silu"),
+        attention_bias=fields("attention_bias", False),
+        output_bias=fields("attention_bias", False),
+        feedforward_bias=fields("mlp_bias", False),
+    )
 
 
 def _arcee(fields: Fields) -> dict:
@@ -130,9 +144,11 @@ def _qwen2(fields: Fields) -> dict:
     window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
     first = fields("max_window_layers", 28)
     kinds = ["full_attention" if i < first else "sliding_attention" for i in range(fields("num_hidden_layers"))]
-    return _llama(fields) | _windows(fields, window, kinds) | dict(
-        attention_bias=True, output_bias=False, num_kv_heads=fields.or_null("num_key_value_heads", 32)
-    )  # fmt: skip
+    return (
+        _llama(fields)
+        | _windows(fields, window, kinds)
+        | dict(attention_bias=True, output_bias=False, num_kv_heads=fields.or_null("num_key_value_heads", 32))
+    )
 
 
 def _qwen3(fields: Fields) -> dict:
@@ -144,37 +160,61 @@ def _qwen3(fields: Fields) -> dict:
 
 def _gpt2(fields: Fields) -> dict:
     for key, allowed in (
-        ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)
-    ):  # fmt: skip
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
         fields.refuse(key, allowed)
     return dict(
-        vocab_size=fields("vocab_size"), width=fields("n_embd"), num_layers=fields("n_layer"),
-        num_heads=fields("n_head"), feedforward_width=fields("n_inner", None),
-        max_positions=fields("n_positions", 1024), positions="learned",
-        tied=fields("tie_word_embeddings", True), norm="layer", norm_epsilon=fields("layer_norm_epsilon", 1e-5),
-        activation=fields.activation("activation_function", "gelu_new"), attention_bias=True, output_bias=True,
+        vocab_size=fields("vocab_size"),
+        width=fields("n_embd"),
+        num_layers=fields("n_layer"),
+        num_heads=fields("n_head"),
+        feedforward_width=fields("n_inner", None),
+        max_positions=fields("n_positions", 1024),
+        positions="learned",
+        tied=fields("tie_word_embeddings", True),
+        norm="layer",
+        norm_epsilon=fields("layer_norm_epsilon", 1e-5),
+        activation=fields.activation("activation_function", "gelu_new"),
+        attention_bias=True,
+        output_bias=True,
         feedforward_bias=True,
-    )  # fmt: skip
+    )
 
 
 def _gpt_neox(fields: Fields) -> dict:
     usual, bias = _usual(fields), fields("attention_bias", True)
     rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
     rotary |= _turns(fields)
-    return usual | _rotary(fields, rotary, usual) | dict(
-        tied=fields("tie_word_embeddings", False), norm="layer", norm_epsilon=fields("layer_norm_eps", 1e-5),
-        activation=fields.activation("hidden_act", "gelu"), parallel=fields("use_parallel_residual", True),
-        attention_bias=bias, output_bias=bias, feedforward_bias=True,
-    )  # fmt: skip
+    return (
+        usual
+        | _rotary(fields, rotary, usual)
+        | dict(
+            tied=fields("tie_word_embeddings", False),
+            norm="layer",
+            norm_epsilon=fields("layer_norm_eps", 1e-5),
+            activation=fields.activation("hidden_act", "gelu"),
+            parallel=fields("use_parallel_residual", True),
+            attention_bias=bias,
+            output_bias=bias,
+            feedforward_bias=True,
+        )
+    )
 
 
 def _gemma2(fields: Fields) -> dict:
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields("num_hidden_layers"))]
     rotary = _rotary(fields, _turns(fields), _usual(fields))
-    return _like_gemma(fields) | rotary | _windows(fields, fields.or_null("sliding_window", 4096), kinds) | dict(
-        attention_cap=fields.or_null("attn_logit_softcapping", 50.0),
-        logit_cap=fields.or_null("final_logit_softcapping", 30.0),
-    )  # fmt: skip
+    return (
+        _like_gemma(fields)
+        | rotary
+        | _windows(fields, fields.or_null("sliding_window", 4096), kinds)
+        | dict(
+            attention_cap=fields.or_null("attn_logit_softcapping", 50.0),
+            logit_cap=fields.or_null("final_logit_softcapping", 30.0),
+        )
+    )
 
 
 def _gemma3(fields: Fields) -> dict:
@@ -191,9 +231,12 @@ def _gemma3(fields: Fields) -> dict:
     rotary = _rotary(fields, everywhere, _usual(fields))
     if windows:
         rotary["window_rotary_base"] = float(near["rope_theta"])
-    return _like_gemma(fields) | windows | rotary | dict(
-        query_key_norm=True, logit_cap=fields.or_null("final_logit_softcapping", None)
-    )  # fmt: skip
+    return (
+        _like_gemma(fields)
+        | windows
+        | rotary
+        | dict(query_key_norm=True, logit_cap=fields.or_null("final_logit_softcapping", None))
+    )
 
 
 def _like_gemma(fields: Fields) -> dict:
@@ -201,11 +244,15 @@ def _like_gemma(fields: Fields) -> dict:
     fields.refuse("use_bidirectional_attention", False)
     activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
     return _like_llama(fields) | dict(
-        tied=fields("tie_word_embeddings", True), activation=activation, norm_offset=True, post_norms=True,
-        embedding_scale=math.sqrt(fields("hidden_size")), head_size=fields("head_dim", 256),
+        tied=fields("tie_word_embeddings", True),
+        activation=activation,
+        norm_offset=True,
+        post_norms=True,
+        embedding_scale=math.sqrt(fields("hidden_size")),
+        head_size=fields("head_dim", 256),
         num_kv_heads=fields("num_key_value_heads", 4),
         attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5,
-    )  # fmt: skip
+    )
 
 
 def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
@@ -237,9 +284,11 @@ def _rotary(fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any]) 
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
     size = None if share == 1 else int(head_size * share)
     return dict(
-        positions="rotary", rotary_base=base, rotary_size=size,
+        positions="rotary",
+        rotary_base=base,
+        rotary_size=size,
         rotary_scaling=_scaling(fields, given, usual["max_positions"]),
-    )  # fmt: skip
+    )
 
 
 def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:
@@ -251,17 +300,23 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
             return RotaryScaling(kind=kind, factor=float(given["factor"]))
         if kind == "llama3":
             return RotaryScaling(
-                kind=kind, factor=float(given["factor"]), original_positions=given["original_max_position_embeddings"],
-                low=float(given["low_freq_factor"]), high=float(given["high_freq_factor"]),
-            )  # fmt: skip
+                kind=kind,
+                factor=float(given["factor"]),
+                original_positions=given["original_max_position_embeddings"],
+                low=float(given["low_freq_factor"]),
+                high=float(given["high_freq_factor"]),
+            )
         if kind == "yarn" and "mscale" not in given and "mscale_all_dim" not in given:
             factor, original = float(given["factor"]), given.get("original_max_position_embeddings", max_positions)
             return RotaryScaling(
-                kind=kind, factor=factor, original_positions=original,
-                low=float(given.get("beta_slow", 1)), high=float(given.get("beta_fast", 32)),
+                kind=kind,
+                factor=factor,
+                original_positions=original,
+                low=float(given.get("beta_slow", 1)),
+                high=float(given.get("beta_fast", 32)),
                 amplitude=float(given.get("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
                 whole_dimensions=given.get("truncate", True),
-            )  # fmt: skip
+            )
     except KeyError as error:
         raise ValueError(f"{fields.path} has {kind} scaling of rotary positions without {error}") from error
     raise ValueError(
@@ -271,13 +326,13 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(names=names.LLAMA, read=_llama),
-    "MistralForCausalLM": Family(names=names.LLAMA, read=_mistral),
-    "Qwen2ForCausalLM": Family(names=names.LLAMA, read=_qwen2),
-    "Qwen3ForCausalLM": Family(names=names.LLAMA, read=_qwen3),
-    "GPT2LMHeadModel": Family(names=names.GPT2, read=_gpt2, prefix="transformer."),
-    "GPTNeoXForCausalLM": Family(names=names.GPT_NEOX, read=_gpt_neox),
-    "Gemma2ForCausalLM": Family(names=names.GEMMA, read=_gemma2),
-    "Gemma3ForCausalLM": Family(names=names.GEMMA, read=_gemma3),
-    "ArceeForCausalLM": Family(names=names.LLAMA, read=_arcee),
+    "LlamaForCausalLM": Family(names=tensor_names.LLAMA, read=_llama),
+    "MistralForCausalLM": Family(names=tensor_names.LLAMA, read=_mistral),
+    "Qwen2ForCausalLM": Family(names=tensor_names.LLAMA, read=_qwen2),
+    "Qwen3ForCausalLM": Family(names=tensor_names.LLAMA, read=_qwen3),
+    "GPT2LMHeadModel": Family(names=tensor_names.GPT2, read=_gpt2, prefix="transformer."),
+    "GPTNeoXForCausalLM": Family(names=tensor_names.GPT_NEOX, read=_gpt_neox),
+    "Gemma2ForCausalLM": Family(names=tensor_names.GEMMA, read=_gemma2),
+    "Gemma3ForCausalLM": Family(names=tensor_names.GEMMA, read=_gemma3),
+    "ArceeForCausalLM": Family(names=tensor_names.LLAMA, read=_arcee),
 }

@@ -18,67 +18,72 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import COPIES, DATA, MODEL, ROWS, Layout, constrain, put
+from specsamp.mesh.layout import DATA, MODEL, REPLICA, ROWS, Layout, constrain, put
 from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 
 
-def shard(pair: Pair, mesh: Mesh, *, draft_ways: int | None = None) -> Pair:
+def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None) -> Pair:
     """The pair with its parameters in place, for `generate` and all that measures.
 
     Args:
       pair: its parameters may lie anywhere, or be on this mesh already.
       mesh: from `make_mesh`.
-      draft_ways: devices that hold one copy of the draft together: 1 replicates it, None splits it like the
+      draft_model_parallelism: devices that hold one copy of the draft together: 1 replicates it, None splits it like the
         target, anything else is what the mesh was made with.
 
     Raises:
       ValueError: a size that does not divide over the mesh, with the numbers.
     """
-    target = on_mesh(pair.target, Layout.tensor_parallel(mesh))
+    target = shard_model(pair.target, Layout.tensor_parallel(mesh))
     sides = {"target": target, "target_params": put(pair.target_params, target.param_shardings(pair.target_params))}
     if pair.draft is not None:
-        draft = on_mesh(pair.draft, draft_layout(mesh, draft_ways))
+        draft = shard_model(pair.draft, draft_layout(mesh, draft_model_parallelism))
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
     elif pair.draft_params is not None:  # of a drafter of one's own
         sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
     return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
 
 
-def draft_layout(mesh: Mesh, draft_ways: int | None = None) -> Layout:
-    """Of a draft that ``draft_ways`` devices hold together, see `shard`."""
-    if draft_ways == 1:
+def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
+    """Of a draft that ``draft_model_parallelism`` devices hold together, see `shard`."""
+    if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
-    if draft_ways in (None, mesh.shape[MODEL] * mesh.shape.get(COPIES, 1)):
+    if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
         return Layout.tensor_parallel(mesh)
-    if draft_ways != mesh.shape[MODEL]:
-        raise ValueError(f"draft_ways {draft_ways} needs a mesh made with it; this one is {dict(mesh.shape)}")
+    if draft_model_parallelism != mesh.shape[MODEL]:
+        raise ValueError(
+            f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this one is {dict(mesh.shape)}"
+        )
     return Layout.tensor_parallel(mesh, over=(MODEL,))
 
 
-def on_mesh(model: LanguageModel, layout: Layout) -> OnMesh:
-    model = model.model if isinstance(model, OnMesh) else model
+def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
+    model = model.model if isinstance(model, ShardedModel) else model
     if isinstance(model, TransformerLM):
         model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
-    return OnMesh(model, layout)
+    return ShardedModel(model, layout)
 
 
-def placed_params(model: TransformerLM | OnMesh) -> Any:
+def placed_params(model: TransformerLM | ShardedModel) -> Any:
     """The parameters as `jax.ShapeDtypeStruct`: in the compute dtype, in their places, or on the first device."""
-    if isinstance(model, OnMesh):
+    if isinstance(model, ShardedModel):
         shapes = jax.eval_shape(model.model.init, jax.random.key(0))
         shardings = model.param_shardings(shapes)
     else:
         shapes = jax.eval_shape(model.init, jax.random.key(0))
         one = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one, shapes)
-    place = lambda x, at: jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+
+    def place(x, at):
+        return jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+
     return jax.tree.map(place, shapes, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
+class ShardedModel:
     """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call, by rows.
 
     Models may name the axes of ``param_axes()``, ``weight_axes()`` and ``cache_axes()``, each a tree of
@@ -159,8 +164,11 @@ class OnMesh:
         axes = _named(self.model, "cache_axes")
         if axes is None:
             return cache
+
         # Rows are split already, see `DataShares`: here a batch is a share of it.
-        no_batch = lambda spec: PartitionSpec(*(None if name == "batch" else name for name in spec))
+        def no_batch(spec):
+            return PartitionSpec(*(None if name == "batch" else name for name in spec))
+
         axes = jax.tree.map(no_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.layout.constrain(axes, cache)
 

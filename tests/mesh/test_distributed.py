@@ -8,16 +8,16 @@ import socket
 import subprocess
 import sys
 
-import experiment
 import jax
 import numpy as np
 import pytest
 
+import experiment
 from configs import chinchilla
 from specsamp import generate, greedy
 from specsamp.analysis.decoder import decoders
 from specsamp.checkpoints.export import export
-from specsamp.mesh import processes
+from specsamp.mesh import distributed
 from specsamp.training.log import read_metrics
 from support import mesh_worker as worker
 from support.checkpoint_shapes import random_params
@@ -42,11 +42,15 @@ def start(scenario, folder, count=2, present=None, **environment):
     command = [sys.executable, str(WORKER), scenario, str(folder), str(free_port())]
     return [
         subprocess.Popen(
-            [*command, str(count), f"--process_id={index}"], cwd=ROOT, env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*command, str(count), f"--process_id={index}"],
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for index in (range(count) if present is None else present)
-    ]  # fmt: skip
+    ]
 
 
 def finish(jobs, timeout=240):
@@ -104,7 +108,9 @@ def test_a_process_that_waits_for_the_others_in_vain_says_so_last(tmp_path):
     (alone,) = start("nothing", tmp_path, present=[0], SPECSAMP_CONNECT_SECONDS="3")
     output, _ = alone.communicate(timeout=100)
     last = output.splitlines()[-1]
-    assert alone.returncode == 1 and re.fullmatch(r"specsamp: not all 2 .* reached 127.0.0.1:\d+ within 3 seconds", last)
+    assert alone.returncode == 1 and re.fullmatch(
+        r"specsamp: not all 2 .* reached 127.0.0.1:\d+ within 3 seconds", last
+    )
 
 
 def test_other_code_is_refused_by_everybody(tmp_path):
@@ -116,11 +122,11 @@ def test_other_code_is_refused_by_everybody(tmp_path):
 
 
 def test_a_coordinator_that_cannot_be_reached(monkeypatch):
-    assert processes.CONNECT_SECONDS + 10 < 60
-    monkeypatch.setattr(processes, "CONNECT_SECONDS", 1)
+    assert distributed.CONNECT_SECONDS + 10 < 60
+    monkeypatch.setattr(distributed, "CONNECT_SECONDS", 1)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConnectionError, match=f"no coordinator answered at {address} within 1 seconds"):
-        processes.start(address, 2, 1)
+        distributed.start(address, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +141,11 @@ def test_a_coordinator_that_cannot_be_reached(monkeypatch):
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        processes.start(*arguments)
+        distributed.start(*arguments)
 
 
 def test_a_replica_alone():
-    replica = processes.my_replica(4)
+    replica = distributed.my_replica(4)
     assert dict(replica.mesh.shape) == {"data": 2, "model": 4} and replica.share(3) == [0, 1, 2]
     assert replica.gather([1, 0], ["b", "a"], 2) == ["a", "b"]
     with pytest.raises(ValueError, match="no result for items \\[1, 3\\]"):
@@ -147,45 +153,58 @@ def test_a_replica_alone():
     with pytest.raises(ValueError, match="1 results for 2 indices"):
         replica.gather([0, 1], ["a"], 2)
     with pytest.raises(ValueError, match="model must be >= 1; got 0"):
-        processes.my_replica(0)
+        distributed.my_replica(0)
     with pytest.raises(ValueError, match="model 3 must divide the 8 devices"):
-        processes.my_replica(3)
+        distributed.my_replica(3)
 
 
 def test_shares_cover_all_items_once():
-    replicas = [processes.Replica(mesh=None, index=i, count=3) for i in range(3)]
+    replicas = [distributed.Replica(mesh=None, index=i, count=3) for i in range(3)]
     assert sorted(item for replica in replicas for item in replica.share(8)) == list(range(8))
 
 
 def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
-    before = processes.code_version()
-    assert before == processes.code_version() and jax.__version__ in before
+    before = distributed.code_version()
+    assert before == distributed.code_version() and jax.__version__ in before
     monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
-    with_batch = processes.code_version()
+    with_batch = distributed.code_version()
     assert with_batch != before and "--config.batch=2" in with_batch and "process_id" not in with_batch
     monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")
-    assert "specsamp 0123abc" in processes.code_version()
-    before = processes.code_version()
+    assert "specsamp 0123abc" in distributed.code_version()
+    before = distributed.code_version()
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(processes.specsamp, "__file__", str(tmp_path / "__init__.py"))
-    assert processes.code_version() != before
+    monkeypatch.setattr(distributed.specsamp, "__file__", str(tmp_path / "__init__.py"))
+    assert distributed.code_version() != before
 
 
 def launch(script, *arguments, count=2, folders=(ROOT, ROOT), code=0, timeout=400):
     """An entry point as ``count`` processes with 8 devices together, each in its folder; returns what each printed."""
     port = free_port()
-    env = dict(os.environ) | {
-        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
-    } | PATIENT  # fmt: skip
-    joining = lambda i: (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")
+    env = (
+        dict(os.environ)
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}",
+        }
+        | PATIENT
+    )
+
+    def joining(i):
+        return (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}")
+
     jobs = [
         subprocess.Popen(
             [sys.executable, f"{ROOT}/launch/{script}.py", *arguments, *(joining(index) if count > 1 else ())],
-            cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for index, folder in zip(range(count), folders)
-    ]  # fmt: skip
+    ]
     codes, outputs = finish(jobs, timeout)
     assert codes == [code] * count, "\n".join(outputs)
     return outputs
@@ -196,9 +215,12 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     output = tmp_path / "result.json"
     fields = {"mesh.model": 4, "mesh.data": 2, "repeats": 2, "target.num_layers": 1, "draft_length": 2}
     printed = launch(
-        "benchmark", "--config=configs/chinchilla.py:tiny,batch=2", f"--output={output}", "--plain",
+        "benchmark",
+        "--config=configs/chinchilla.py:tiny,batch=2",
+        f"--output={output}",
+        "--plain",
         *(f"--config.{name}={value}" for name, value in fields.items()),
-    )  # fmt: skip
+    )
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
@@ -217,9 +239,14 @@ def test_quality_of_two_processes_is_that_of_one(tmp_path):
     results = []
     for count in (2, 1):
         launch(
-            "quality", "--config.max_new_tokens=6", "--completions=20", f"--output={tmp_path}/{count}.json",
-            "--config.mesh.model=1", f"--config.mesh.data={4 * (3 - count)}", count=count,
-        )  # fmt: skip
+            "quality",
+            "--config.max_new_tokens=6",
+            "--completions=20",
+            f"--output={tmp_path}/{count}.json",
+            "--config.mesh.model=1",
+            f"--config.mesh.data={4 * (3 - count)}",
+            count=count,
+        )
         results.append(json.loads((tmp_path / f"{count}.json").read_text())["parse_by_prompt"])
     assert results[0] == results[1] and len(results[0]) == 20
 
@@ -232,10 +259,16 @@ def small(tmp_path_factory):
         functions = (f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
         (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
     fields = {
-        "recipe.steps": 6, "recipe.warmup_steps": 2, "rhythm.log": 1, "compute_dtype": "float32",
-        "data.folder": folder, "data.pattern": "*.py", "data.held_out": 0.3, "data.held_out_windows": 8,
+        "recipe.steps": 6,
+        "recipe.warmup_steps": 2,
+        "rhythm.log": 1,
+        "compute_dtype": "float32",
+        "data.folder": folder,
+        "data.pattern": "*.py",
+        "data.held_out": 0.3,
+        "data.held_out_windows": 8,
         "data.length": 32,
-    }  # fmt: skip
+    }
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
@@ -246,10 +279,19 @@ def test_two_processes_train_like_one(tmp_path, small):
         config = f"--config={ROOT}/configs/python_pair.py:tiny_"
         launch("train", f"{config}target", f"--workdir={folder}/target", *small, count=count)
         launch(
-            "train", f"{config}draft", f"--workdir={folder}/draft", f"--config.target={folder}/target", *small,
-            "--config.generated.rows=16", "--config.generated.prompt_length=8", count=count,
-        )  # fmt: skip
-    losses = lambda path: [record["loss"] for record in read_metrics(path / "metrics.jsonl") if "loss" in record]
+            "train",
+            f"{config}draft",
+            f"--workdir={folder}/draft",
+            f"--config.target={folder}/target",
+            *small,
+            "--config.generated.rows=16",
+            "--config.generated.prompt_length=8",
+            count=count,
+        )
+
+    def losses(path):
+        return [record["loss"] for record in read_metrics(path / "metrics.jsonl") if "loss" in record]
+
     for side in ("target", "draft"):
         two, one = (losses(tmp_path / count / side) for count in "21")
         assert len(one) == 6

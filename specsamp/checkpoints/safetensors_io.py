@@ -104,7 +104,10 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
 def read_header(file: epath.Path) -> dict[str, Tensor]:
     """The tensors of one file; raises ValueError if it is truncated or damaged."""
     size = file.stat().length
-    damaged = lambda why: ValueError(f"{file} is damaged ({why}): restore it from where it came from")
+
+    def damaged(why):
+        return ValueError(f"{file} is damaged ({why}): restore it from where it came from")
+
     with file.open("rb") as content:
         start = content.read(8)
         length = int.from_bytes(start, "little")

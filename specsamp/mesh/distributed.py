@@ -1,10 +1,10 @@
 """Many processes, one program: joining them, sharing out prompts, and bringing results back together.
 
-    start("10.0.0.2:8476", num_processes=4, process_id=i)     # on a TPU pod: start(); before any other JAX call
-    replica = my_replica(model=8)                             # the mesh this process works on, with others or alone
-    mine = replica.share(len(prompts))
-    completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
-    everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
+start("10.0.0.2:8476", num_processes=4, process_id=i)     # on a TPU pod: start(); before any other JAX call
+replica = my_replica(model=8)                             # the mesh this process works on, with others or alone
+mine = replica.share(len(prompts))
+completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
+everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
 """
 
 from __future__ import annotations
@@ -66,9 +66,13 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
     end_on_abort(f"specsamp: not {who} within {CONNECT_SECONDS} seconds")
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=CONNECT_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-        )  # fmt: skip
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=CONNECT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
     except ValueError as error:
         raise ValueError(
             f"nothing here says which processes take part ({error}): give coordinator, num_processes and process_id"
@@ -175,7 +179,7 @@ def my_replica(model: int, **parts: int | None) -> Replica:
 
     Args:
       model: devices that hold one copy of the target together.
-      parts: ``draft_ways``, ``key_heads`` and ``rows`` of `make_mesh`.
+      parts: ``draft_model_parallelism``, ``num_kv_heads`` and ``rows`` of `make_mesh`.
 
     Raises:
       ValueError: ``model`` neither divides the devices of a process nor is a multiple of them.

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.models.cache import KVCache, write_slots
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
-from specsamp.models.kv_cache import KVCache, write_rows
 
 HEADS, SLOTS, SIZE = 2, 12, 3
 
@@ -25,8 +25,11 @@ def test_write_rows_writes_just_its_slots(batch, length, axis):
     expected = cache.copy()
     for b, start in enumerate(starts):
         expected[b, :, start : start + length] = new[b]
-    turn = lambda x: x if axis == 2 else x.swapaxes(2, 3)
-    written = jax.jit(write_rows, static_argnums=3)(turn(cache), turn(new), jnp.asarray(starts, jnp.int32), axis)
+
+    def turn(x):
+        return x if axis == 2 else x.swapaxes(2, 3)
+
+    written = jax.jit(write_slots, static_argnums=3)(turn(cache), turn(new), jnp.asarray(starts, jnp.int32), axis)
     np.testing.assert_array_equal(turn(written), expected)
 
 
@@ -34,7 +37,7 @@ def test_write_rows_writes_just_its_slots(batch, length, axis):
 def test_a_write_past_the_end_moves_back(batch):
     """Why buffers have headroom: 5 slots at slot 10 of 12 overwrite slots 7 to 11."""
     cache, new = jnp.zeros((batch, HEADS, SLOTS, SIZE)), jnp.ones((batch, HEADS, 5, SIZE))
-    written = jax.jit(write_rows)(cache, new, jnp.full((batch,), 10, jnp.int32))
+    written = jax.jit(write_slots)(cache, new, jnp.full((batch,), 10, jnp.int32))
     np.testing.assert_array_equal(written[:, 0, :, 0], np.broadcast_to(np.arange(SLOTS) >= 7, (batch, SLOTS)))
 
 
@@ -55,7 +58,9 @@ def test_every_axis_has_its_name(transposed_keys):
     sizes = {"batch": 5, "kv_heads": 2, "slots": 9, "head": config.head_size}
     cache = KVCache.zeros(config, 5, 9, transposed_keys)
     names = KVCache.logical_axes(config, transposed_keys)
-    assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(lambda axes: tuple(sizes[name] for name in axes), names)
+    assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(
+        lambda axes: tuple(sizes[name] for name in axes), names
+    )
 
 
 @pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])
@@ -67,7 +72,7 @@ def test_the_whole_cache_is_donated(batch):
     start = jnp.arange(batch, dtype=jnp.int32) % SLOTS // 2
 
     def write(cache):
-        return jax.tree.map(lambda array: write_rows(array, new, start), cache)
+        return jax.tree.map(lambda array: write_slots(array, new, start), cache)
 
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
     written = jax.jit(write, donate_argnums=0)(cache)

@@ -1,6 +1,6 @@
 """Slices that are described instead of present: `libtpu` holds the whole TPU compiler and asks for no TPU.
 
-    mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
+mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from specsamp.mesh import slices
 from specsamp.mesh.layout import mesh_axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -52,7 +53,7 @@ EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """"v4:2x2x4" -> the chip and the chips along each axis.
+    """ "v4:2x2x4" -> the chip and the chips along each axis.
 
     Raises:
       ValueError: no such chip, or no such shape.
@@ -69,8 +70,8 @@ def described_mesh(
     topology: str,
     data: int = 1,
     *,
-    draft_ways: int | None = None,
-    key_heads: int | None = None,
+    draft_model_parallelism: int | None = None,
+    num_kv_heads: int | None = None,
     rows: int | None = None,
 ) -> Mesh:
     """A mesh of the devices of a slice that need not exist: shapes can be sharded over it, and programs compiled.
@@ -78,7 +79,7 @@ def described_mesh(
     Args:
       topology: such as "v4:2x2x4".
       data: shares of the batch; the other devices hold one copy of the target together.
-      draft_ways, key_heads, rows: see `make_mesh`.
+      draft_model_parallelism, num_kv_heads, rows: see `make_mesh`.
 
     Raises:
       ValueError: an unknown topology, or ``data`` does not divide its devices.
@@ -110,7 +111,7 @@ def described_mesh(
         raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
     if data < 1 or count % data:
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
-    shape, names = mesh_axes(data, count // data, draft_ways, key_heads, rows)
+    shape, names = mesh_axes(data, count // data, draft_model_parallelism, num_kv_heads, rows)
     return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -1,4 +1,4 @@
-"""The target, drafts and prompts whose laws are tested through the loop, and the test itself."""
+"""The target, drafts and prompts whose distributions are tested through the loop, and the test itself."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLE
 
 
 def cut_at_stop(run, law, stop):
-    """Samples and law of texts cut after ``stop``, both padded with ``stop``."""
+    """Samples and distribution of texts cut after ``stop``, both padded with ``stop``."""
     length = law.ndim
     lengths = np.asarray(run.state.lengths_B) - run.prompt_lengths
     emitted = np.where(np.arange(length)[None, :] < lengths[:, None], run.emitted(length), stop)

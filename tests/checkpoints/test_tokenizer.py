@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from specsamp.checkpoints.tokenizer import ByteTokenizer, JsonTokenizer
 from specsamp.decoding.text import TextStream
-from specsamp.pretrained.tokenizer import ByteTokenizer, JsonTokenizer
 
 
 def saved(tokenizer, tmp_path):

@@ -35,8 +35,11 @@ class KVCache:
     @classmethod
     def zeros(cls, config: TransformerConfig, batch: int, slots: int, transposed_keys: bool = False) -> KVCache:
         heads, size = config.num_kv_heads, config.head_size
+
         # Each its own buffer: donating one buffer twice is an error.
-        fill = lambda *shape: tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(config.num_layers))
+        def fill(*shape):
+            return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(config.num_layers))
+
         keys = fill(batch, heads, size, slots) if transposed_keys else fill(batch, heads, slots, size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         return cls(keys=keys, values=fill(batch, heads, slots, size), tokens_BS=tokens_BS)
@@ -46,12 +49,15 @@ class KVCache:
         """The logical axis names of every array of `zeros`, each a `PartitionSpec`."""
         values = PartitionSpec("batch", "kv_heads", "slots", "head")
         keys = PartitionSpec("batch", "kv_heads", "head", "slots") if transposed_keys else values
-        per_layer = lambda axes: (axes,) * config.num_layers
+
+        def per_layer(axes):
+            return (axes,) * config.num_layers
+
         tokens_BS = PartitionSpec("batch", "slots") if config.ngram_rows else None
         return cls(keys=per_layer(keys), values=per_layer(values), tokens_BS=tokens_BS)
 
 
-def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
+def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
     """Writes T slots of each row from that row's own start; requires ``start_B + T <= S``.
 
     Args:
@@ -62,7 +68,10 @@ def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = S
     """
     batch, slots = cache_BMSH.shape[0], cache_BMSH.shape[axis]
     zero = jnp.zeros((), start_B.dtype)
-    place = lambda row, start: (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
+
+    def place(row, start):
+        return (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
+
     if (batch, new_BMTH.shape[axis]) == (1, 1) and slots > 1:
         # A single slot of a single row is rewritten together with a neighbour. Written alone, XLA's CPU
         # backend fuses the update into its reader and into the carry, and copies the cache for each
@@ -77,5 +86,8 @@ def write_rows(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = S
             at = place(jnp.full((), b, start_B.dtype), start_B[b])
             cache_BMSH = jax.lax.dynamic_update_slice(cache_BMSH, new_BMTH[b : b + 1], at)
         return cache_BMSH
-    write = lambda cache, new, start: jax.lax.dynamic_update_slice(cache, new, place(zero, start)[1:])
+
+    def write(cache, new, start):
+        return jax.lax.dynamic_update_slice(cache, new, place(zero, start)[1:])
+
     return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specsamp import generate, greedy, load_pair
-from specsamp.pretrained.pair import load_prompts, pair_folder
+from specsamp.checkpoints.pair import load_prompts, pair_folder
 from specsamp.training.objective import cross_entropy, overlap
 
 OPTIMISED = True
@@ -23,14 +23,20 @@ def pair():
 def laws(pair):
     """Log-probabilities of target and draft on one prompt, and its tokens."""
     tokens_BT = jnp.asarray([pair.tokenizer.encode(load_prompts("python")[1])])
-    law = lambda model, params: jax.nn.log_softmax(jax.jit(model.forward)(params, tokens_BT).logits_BTV[:, :-1])
+
+    def law(model, params):
+        return jax.nn.log_softmax(jax.jit(model.forward)(params, tokens_BT).logits_BTV[:, :-1])
+
     return law(pair.target, pair.target_params), law(pair.draft, pair.draft_params), tokens_BT[:, 1:]
 
 
 def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
     """48 MB for both with the tokenizer; in float32 the target streams more than twice a cache of 32 MiB."""
     assert sum(path.stat().st_size for path in pair_folder("python").iterdir()) < 48e6
-    streamed = lambda model, params: sum(x.nbytes for x in model.streamed(model.prepare(params, 128)))
+
+    def streamed(model, params):
+        return sum(x.nbytes for x in model.streamed(model.prepare(params, 128)))
+
     target, draft = streamed(pair.target, pair.target_params), streamed(pair.draft, pair.draft_params)
     assert target > 2 * 32 * 2**20 and draft < target / 25
 

@@ -16,13 +16,13 @@ from specsamp.analysis.decoder import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.job import Job
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.on_mesh import on_mesh, shard
+from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.fakes import TableLM, random_table
 
 MESHES = [(1, 8, None), (2, 4, None), (4, 2, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]
-every_mesh = pytest.mark.parametrize("data, model, draft_ways", MESHES)
+every_mesh = pytest.mark.parametrize("data, model, draft_model_parallelism", MESHES)
 SAMPLING = chain(temperature(0.8), top_p(0.9))
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of any number of shares
 BUDGETS = [20, 5, 30, 9, 1]
@@ -33,14 +33,16 @@ CALL = {"rule": BlockRule(), "draft_length": 3, "return_log_probs": True}  # one
 def table_pair():
     target, draft = TableLM(8), TableLM(8)
     return Pair(
-        target=target, target_params=random_table(0, 8, 2.0),
-        draft=draft, draft_params=random_table(0, 8, 2.0) + 0.7 * random_table(1, 8),
-    )  # fmt: skip
+        target=target,
+        target_params=random_table(0, 8, 2.0),
+        draft=draft,
+        draft_params=random_table(0, 8, 2.0) + 0.7 * random_table(1, 8),
+    )
 
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    target = TransformerLM.here(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer key heads than devices
+    target = TransformerLM.here(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer kv heads than devices
     draft = TransformerLM.here(tiny(num_heads=8, num_layers=1, positions="rotary", ngram_rows=32))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -61,11 +63,15 @@ def test_tokens_of_table_models(table_pair, data, model, rule):
 
 
 @every_mesh
-def test_tokens_of_transformers(transformer_pair, data, model, draft_ways):
+def test_tokens_of_transformers(transformer_pair, data, model, draft_model_parallelism):
     """Sampled and greedy rows side by side; on the CPU at hand the pair alone has another layout altogether."""
     sampling = chain(temperature([0.8, 0.0, 0.5, 0.8, 1.2]), top_p(0.9))
     expected = generate(transformer_pair, PROMPTS, BUDGETS, sampling=sampling, **CALL)
-    pair = shard(transformer_pair, make_mesh(data, model, draft_ways=draft_ways), draft_ways=draft_ways)
+    pair = shard(
+        transformer_pair,
+        make_mesh(data, model, draft_model_parallelism=draft_model_parallelism),
+        draft_model_parallelism=draft_model_parallelism,
+    )
     made = generate(pair, PROMPTS, BUDGETS, sampling=sampling, **CALL)
     assert [c.tokens for c in made] == [c.tokens for c in expected]
     for on_it, alone in zip(made, expected):
@@ -79,12 +85,27 @@ def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
     mesh = make_mesh(data, model, rows=rows)
     pair = shard(transformer_pair, mesh)
     job = Job.make(
-        pair=pair, prompts=prompts, max_new_tokens=16, sampling=sampling, draft_sampling=None, drafter=None,
-        seed=0, stop=None, num_samples=1, prompt_ids=None, **CALL,
-    )  # fmt: skip
-    call = lambda weights: pair.target(
-        weights, jnp.zeros((rows, 4), jnp.int32), jnp.zeros(rows, jnp.int32), pair.target.init_cache(rows, job.slots)
+        pair=pair,
+        prompts=prompts,
+        max_new_tokens=16,
+        sampling=sampling,
+        draft_sampling=None,
+        drafter=None,
+        seed=0,
+        stop=None,
+        num_samples=1,
+        prompt_ids=None,
+        **CALL,
     )
+
+    def call(weights):
+        return pair.target(
+            weights,
+            jnp.zeros((rows, 4), jnp.int32),
+            jnp.zeros(rows, jnp.int32),
+            pair.target.init_cache(rows, job.slots),
+        )
+
     logits_BTV = jax.jit(call)(job.weights.target).logits_BTV
     assert logits_BTV.addressable_shards[0].data.shape == (1, 4, 64)
     state = job.loop.run(job.weights, job.request, job.prefill(), 9)
@@ -120,23 +141,32 @@ def test_logits_of_transformers(scheme, kv_heads, sizes):
         return model(model.prepare(params, 16), tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
 
     expected = jax.jit(logits, static_argnums=0)(model, params)
-    split = on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes)))
+    split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
     placed = jax.device_put(params, split.param_shardings(params))
     np.testing.assert_allclose(jax.jit(logits, static_argnums=0)(split, placed), expected, atol=2e-5)
 
 
 @every_mesh
-def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_ways):
+def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_model_parallelism):
     """Parameters, weights, caches before and after the loop, and what comes out of it."""
-    mesh = make_mesh(data, model, draft_ways=draft_ways)
-    pair = shard(transformer_pair, mesh, draft_ways=draft_ways)
+    mesh = make_mesh(data, model, draft_model_parallelism=draft_model_parallelism)
+    pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
     job = Job.make(
-        pair=pair, prompts=PROMPTS, max_new_tokens=BUDGETS, sampling=SAMPLING, draft_sampling=None, drafter=None,
-        seed=0, stop=None, num_samples=1, prompt_ids=None, **CALL,
-    )  # fmt: skip
-    over_model = ("model", "copies") if draft_ways == 2 else "model"
-    over_draft = {None: over_model, 1: None, 2: "model"}[draft_ways]
-    of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_ways != 2 else "model"
+        pair=pair,
+        prompts=PROMPTS,
+        max_new_tokens=BUDGETS,
+        sampling=SAMPLING,
+        draft_sampling=None,
+        drafter=None,
+        seed=0,
+        stop=None,
+        num_samples=1,
+        prompt_ids=None,
+        **CALL,
+    )
+    over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
+    over_draft = {None: over_model, 1: None, 2: "model"}[draft_model_parallelism]
+    of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_model_parallelism != 2 else "model"
 
     def check(array, *spec):
         expected = NamedSharding(mesh, P(*spec))
@@ -174,7 +204,7 @@ def test_random_parameters_do_not_depend_on_the_mesh():
     model = TransformerLM(tiny(num_heads=8, num_layers=1))
     expected = jax.jit(model.init)(jax.random.key(3))
     for sizes in ((1, 8), (4, 2)):
-        made = jax.jit(on_mesh(model, Layout.tensor_parallel(make_mesh(*sizes))).init)(jax.random.key(3))
+        made = jax.jit(shard_model(model, Layout.tensor_parallel(make_mesh(*sizes))).init)(jax.random.key(3))
         jax.tree.map(np.testing.assert_array_equal, made, expected)
         assert "model" in str(made["layer_0"]["mlp"]["up"].sharding.spec)
 

@@ -33,7 +33,10 @@ class WrongShapes(ValueError):
 
 def check_shapes(what: str, have: Any, want: Any) -> None:
     """Raises `WrongShapes` unless both trees have leaves of the same names and shapes."""
-    shapes = lambda tree: {name: tuple(leaf.shape) for name, leaf in named(tree).items()}
+
+    def shapes(tree):
+        return {name: tuple(leaf.shape) for name, leaf in named(tree).items()}
+
     have, want = shapes(have), shapes(want)
     different = [
         f"{name}: {have.get(name, 'absent')} there, {want.get(name, 'absent')} wanted"

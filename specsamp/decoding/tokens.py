@@ -8,7 +8,7 @@ import jax.numpy as jnp
 Array = jax.Array
 
 
-def place(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None) -> Array:
+def write_tokens(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None) -> Array:
     """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of each row.
 
     Selects rather than scatters: token buffers are small, and what would pass the end is dropped
@@ -24,6 +24,6 @@ def place(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | No
     return buffer_BS
 
 
-def windows(tokens_BS: Array, start_B: Array, width: int) -> Array:
+def gather_tokens(tokens_BS: Array, start_B: Array, width: int) -> Array:
     """``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]."""
     return jnp.take_along_axis(tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1)

@@ -18,8 +18,8 @@ from etils import epath
 from specsamp import storage
 from specsamp.checkpoints import hugging_face
 from specsamp.checkpoints.hugging_face import SMALL_FILES, Checkpoint, Progress, check_same_model
-from specsamp.checkpoints.shards import INDEX
-from specsamp.mesh.on_mesh import OnMesh, placed_params
+from specsamp.checkpoints.safetensors_io import INDEX
+from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run import write_json
 
@@ -47,7 +47,9 @@ def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
         write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
 
 
-def read_params(checkpoint: Checkpoint, model: TransformerLM | OnMesh, progress: Progress = lambda *_: None) -> Any:
+def read_params(
+    checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: Progress = lambda *_: None
+) -> Any:
     """`specsamp.checkpoints.hugging_face.read_params`, of a checkpoint in either format."""
     if not checkpoint.is_converted:
         return hugging_face.read_params(checkpoint, model, progress)

@@ -1,16 +1,16 @@
-"""The exact law of what speculative sampling emits, by enumeration: an oracle that knows no loop.
+"""The exact distribution of what speculative sampling emits, by enumeration: an oracle that knows no loop.
 
-A rule splits into an acceptance law, a map from yes/no answers to ``n``, and a residual law. Over a
-small vocabulary everything else can be summed: all ``V^K`` drafts, weighted with the law they are drawn
-from, all ``2^K`` patterns of answers, weighted with the acceptance law, all appended tokens. That is one
+A rule splits into an acceptance distribution, a map from yes/no answers to ``n``, and a residual distribution. Over a
+small vocabulary everything else can be summed: all ``V^K`` drafts, weighted with the distribution they are drawn
+from, all ``2^K`` patterns of answers, weighted with the acceptance distribution, all appended tokens. That is one
 round from one prefix, and the rounds are chained until ``length`` tokens are out. Nothing is drawn, so
-an exact rule reproduces the target's own joint law to rounding, here in float64.
+an exact rule reproduces the target's own joint distribution to rounding, here in float64.
 
 The same holds for the coupled rule, whose answers are not independent coins but the agreement of two
 races: its acceptance is conditional on the drafted token, its residual on the refusal of that token,
 positions have noise of their own, and what a position's noise said about a discarded draft never decided
-which tokens were emitted before it. (As drawn, the coupled rule never looks at the draft's laws nor at
-withheld tokens, so it survives wrong laws and tokens dropped for their value. Its split describes a
+which tokens were emitted before it. (As drawn, the coupled rule never looks at the draft's distributions nor at
+withheld tokens, so it survives wrong distributions and tokens dropped for their value. Its split describes a
 drafter without such mistakes and cannot show that.)
 
 Laws are tables that see the *whole* prefix. ``laws[n]`` is ``[S, V**n, V]``, the log-probabilities after
@@ -38,7 +38,7 @@ COMPILE_FAST = {"xla_backend_optimization_level": 0}  # small functions: compili
 
 
 def autoregressive(target: Laws, length: int) -> np.ndarray:
-    """The target's own joint law of ``length`` tokens, ``[S, V**length]``."""
+    """The target's own joint distribution of ``length`` tokens, ``[S, V**length]``."""
     joint = np.ones((target[0].shape[0], 1))
     for table in target[:length]:
         joint = (joint[..., None] * np.exp(table)).reshape(joint.shape[0], -1)
@@ -57,7 +57,7 @@ def joint_law(
     shown: Laws | None = None,
     dtype: type = np.float64,
 ) -> np.ndarray:
-    """The joint law of the first ``length`` tokens that rounds of ``rule`` emit, ``[S, V**length]``.
+    """The joint distribution of the first ``length`` tokens that rounds of ``rule`` emit, ``[S, V**length]``.
 
     Args:
       rule: the rule; only its split is used.
@@ -92,12 +92,12 @@ class Rounds:
     """One round from each of X prefixes of one length: D = V**K drafts, N = K + 1 outcomes."""
 
     drafted_SXD: np.ndarray  # the probability of each draft
-    num_accepted_SXDN: np.ndarray  # the law of n, given the draft
-    last_SXDNV: np.ndarray  # the law of the appended token, given the draft and n
+    num_accepted_SXDN: np.ndarray  # the distribution of n, given the draft
+    last_SXDNV: np.ndarray  # the distribution of the appended token, given the draft and n
 
     @property
     def joint_SXDNV(self) -> np.ndarray:
-        """The law of (draft, n, appended token)."""
+        """The distribution of (draft, n, appended token)."""
         drafted = self.drafted_SXD[..., None, None]
         # Drafts that are never drawn may leave a rule undefined; those that are drawn may not.
         return np.where(drafted > 0, drafted * self.num_accepted_SXDN[..., None] * self.last_SXDNV, 0)
@@ -134,8 +134,8 @@ def enumerate_round(
       num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens as a
         stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it is
         drafted all the same, handed to the rule, and must not matter.
-      one_hot: ``draft`` holds one-hot laws; the rule is given no laws.
-      shown: the laws shown to the rule where they are not those drawn from (a bug, for negative controls).
+      one_hot: ``draft`` holds one-hot distributions; the rule is given no distributions.
+      shown: the distributions shown to the rule where they are not those drawn from (a bug, for negative controls).
       dtype: in which the rule computes; the sums over its answers are in float64 in any case.
     """
     scenarios, prefixes, vocab_size = target[0].shape
@@ -167,7 +167,7 @@ def enumerate_round(
         dtype,
     )
     acceptance, residual = acceptance.astype(np.float64), residual.astype(np.float64)
-    # From independent yes/no answers to the law of n, by the rule's own reading of them.
+    # From independent yes/no answers to the distribution of n, by the rule's own reading of them.
     patterns_PK = np.array(list(itertools.product([False, True], repeat=num_tokens)), bool)
     n_P = np.asarray(rule.num_accepted(jnp.asarray(patterns_PK)))
     patterns_RP = np.where(patterns_PK, acceptance[:, None], 1 - acceptance[:, None]).prod(-1)
@@ -206,5 +206,8 @@ def split(
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def _split(rule: Rule, draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     batch, outcomes, _ = target.shape
-    residual = lambda n: rule.residual(draft, target, jnp.full(batch, n))
+
+    def residual(n):
+        return rule.residual(draft, target, jnp.full(batch, n))
+
     return rule.acceptance(draft, target), jax.vmap(residual, out_axes=1)(jnp.arange(outcomes, dtype=jnp.int32))

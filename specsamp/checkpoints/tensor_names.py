@@ -25,9 +25,15 @@ ReadTensor = Callable[[tuple[slice, ...]], np.ndarray]
 def sizes(config: TransformerConfig) -> dict[str, int]:
     """Of every letter."""
     return dict(
-        V=config.vocab_size, D=config.width, F=config.feedforward_width, N=config.num_heads, M=config.num_kv_heads,
-        H=config.head_size, P=config.max_positions, C=3,
-    )  # fmt: skip
+        V=config.vocab_size,
+        D=config.width,
+        F=config.feedforward_width,
+        N=config.num_heads,
+        M=config.num_kv_heads,
+        H=config.head_size,
+        P=config.max_positions,
+        C=3,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +80,11 @@ def source_of(parameter: str, names: Mapping[str, str]) -> Source:
     line = names[re.sub(r"^layer_\d+/", "layer/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
     return Source(
-        tensor=match["tensor"].format(i=layer and layer[1]), tensor_axes=tuple(match["axes"].split()),
-        axes=match["ours"], part=None if match["part"] is None else int(match["part"]),
-    )  # fmt: skip
+        tensor=match["tensor"].format(i=layer and layer[1]),
+        tensor_axes=tuple(match["axes"].split()),
+        axes=match["ours"],
+        part=None if match["part"] is None else int(match["part"]),
+    )
 
 
 LLAMA = {

@@ -1,0 +1,176 @@
+"""Two checkpoints as a pair: whether they belong together, found out before a tensor is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint
+from specsamp.checkpoints.orbax import read_params
+from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.decoding.pair import Pair
+from specsamp.mesh.layout import MODEL, REPLICA, Layout
+from specsamp.mesh.sharded import DataShares, ShardedModel, draft_layout, shard_model
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+
+
+def read_pair(
+    target: str,
+    draft: str,
+    *,
+    dtype: str = "bfloat16",
+    mesh: Mesh | None = None,
+    draft_model_parallelism: int | None = None,
+    progress: Progress = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Pair:
+    """A pair of two checkpoints, ready for `generate`.
+
+    Args:
+      target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
+      dtype: of weights, activations and caches.
+      mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
+      say: is told where the two differ without harm.
+
+    Raises:
+      FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
+        together, see `differences`: before any tensor is read.
+    """
+    checkpoints = [open_checkpoint(name, dtype=dtype) for name in (target, draft)]
+    for difference in differences(*checkpoints):
+        say(difference)
+    ways = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+    models = [TransformerLM.here(config) for config in padded_configs(*checkpoints, multiple=ways)]
+    if mesh is not None:
+        layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
+        models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
+    for checkpoint, model in zip(checkpoints, models):
+        _check_all(checkpoint, model)
+    params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]
+    pair = Pair(
+        target=models[0],
+        target_params=params[0],
+        draft=models[1],
+        draft_params=params[1],
+        tokenizer=checkpoints[0].tokenizer,
+        stop=checkpoints[0].stop_ids or None,
+    )
+    return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
+
+
+def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
+    """Where the two differ without harm: stop tokens, rows of padding, how texts are cut before merging.
+
+    Raises:
+      ValueError: their tokens do not mean the same, or their texts would be cut into other tokens; with the first
+        difference of vocabulary, merges or added tokens.
+    """
+    for side, checkpoint in (("target", target), ("draft", draft)):
+        if checkpoint.tokenizer is None:
+            raise ValueError(f"the {side} {checkpoint.name} has no tokenizer.json and no tokenizer.model: add one")
+    ours, theirs = target.tokenizer, draft.tokenizer
+    if type(ours) is not type(theirs):
+        raise ValueError(
+            f"{target.name} and {draft.name} have tokenizers of two formats, which cannot be compared "
+            "(tokenizer.json in one, only a tokenizer.model in the other): use a draft in the target's format"
+        )
+    notes = _compare_json(ours, theirs) if isinstance(ours, JsonTokenizer) else _compare_sentencepiece(ours, theirs)
+    if set(target.stop_ids) != set(draft.stop_ids):
+        notes.append(
+            f"stop tokens differ: {sorted(target.stop_ids)} in the target, {sorted(draft.stop_ids)} in the draft; the "
+            "target's end a text"
+        )
+    for checkpoint in (target, draft):
+        if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
+            notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
+    rows = target.config.vocab_size, draft.config.vocab_size
+    if rows[0] != rows[1]:
+        notes.append(
+            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens"
+        )
+    if draft.config.max_positions < target.config.max_positions:
+        notes.append(
+            f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts end "
+            "with the draft's"
+        )
+    return notes
+
+
+def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tuple[TransformerConfig, TransformerConfig]:
+    """Both with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
+    rows = max(target.config.vocab_size, draft.config.vocab_size)
+    vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_tokens=target.tokenizer.vocab_size)
+    return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
+
+
+def _check_all(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
+    """Everything that reading could stumble over."""
+    if not checkpoint.is_converted:
+        checkpoint.tensors
+    if isinstance(model, ShardedModel):
+        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+
+
+def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
+    ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
+
+    def by_id(vocabulary):
+        return {index: piece for piece, index in vocabulary.items()}
+
+    def pieces(content):
+        return (
+            by_id(content["model"]["vocab"])
+            if isinstance(content["model"]["vocab"], dict)
+            else {i: tuple(entry) for i, entry in enumerate(content["model"]["vocab"])}  # Unigram: pieces and scores
+        )
+
+    def added(content):
+        return {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
+
+    def merges(content):
+        return dict(
+            enumerate(
+                " ".join(merge) if isinstance(merge, list) else merge for merge in content["model"].get("merges") or ()
+            )
+        )
+
+    # Added tokens may stand in the vocabulary as well, or not: what counts is that both give an id one meaning.
+    _compare("vocabulary, at id", pieces(ours) | added(ours), pieces(theirs) | added(theirs))
+    _compare("merges, at merge", merges(ours), merges(theirs))
+    return [
+        f"the tokenizers' {part}s differ: some texts are cut into other tokens than the draft was trained on"
+        for part in ("normalizer", "pre_tokenizer")
+        if ours.get(part) != theirs.get(part)
+    ]
+
+
+def _compare_sentencepiece(target: SentencePieceTokenizer, draft: SentencePieceTokenizer) -> list[str]:
+    if target.to_bytes() != draft.to_bytes():  # scores are the order of merges
+        _compare("vocabulary and scores, at id", dict(enumerate(target.pieces())), dict(enumerate(draft.pieces())))
+    return []
+
+
+def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
+    """Raises with the first key where the two differ."""
+    for key in _in_order(ours, theirs):
+        if ours.get(key) != theirs.get(key):
+
+            def shown(side):
+                return repr(side[key]) if key in side else "nothing"
+
+            raise ValueError(
+                f"draft and target tokenizers differ in their {what} {key}: {shown(theirs)} in the draft, "
+                f"{shown(ours)} in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the "
+                "target's tokenizer"
+            )
+
+
+def _in_order(*sides: dict[int, Any]) -> Iterable[int]:
+    return sorted(set(itertools.chain(*sides)))

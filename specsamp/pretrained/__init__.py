@@ -1,1 +1,0 @@
-"""Tokenizers and trained pairs."""

@@ -1,0 +1,247 @@
+"""Two checkpoints as a pair: what does not belong together is refused, what is padded is masked, stops are agreed."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sentencepiece
+
+from specsamp import generate, temperature
+from specsamp.checkpoints import hugging_face, orbax
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.public_pair import differences, read_pair
+from specsamp.checkpoints.tokenizer import SentencePieceTokenizer
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.sharded import shard_model
+from specsamp.models.transformer import TransformerLM
+from support.checkpoint_shapes import CONFIG, random_params
+
+DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
+
+
+@pytest.fixture(scope="session")
+def draft_original(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("public") / "draft"
+    export(folder, DRAFT, random_params(DRAFT, 1), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def draft(draft_original, tmp_path):
+    return shutil.copytree(draft_original, tmp_path / "draft")
+
+
+def change_tokenizer(folder, change):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def refuse_to_read(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a tensor was looked at")
+
+    monkeypatch.setattr(hugging_face, "find_tensors", refuse)
+
+
+def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
+    """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279 tokens."""
+    said = []
+    pair = read_pair(original, draft, dtype="float32", say=said.append)
+    assert pair.target.vocab_size == pair.draft.vocab_size == 304
+    assert pair.target.config.num_tokens == pair.draft.config.num_tokens == tokenizer.vocab_size == 279
+    assert any("304 and 288 rows; both are masked beyond 279 tokens" in line for line in said)
+    assert any("the draft reads 256 tokens, the target 512" in line for line in said) and len(said) == 2
+    completion = generate(pair, ["def f(x)"], 40, sampling=temperature(5.0), draft_length=3, stop=[])[0]
+    assert max(completion.tokens) < 279 and completion.stats.accepted > 0
+    assert completion.text == tokenizer.decode(completion.tokens)
+    for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params)):  # without the tokenizer
+        with jax.disable_jit():
+            logits = model.forward(params, jnp.ones((1, 2), jnp.int32)).logits_BTV
+        assert (logits[..., 279:] == -np.inf).all() and np.isfinite(logits[..., :279]).all()
+
+
+def test_a_pair_on_a_mesh_has_rows_that_divide(original, draft):
+    pair = read_pair(
+        original, draft, dtype="float32", mesh=make_mesh(2, 4, draft_model_parallelism=2), draft_model_parallelism=2
+    )
+    assert pair.target_params["embedding"].sharding.num_devices == 8
+    with pytest.raises(ValueError, match="'heads' has 4 entries, which do not divide over the 8 devices"):
+        read_pair(original, draft, mesh=make_mesh(1, 8))
+
+
+def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, tmp_path):
+    target = shutil.copytree(original, tmp_path / "target")
+    (target / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
+    said = []
+    pair = read_pair(target, draft, dtype="float32", say=said.append)
+    assert pair.stop == (7, 9) and any(
+        "[7, 9] in the target, [278] in the draft; the target's" in line for line in said
+    )
+    free = generate(pair, ["def"], 40, stop=[], sampling=temperature(5.0), draft_length=3)[0].tokens
+    stop = free[5]
+    ended = dataclasses.replace(pair, stop=(303, stop))
+    completion = generate(ended, ["def"], 40, sampling=temperature(5.0), draft_length=3)[0]
+    assert completion.finish == "stop" and completion.tokens == free[: free.index(stop) + 1]
+    with pytest.raises(ValueError, match=r"the pair's stop\[0\] must be an integer >= 0 and below 304; got 304"):
+        generate(dataclasses.replace(pair, stop=(304,)), ["def"], 4)
+
+
+def swap_merges(content):
+    merges = content["model"]["merges"]
+    merges[3], merges[4] = merges[4], merges[3]
+
+
+def swap_pieces(content):
+    other = {269: 270, 270: 269}
+    content["model"]["vocab"] = {name: other.get(index, index) for name, index in content["model"]["vocab"].items()}
+
+
+def rename_added(content):
+    content["added_tokens"][0]["content"] = "<end>"
+    content["model"]["vocab"] = {("<end>" if i == 278 else k): i for k, i in content["model"]["vocab"].items()}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (swap_merges, r"differ in their merges, at merge 3: '.*' in the draft, '.*' in the target"),
+        (swap_pieces, r"differ in their vocabulary, at id 269: '.*' in the draft"),
+        (rename_added, r"differ in their vocabulary, at id 278: '<end>' in the draft, '<eos>' in the target"),
+    ],
+    ids=["merges", "vocabulary", "added"],
+)
+def test_tokenizers_that_differ_are_refused_before_anything_is_read(original, draft, change, message, monkeypatch):
+    change_tokenizer(draft, change)
+    refuse_to_read(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        read_pair(original, draft)
+
+
+def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
+    """Merges as pairs or as texts, an entry listed in one place or two; how texts are cut before merging is told."""
+    assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
+
+    def same(content):
+        content["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+        content["post_processor"] = None
+
+    change_tokenizer(draft, same)
+    assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
+    change_tokenizer(draft, lambda content: content.update(normalizer={"type": "NFC"}))
+    assert any("normalizers differ" in line for line in differences(open_checkpoint(original), open_checkpoint(draft)))
+
+
+def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
+    """As Gemma 3's text models carry the placeholder for images: 262145 tokens for 262144 rows."""
+    target = shutil.copytree(original, tmp_path / "target")
+    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"vocab_size": 279}
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    image = dict(id=279, content="<image>")
+    change_tokenizer(target, lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
+    checkpoint = open_checkpoint(target)
+    assert checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
+    assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode("x<image>")
+    said = differences(checkpoint, open_checkpoint(draft))
+    assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
+    change_tokenizer(target, lambda content: content["model"]["vocab"].update({"<image>": 279}))
+    with pytest.raises(ValueError, match="has 280 tokens, but the embedding of config.json only 279 rows"):
+        open_checkpoint(target)
+
+
+def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, monkeypatch):
+    (draft / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes()[:-9])
+    monkeypatch.setattr(hugging_face.Tensor, "read", None)
+    with pytest.raises(ValueError, match="draft/model.safetensors is damaged"):
+        read_pair(original, draft)
+
+
+def test_a_checkpoint_without_a_tokenizer(original, draft):
+    (draft / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="the draft .*draft has no tokenizer.json and no tokenizer.model"):
+        read_pair(original, draft)
+
+
+def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params, tmp_path):
+    checkpoint = open_checkpoint(original, dtype="float32")
+    mesh = make_mesh(2, 4)
+    split = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(mesh))
+    place = tmp_path / "converted"
+    orbax.write(checkpoint, hugging_face.read_params(checkpoint, split), place)
+    again = open_checkpoint(place, dtype="float32")
+    assert again.is_converted and not checkpoint.is_converted and again.stop_ids == checkpoint.stop_ids
+    assert again.config == checkpoint.config
+    whole = orbax.read_params(again, TransformerLM(again.config))
+    jax.tree.map(np.testing.assert_array_equal, whole, params)
+    wide = shard_model(TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")), split.layout)
+    placed = orbax.read_params(again, wide)
+    assert placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
+    np.testing.assert_array_equal(
+        placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16)
+    )
+    pair = read_pair(place, draft, dtype="float32")
+    assert pair.target.vocab_size == 304
+    shutil.rmtree(place / "checkpoints/0/params")
+    with pytest.raises(ValueError, match="converted is damaged .*convert the checkpoint again"):
+        orbax.read_params(again, TransformerLM(again.config))
+
+
+def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
+    """Orbax refuses what is not smaller than its limit. Here a gigabyte is 10 kB, and the embedding has 39."""
+    handler, small = orbax.ocp.StandardCheckpointHandler, 10_000
+
+    def scaled(**limits):
+        return handler(**{name: gb * small / 10**9 for name, gb in limits.items()})
+
+    monkeypatch.setattr(orbax.ocp, "StandardCheckpointHandler", scaled)
+    monkeypatch.setattr(orbax, "GB", small)
+    orbax.write(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
+    again = open_checkpoint(tmp_path / "large", dtype="bfloat16")
+    read = orbax.read_params(again, shard_model(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4))))
+    np.testing.assert_array_equal(read["embedding"], params["embedding"].astype(jnp.bfloat16))
+
+
+def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
+    """Orbax would keep the old parameters and say nothing."""
+    checkpoint = open_checkpoint(original, dtype="float32")
+    orbax.write(checkpoint, params, tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match="holds parameters already: delete it, or choose another folder"):
+        orbax.write(checkpoint, random_params(CONFIG, 5), tmp_path)
+    assert not open_checkpoint(tmp_path).is_converted
+
+
+def spm_model(path, words):
+    text = [f"the {a} of {b} is {a}{b}" for a in words for b in ("rain", "snow", "wind")] * 4
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
+        )
+
+
+def test_sentencepiece_models_are_read_and_compared(original, draft, tmp_path):
+    target = shutil.copytree(original, tmp_path / "target")
+    for folder in (target, draft):
+        (folder / "tokenizer.json").unlink()
+        spm_model(folder / "tokenizer.model", ("cat", "dog", "house"))
+    tokenizer = SentencePieceTokenizer(target / "tokenizer.model")
+    tokens = tokenizer.encode("the rain of the dog")
+    assert tokens[0] == tokenizer.token_id("<s>") == 1 and tokenizer.eos_id == 2 and tokenizer.vocab_size == 60
+    assert tokenizer.decode(tokens) == "the rain of the dog" and tokenizer.token(tokens[1]) == "▁the"
+    assert tokenizer.token_id("no such piece") is None
+    pair = read_pair(target, draft, dtype="float32")
+    assert pair.target.config.num_tokens == 60
+    spm_model(draft / "tokenizer.model", ("house", "hound", "doghouse", "cat"))
+    with pytest.raises(ValueError, match="differ in their vocabulary and scores, at id"):
+        read_pair(target, draft)
+    with pytest.raises(ValueError, match="tokenizers of two formats, which cannot be compared"):
+        read_pair(original, draft)
+    (draft / "tokenizer.model").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="tokenizer.model is no SentencePiece model"):
+        open_checkpoint(draft)
