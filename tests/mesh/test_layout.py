@@ -136,7 +136,7 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
         "(--config.mesh.data=4 --config.mesh.model=64), or pad the model"
     )
     mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "replica", "model")))
-    with pytest.raises(ValueError, match=r"the 128 devices of model x copies: use data=4 and model=64 \("):
+    with pytest.raises(ValueError, match=r"the 128 devices of model x replica: use data=4 and model=64 \("):
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
     with pytest.raises(
         ValueError,
