@@ -127,7 +127,7 @@ def read_params(
 
     Args:
       model: of the checkpoint's config. It may have a larger vocabulary (rows beyond the checkpoint's are zero;
-        set ``num_tokens``) and another dtype.
+        set ``num_real_tokens``) and another dtype.
       progress: called after every parameter.
 
     Raises:
@@ -174,7 +174,7 @@ def _read_piece(
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
     """Raises ValueError unless ``config`` is the checkpoint's, but for dtype and padding of the vocabulary."""
-    free = {"dtype", "num_tokens", "vocab_size"}
+    free = {"dtype", "num_real_tokens", "vocab_size"}
     values = {
         field.name: (getattr(checkpoint.config, field.name), getattr(config, field.name))
         for field in dataclasses.fields(config)

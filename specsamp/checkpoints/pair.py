@@ -53,7 +53,7 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
     folder = pair_folder(name_or_path)
     try:
         described = json.loads((folder / "pair.json").read_text(encoding="utf-8"))
-        configs = {side: TransformerConfig(**{**described[side], "dtype": dtype}) for side in ("target", "draft")}
+        configs = {side: TransformerConfig.from_json(described[side], dtype=dtype) for side in ("target", "draft")}
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
     models = {side: TransformerLM.here(config) for side, config in configs.items()}

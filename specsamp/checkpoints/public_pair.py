@@ -106,7 +106,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
 def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tuple[TransformerConfig, TransformerConfig]:
     """Both with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
     rows = max(target.config.vocab_size, draft.config.vocab_size)
-    vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_tokens=target.tokenizer.vocab_size)
+    vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_real_tokens=target.tokenizer.vocab_size)
     return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -47,7 +48,7 @@ class TransformerConfig:
     tied: bool = True  # one matrix embeds and unembeds; False: the output has its own
     embedding_scale: float | None = None  # embeddings are multiplied by it
     logit_cap: float | None = None  # c: logits become c tanh(logits / c)
-    num_tokens: int | None = None  # ids from here on are padding: their logits are -inf
+    num_real_tokens: int | None = None  # ids from here on are padding: their logits are -inf. None: no padding
     # The stream.
     norm: str = "rms"  # or "layer": mean subtracted, with a bias
     norm_offset: bool = False  # norms multiply by 1 + scale
@@ -69,6 +70,20 @@ class TransformerConfig:
     rotary_scaling: RotaryScaling | None = None
     window_rotary_base: float | None = None  # of layers with a window, unscaled; None: as the others
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], **changes: Any) -> TransformerConfig:
+        """Returns the config that a pair.json or run.json describes, with ``changes`` to its fields.
+
+        Documents written before `num_real_tokens` had its name call it ``num_tokens``.
+
+        Raises:
+          TypeError: ``fields`` is no object, or a field has an unknown name. ValueError: see the class.
+        """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"{fields!r} is no object")
+        renamed = {"num_real_tokens" if name == "num_tokens" else name: value for name, value in fields.items()}
+        return cls(**{**renamed, **changes})
+
     def __post_init__(self):
         def set_default(name, value):
             return object.__setattr__(self, name, value)
@@ -76,7 +91,7 @@ class TransformerConfig:
         if isinstance(self.rotary_scaling, Mapping):  # from JSON
             set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
         set_default("global_layers", tuple(self.global_layers))
-        optional = ("num_kv_heads", "head_size", "feedforward_width", "num_tokens", "window", "rotary_size")
+        optional = ("num_kv_heads", "head_size", "feedforward_width", "num_real_tokens", "window", "rotary_size")
         for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions") + optional:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
@@ -112,8 +127,10 @@ class TransformerConfig:
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be True or False; got {getattr(self, field.name)!r}")
-        if self.num_tokens is not None and self.num_tokens > self.vocab_size:
-            raise ValueError(f"num_tokens {self.num_tokens} exceeds vocab_size {self.vocab_size}, padding included")
+        if self.num_real_tokens is not None and self.num_real_tokens > self.vocab_size:
+            raise ValueError(
+                f"num_real_tokens {self.num_real_tokens} exceeds vocab_size {self.vocab_size}, padding included"
+            )
         if self.positions != "rotary":
             for name in ("rotary_size", "rotary_scaling", "window_rotary_base"):
                 if getattr(self, name) is not None:

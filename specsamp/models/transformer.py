@@ -220,7 +220,7 @@ class Transformer(nn.Module):
             logits_BTV = contract("BTD,VD->BTV", x_BTD, embedding_VD, dtype=jnp.float32)
         if config.logit_cap is not None:
             logits_BTV = soft_cap(logits_BTV, config.logit_cap)
-        if config.num_tokens not in (None, config.vocab_size):
-            is_token_V = jnp.arange(config.vocab_size) < config.num_tokens
+        if config.num_real_tokens not in (None, config.vocab_size):
+            is_token_V = jnp.arange(config.vocab_size) < config.num_real_tokens
             logits_BTV = jnp.where(is_token_V[None, None], logits_BTV, -jnp.inf)
         return logits_BTV

@@ -125,7 +125,7 @@ def open_trained(folder: str | os.PathLike) -> TrainedModel:
     path = folder / "run.json"
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
-    config = TransformerConfig(**json.loads(path.read_text(encoding="utf-8"))["model"])
+    config = TransformerConfig.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
     # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if jax.process_count() > 1:

@@ -114,7 +114,7 @@ def test_any_float_is_read_into_any_float(saved, params, dtype):
 
 def test_rows_of_padding_are_zero(original, params):
     checkpoint, _ = open_all(original)
-    wide = dataclasses.replace(checkpoint.config, vocab_size=312, num_tokens=300)
+    wide = dataclasses.replace(checkpoint.config, vocab_size=312, num_real_tokens=300)
     read = read_params(checkpoint, shard_model(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4))))
     for name in ("embedding", "output_embedding"):
         np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))

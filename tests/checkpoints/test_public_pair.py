@@ -55,7 +55,7 @@ def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokeni
     said = []
     pair = read_pair(original, draft, dtype="float32", say=said.append)
     assert pair.target.vocab_size == pair.draft.vocab_size == 304
-    assert pair.target.config.num_tokens == pair.draft.config.num_tokens == tokenizer.vocab_size == 279
+    assert pair.target.config.num_real_tokens == pair.draft.config.num_real_tokens == tokenizer.vocab_size == 279
     assert any("304 and 288 rows; both are masked beyond 279 tokens" in line for line in said)
     assert any("the draft reads 256 tokens, the target 512" in line for line in said) and len(said) == 2
     completion = generate(pair, ["def f(x)"], 40, sampling=temperature(5.0), draft_length=3, stop=[])[0]
@@ -236,7 +236,7 @@ def test_sentencepiece_models_are_read_and_compared(original, draft, tmp_path):
     assert tokenizer.decode(tokens) == "the rain of the dog" and tokenizer.token(tokens[1]) == "▁the"
     assert tokenizer.token_id("no such piece") is None
     pair = read_pair(target, draft, dtype="float32")
-    assert pair.target.config.num_tokens == 60
+    assert pair.target.config.num_real_tokens == 60
     spm_model(draft / "tokenizer.model", ("house", "hound", "doghouse", "cat"))
     with pytest.raises(ValueError, match="differ in their vocabulary and scores, at id"):
         read_pair(target, draft)

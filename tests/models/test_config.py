@@ -1,12 +1,13 @@
 """Counts and shapes of the presets, and what a wrong shape is told."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from specsamp.models.config import chinchilla_70b, draft_1m, draft_4b, human_count, target_38m, tiny
+from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_1m, draft_4b, human_count, target_38m, tiny
 from specsamp.models.transformer import TransformerLM
 
 SHAPES = dict(
@@ -75,6 +76,17 @@ def test_cache_bytes_of_a_token():
     """2 x 80 layers x 64 heads x 128 x 2 bytes: 2.6 MB for each token of Chinchilla, and a 64th for one kv head."""
     assert chinchilla_70b().kv_bytes_per_token == 2 * 80 * 64 * 128 * 2
     assert chinchilla_70b(num_kv_heads=1).kv_bytes_per_token == 2 * 80 * 128 * 2
+
+
+def test_documents_from_before_a_field_had_its_name_are_read():
+    fields = dataclasses.asdict(tiny(num_real_tokens=60))
+    fields["num_tokens"] = fields.pop("num_real_tokens")
+    assert TransformerConfig.from_json(fields, width=64) == tiny(
+        num_real_tokens=60, width=64, head_size=8, feedforward_width=128
+    )
+    for wrong in (3, {"width": 32, "wdth": 3}):
+        with pytest.raises(TypeError):
+            TransformerConfig.from_json(wrong)
 
 
 @pytest.mark.parametrize("number, text", [(7, "7"), (1234567, "1.235M"), (70_057_992_192, "70.06B")])

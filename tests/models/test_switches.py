@@ -41,7 +41,7 @@ MODELS = {
     "gemma": tiny(positions="rotary", num_kv_heads=2, **GEMMA),
     "gpt2": tiny(positions="learned", norm="layer", max_positions=16, **BIASES),
     "neox": tiny(positions="rotary", norm="layer", parallel=True, rotary_size=4, tied=False, gated=True, **BIASES),
-    "relative": tiny(window=WINDOW, num_kv_heads=1, num_tokens=60, tied=False, **BIASES),
+    "relative": tiny(window=WINDOW, num_kv_heads=1, num_real_tokens=60, tied=False, **BIASES),
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
@@ -82,7 +82,7 @@ def test_counts_axes_and_json(config):
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
     jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), model.param_axes(), shapes)
-    read = TransformerConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+    read = TransformerConfig.from_json(json.loads(json.dumps(dataclasses.asdict(config))))
     assert read == config and hash(read) == hash(config)
 
 
@@ -147,7 +147,7 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
 
     The draft forgets the window, so that it is often wrong and tokens are taken back all along.
     """
-    config = dataclasses.replace(MODELS["gemma"], num_tokens=61)
+    config = dataclasses.replace(MODELS["gemma"], num_real_tokens=61)
     draft = dataclasses.replace(config, window=None, global_layers=(), window_rotary_base=None, num_layers=1)
     params = random_params(config)
     pair = Pair(
@@ -178,7 +178,7 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
         (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
         (dict(positions="rotary", rotary_size=10), "at most head_size 8; got 10"),
-        (dict(num_tokens=65), "num_tokens 65 exceeds vocab_size 64"),
+        (dict(num_real_tokens=65), "num_real_tokens 65 exceeds vocab_size 64"),
         (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3 or yarn; got 'ntk'"),
         (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
     ],
