@@ -49,6 +49,8 @@ def main() -> None:
             model = shard_model(
                 model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value))
             )
+        for note in checkpoint.notes:
+            console.print(note)
         console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
         start = time.perf_counter()
         with console.status("reading") as status:

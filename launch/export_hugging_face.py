@@ -27,6 +27,8 @@ def main() -> None:
         if _RUN.value is not None:
             trained = open_trained(_RUN.value)
             config, params = trained.config, trained.params
+            if "data" not in trained.run_config():
+                raise ValueError(f"--run={_RUN.value} was converted from a public checkpoint: export that one's folder")
             eos = trained.run_config()["data"]["eos"]
             tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
         else:
@@ -38,6 +40,8 @@ def main() -> None:
             )
             config = model.config
         export(_OUTPUT.value, config, params, tokenizer)
+    except KeyError as error:
+        sys.exit(f"{_RUN.value}/run.json does not say {error}: launch/train.py did not write it")
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
     print(f"written to {_OUTPUT.value}")

@@ -31,6 +31,8 @@ def main() -> None:
     console = entry.make_console(highlight=False)
     try:
         export(_TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console)
+    except KeyError as error:
+        sys.exit(f"{_TARGET.value} or {_DRAFT.value} lacks {error} in its JSON files: launch/train.py did not write it")
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from typing import Any
@@ -50,6 +51,32 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def is_regular_file(path: str | os.PathLike) -> bool:
+    """Returns whether there is a file that can be read to its end: no folder, pipe or device."""
+    path = place(path)
+    return path.is_file() if os.fspath(path).startswith(BUCKETS) else os.path.isfile(path)
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Returns the JSON object that a file holds.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no regular file (a pipe would be waited for), or holds no JSON object in UTF-8, or one that is
+        nested too deep to be read.
+    """
+    path = place(path)
+    if path.exists() and not is_regular_file(path):
+        raise ValueError(f"{path} is no regular file")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of the first kind are wrong UTF-8, wrong JSON and endless numbers
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return content
 
 
 class Lines:

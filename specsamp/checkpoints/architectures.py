@@ -32,7 +32,8 @@ ACTIVATIONS = {
 class Family:
     """Models that share names and the meaning of config.json."""
 
-    names: Mapping[str, str]  # see names.py
+    model_type: str  # what config.json calls it beside its architecture
+    names: Mapping[str, str]  # see tensor_names.py
     read: Callable[[Fields], dict]  # to fields of a TransformerConfig
     prefix: str = ""  # of tensors, which some files leave out
 
@@ -55,6 +56,13 @@ class Fields:
     def or_null(self, key: str, default: Any) -> Any:
         """Its value, null included: some keys mean one thing when they are absent and another as null."""
         return self._content.get(key, default)
+
+    def count(self, key: str) -> int:
+        """Returns the positive integer it holds."""
+        value = self(key)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.path} says {key} = {value!r}; a positive integer is wanted")
+        return value
 
     def object(self, key: str) -> Mapping[str, Any]:
         """The object it holds; empty if it is absent or null."""
@@ -87,6 +95,12 @@ def config_of(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family
         why = " (text only: it also sees images)" if "ConditionalGeneration" in architecture else ""
         raise ValueError(f"{path} is of the architecture {architecture!r}{why}; known are {', '.join(FAMILIES)}")
     family, fields = FAMILIES[architecture], Fields(path, content)
+    model_type = content.get("model_type")
+    if model_type not in (None, family.model_type):  # transformers goes by the second, others by the first
+        raise ValueError(
+            f"{path} says architectures = {architecture!r}, whose model_type is {family.model_type!r}, and model_type = "
+            f"{model_type!r}: correct the one that is wrong"
+        )
     if content.get("quantization_config") is not None:
         raise ValueError(f"{path} has a quantization_config: give the checkpoint before it was quantised")
     try:
@@ -112,7 +126,7 @@ def _usual(fields: Fields) -> dict:
 
 
 def _llama(fields: Fields) -> dict:
-    return _like_llama(fields) | _rotary(fields, _turns(fields), _usual(fields))
+    return _like_llama(fields) | _rotary(fields, _rope(fields), _usual(fields))
 
 
 def _like_llama(fields: Fields) -> dict:
@@ -143,7 +157,10 @@ def _mistral(fields: Fields) -> dict:
 def _qwen2(fields: Fields) -> dict:
     window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
     first = fields("max_window_layers", 28)
-    kinds = ["full_attention" if i < first else "sliding_attention" for i in range(fields("num_hidden_layers"))]
+    kinds = [
+        "full_attention" if window is None or i < first else "sliding_attention"
+        for i in range(fields.count("num_hidden_layers"))
+    ]
     return (
         _llama(fields)
         | _windows(fields, window, kinds)
@@ -186,10 +203,10 @@ def _gpt2(fields: Fields) -> dict:
 def _gpt_neox(fields: Fields) -> dict:
     usual, bias = _usual(fields), fields("attention_bias", True)
     rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
-    rotary |= _turns(fields)
+    rotary |= _rope(fields)
     return (
         usual
-        | _rotary(fields, rotary, usual)
+        | _rotary(fields, rotary, usual, partial=True)
         | dict(
             tied=fields("tie_word_embeddings", False),
             norm="layer",
@@ -204,8 +221,8 @@ def _gpt_neox(fields: Fields) -> dict:
 
 
 def _gemma2(fields: Fields) -> dict:
-    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields("num_hidden_layers"))]
-    rotary = _rotary(fields, _turns(fields), _usual(fields))
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields.count("num_hidden_layers"))]
+    rotary = _rotary(fields, _rope(fields), _usual(fields))
     return (
         _like_gemma(fields)
         | rotary
@@ -219,8 +236,8 @@ def _gemma2(fields: Fields) -> dict:
 
 def _gemma3(fields: Fields) -> dict:
     fields.refuse("attn_logit_softcapping", None)  # which transformers reads, but does not apply
-    every = fields("sliding_window_pattern", 6)
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(fields("num_hidden_layers"))]
+    every, num_layers = fields("sliding_window_pattern", 6), fields.count("num_hidden_layers")
+    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     windows = _windows(fields, fields.or_null("sliding_window", 4096), kinds)
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
@@ -256,38 +273,67 @@ def _like_gemma(fields: Fields) -> dict:
 
 
 def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
-    """From the kinds of the layers, unless the file lists them."""
+    """Returns the window and the layers without it; ``kinds`` of layers count unless the file lists its own.
+
+    Raises:
+      ValueError: the list is no list of kinds, one for each layer; or layers have a window, but none is given.
+    """
     kinds = fields("layer_types", kinds)
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown or len(kinds) != fields("num_hidden_layers"):
+    known, num_layers = ("full_attention", "sliding_attention"), fields("num_hidden_layers")
+    if not isinstance(kinds, list) or not all(kind in known for kind in kinds) or len(kinds) != num_layers:
         raise ValueError(
-            f"{fields.path} says layer_types = {kinds}: one of full_attention and sliding_attention is wanted for each "
-            f"of the {fields('num_hidden_layers')} layers"
+            f"{fields.path} says layer_types = {kinds!r}; a list of {' or '.join(known)} for each of the {num_layers} "
+            "layers is wanted"
         )
-    if window is None or "sliding_attention" not in kinds:
+    if "sliding_attention" not in kinds:
         return {}
+    if window is None:
+        raise ValueError(
+            f"{fields.path} has layers of sliding_attention but no window for them: set sliding_window (and "
+            "use_sliding_window, where the family has it), or layer_types to full_attention"
+        )
     return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
 
 
-def _turns(fields: Fields) -> Mapping[str, Any]:
-    """Of files that have both, rope_scaling counts: people add it to lengthen what a model reads."""
-    return fields.object("rope_scaling") or fields.object("rope_parameters")
+def _rope(fields: Fields) -> Mapping[str, Any]:
+    """Returns what the file says of rotary positions, with the preferences of transformers.
+
+    Of files that have both, rope_scaling counts, not rope_parameters: people add it to lengthen what a model reads.
+    The length of the original training counts where it stands beside them, as Phi 3 writes it, not within.
+    """
+    rope = fields.object("rope_scaling") or fields.object("rope_parameters")
+    original = fields("original_max_position_embeddings", None)
+    return rope if original is None else {**rope, "original_max_position_embeddings": original}
 
 
-def _rotary(fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict:
-    """``given`` is rope_parameters, or rope_scaling in older files and where it was added."""
+def _rotary(
+    fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any], *, partial: bool = False
+) -> dict[str, Any]:
+    """Returns the fields of rotary positions.
+
+    Args:
+      given: rope_parameters, or rope_scaling in older files and where it was added; see `_rope`.
+      usual: sizes of the model.
+      partial: whether the family turns a part of each head. transformers knows one such family; for the others it
+        ignores partial_rotary_factor unless positions are scaled as well, and then fails.
+    """
     given = {key: value for key, value in given.items() if value is not None}
     if "full_attention" in given:  # by kind of layer, only where kinds differ
         raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which is known of Gemma 3 only")
     base = float(given.get("rope_theta", fields("rope_theta", 10_000.0)))
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
-    size = None if share == 1 else int(head_size * share)
+    scaling = _scaling(fields, given, usual["max_positions"])
+    if share != 1 and scaling is not None and not partial:
+        raise ValueError(
+            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary positions; this family turns "
+            "whole heads: remove one of the two"
+        )
     return dict(
         positions="rotary",
         rotary_base=base,
-        rotary_size=size,
-        rotary_scaling=_scaling(fields, given, usual["max_positions"]),
+        rotary_size=int(head_size * share) if partial and share != 1 else None,
+        rotary_scaling=scaling,
     )
 
 
@@ -295,26 +341,35 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return None
+
+    def number(key: str, *default: float) -> float:
+        value = given.get(key, *default) if default else given[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{fields.path} scales rotary positions with {key} = {value!r}; a positive number is wanted"
+            )
+        return value
+
     try:
         if kind == "linear":
-            return RotaryScaling(kind=kind, factor=float(given["factor"]))
+            return RotaryScaling(kind=kind, factor=float(number("factor")))
         if kind == "llama3":
             return RotaryScaling(
                 kind=kind,
-                factor=float(given["factor"]),
-                original_positions=given["original_max_position_embeddings"],
-                low=float(given["low_freq_factor"]),
-                high=float(given["high_freq_factor"]),
+                factor=float(number("factor")),
+                original_positions=number("original_max_position_embeddings"),
+                low=float(number("low_freq_factor")),
+                high=float(number("high_freq_factor")),
             )
         if kind == "yarn" and "mscale" not in given and "mscale_all_dim" not in given:
-            factor, original = float(given["factor"]), given.get("original_max_position_embeddings", max_positions)
+            factor = float(number("factor"))
             return RotaryScaling(
                 kind=kind,
                 factor=factor,
-                original_positions=original,
-                low=float(given.get("beta_slow", 1)),
-                high=float(given.get("beta_fast", 32)),
-                amplitude=float(given.get("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
+                original_positions=number("original_max_position_embeddings", max_positions),
+                low=float(number("beta_slow", 1)),
+                high=float(number("beta_fast", 32)),
+                amplitude=float(number("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
                 whole_dimensions=given.get("truncate", True),
             )
     except KeyError as error:
@@ -326,13 +381,13 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(names=tensor_names.LLAMA, read=_llama),
-    "MistralForCausalLM": Family(names=tensor_names.LLAMA, read=_mistral),
-    "Qwen2ForCausalLM": Family(names=tensor_names.LLAMA, read=_qwen2),
-    "Qwen3ForCausalLM": Family(names=tensor_names.LLAMA, read=_qwen3),
-    "GPT2LMHeadModel": Family(names=tensor_names.GPT2, read=_gpt2, prefix="transformer."),
-    "GPTNeoXForCausalLM": Family(names=tensor_names.GPT_NEOX, read=_gpt_neox),
-    "Gemma2ForCausalLM": Family(names=tensor_names.GEMMA, read=_gemma2),
-    "Gemma3ForCausalLM": Family(names=tensor_names.GEMMA, read=_gemma3),
-    "ArceeForCausalLM": Family(names=tensor_names.LLAMA, read=_arcee),
+    "LlamaForCausalLM": Family(model_type="llama", names=tensor_names.LLAMA, read=_llama),
+    "MistralForCausalLM": Family(model_type="mistral", names=tensor_names.LLAMA, read=_mistral),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", names=tensor_names.LLAMA, read=_qwen2),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", names=tensor_names.LLAMA, read=_qwen3),
+    "GPT2LMHeadModel": Family(model_type="gpt2", names=tensor_names.GPT2, read=_gpt2, prefix="transformer."),
+    "GPTNeoXForCausalLM": Family(model_type="gpt_neox", names=tensor_names.GPT_NEOX, read=_gpt_neox),
+    "Gemma2ForCausalLM": Family(model_type="gemma2", names=tensor_names.GEMMA, read=_gemma2),
+    "Gemma3ForCausalLM": Family(model_type="gemma3_text", names=tensor_names.GEMMA, read=_gemma3),
+    "ArceeForCausalLM": Family(model_type="arcee", names=tensor_names.LLAMA, read=_arcee),
 }

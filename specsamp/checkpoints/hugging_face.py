@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -26,7 +25,17 @@ from etils import epath
 from specsamp import storage
 from specsamp.checkpoints.architectures import Family, config_of
 from specsamp.checkpoints.params import MOST_SHOWN, named, nested
-from specsamp.checkpoints.safetensors_io import DTYPES, INDEX, PICKLES, SINGLE, Tensor, find_tensors, refuse_pickles
+from specsamp.checkpoints.safetensors_io import (
+    DTYPES,
+    INDEX,
+    PICKLES,
+    SINGLE,
+    Tensor,
+    are_equal,
+    find_tensors,
+    read_index,
+    refuse_pickles,
+)
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, sizes, source_of
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
@@ -45,9 +54,37 @@ class Checkpoint:
     folder: epath.Path  # of the small files
     from_hub: bool  # then the tensors are downloaded when they are asked for
     family: Family
-    config: TransformerConfig
+    described: TransformerConfig  # what config.json says
     tokenizer: JsonTokenizer | SentencePieceTokenizer | None
     stop_ids: tuple[int, ...]  # tokens that end a text
+
+    @functools.cached_property
+    def config(self) -> TransformerConfig:
+        """What config.json says, but for one thing: an output embedding of its own counts where the files have one.
+
+        Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
+        wrong (transformers says so, and uses both): the model is not tied.
+
+        Raises:
+          FileNotFoundError, ValueError: of a tied model, see `find_tensors`.
+        """
+        if self.is_converted or not self.described.tied:
+            return self.described
+        names = (source_of(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
+        embedding, output = map(self._found.get, names)
+        if embedding is None or output is None or are_equal(embedding, output):
+            return self.described
+        return dataclasses.replace(self.described, tied=False)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what is read otherwise than config.json says."""
+        if self.config == self.described:
+            return []
+        return [
+            f"{self.name} says tie_word_embeddings = true, but has an output embedding that differs from its embedding: "
+            "both are used"
+        ]
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -57,19 +94,24 @@ class Checkpoint:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
             and both shapes; or an unsupported dtype.
         """
+        _check_tensors(self._found, self)
+        return self._found
+
+    @functools.cached_property
+    def _found(self) -> dict[str, Tensor]:
+        """All tensors of the files, downloaded if they are not here, by the names that the family has for them."""
         folder = self.folder
         if self.from_hub:
             index = folder / INDEX
-            files = set(_read_json(index).get("weight_map", {}).values()) if index.exists() else {SINGLE}
+            files = set(read_index(index).values()) if index.exists() else {SINGLE}
             folder = _download(self.name, sorted(files))
             if not index.exists() and not (folder / SINGLE).exists():
                 _refuse_what_the_hub_has(self.name)
         found = find_tensors(folder)
         prefix = self.family.prefix
-        if prefix and not any(name.startswith(prefix) for name in found):
-            found = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in found.items()}
-        _check_tensors(str(folder), found, self)
-        return found
+        if not prefix or any(name.startswith(prefix) for name in found):
+            return found
+        return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in found.items()}
 
     @property
     def is_converted(self) -> bool:
@@ -95,9 +137,10 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
         for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
     """
     folder, from_hub = _find_folder(os.fspath(name))
-    content = _read_json(folder / "config.json")
+    content = storage.read_json(folder / "config.json")
     family, config = config_of(str(folder / "config.json"), content, dtype)
-    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    beside = folder / "generation_config.json"
+    generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
     stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
     tokenizer = _tokenizer(folder, stop_ids, config.vocab_size)
@@ -114,7 +157,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
         folder=folder,
         from_hub=from_hub,
         family=family,
-        config=config,
+        described=config,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
     )
@@ -245,17 +288,7 @@ def _tokenizer(
     return None
 
 
-def _read_json(path: epath.Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object")
-    return content
-
-
-def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+def _check_tensors(found: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     config, sources = checkpoint.config, checkpoint.sources()
     wanted = {source.tensor: source.shape(sizes(config)) for source in sources.values()}
     unread = {name for name in found.keys() - wanted.keys() if not BUFFERS.search(name)}
@@ -289,4 +322,4 @@ def _check_tensors(folder: str, found: dict[str, Tensor], checkpoint: Checkpoint
             return "; ".join(names[:MOST_SHOWN]) + (" ..." if len(names) > MOST_SHOWN else "")
 
         described = [f"{len(names)} tensors are {what}: {shown(names)}" for what, names in problems if names]
-        raise ValueError(f"{folder} does not hold the model of its config.json. {'. '.join(described)}")
+        raise ValueError(f"{checkpoint.name} does not hold the model of its config.json. {'. '.join(described)}")

@@ -1,6 +1,6 @@
 """A checkpoint as an Orbax folder: read in place on any mesh, each device its own part, also from a bucket.
 
-config.json, tokenizer.json, ...   as they were
+config.json, tokenizer.json, ...   as they were, but for what `Checkpoint.config` corrects
 run.json                           the shape, so that a draft can be distilled from it like from a run
 checkpoints/0/params               what was in the safetensors
 """
@@ -37,6 +37,9 @@ def write(checkpoint: Checkpoint, params: Any, folder: str) -> None:
         for name in SMALL_FILES:
             if (checkpoint.folder / name).exists() and name != INDEX:
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
+        if checkpoint.config != checkpoint.described:  # what was found in the tensors cannot be found there again
+            content = storage.read_json(checkpoint.folder / "config.json")
+            write_json(place / "config.json", content | {"tie_word_embeddings": checkpoint.config.tied})
     with _manager(place, max(leaf.nbytes for leaf in jax.tree.leaves(params))) as manager:
         # Orbax leaves a step that is there as it is, whatever it holds.
         if not manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params))):

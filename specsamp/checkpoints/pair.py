@@ -51,27 +51,40 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
         tokenizer does not fit the models.
     """
     folder = pair_folder(name_or_path)
+    described = storage.read_json(folder / "pair.json")
     try:
-        described = json.loads((folder / "pair.json").read_text(encoding="utf-8"))
         configs = {side: TransformerConfig.from_json(described[side], dtype=dtype) for side in ("target", "draft")}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
+    eos = described.get("eos", EOS)
+    if not isinstance(eos, str):
+        raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
     models = {side: TransformerLM.here(config) for side, config in configs.items()}
     return Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),
         draft=models["draft"],
         draft_params=_load_params(folder / "draft.safetensors", models["draft"]),
-        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=described.get("eos", EOS)),
+        tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=eos),
     )
 
 
 def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
-    """The held-out prompts that come with a pair."""
+    """Returns the held-out prompts that come with a pair.
+
+    Raises:
+      FileNotFoundError: no such pair, or it comes without prompts. ValueError: their file is damaged.
+    """
     path = pair_folder(name_or_path) / "prompts.json"
     if not path.is_file():
         raise FileNotFoundError(f"the pair {str(name_or_path)!r} comes without prompts: {path} is missing")
-    return [prompt["text"] for prompt in json.loads(path.read_text(encoding="utf-8"))["prompts"]]
+    try:
+        texts = [prompt["text"] for prompt in storage.read_json(path)["prompts"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no prompts ({type(error).__name__}: {error})") from error
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{path} holds prompts that are no texts")
+    return texts
 
 
 def fingerprint(name_or_path: str | pathlib.Path) -> str:

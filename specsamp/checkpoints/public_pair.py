@@ -37,7 +37,7 @@ def read_pair(
       target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
       dtype: of weights, activations and caches.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
-      say: is told where the two differ without harm.
+      say: is told where the two differ without harm, and what is read otherwise than config.json says.
 
     Raises:
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
@@ -46,6 +46,8 @@ def read_pair(
     checkpoints = [open_checkpoint(name, dtype=dtype) for name in (target, draft)]
     for difference in differences(*checkpoints):
         say(difference)
+    for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
+        say(note)
     ways = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
     models = [TransformerLM.here(config) for config in padded_configs(*checkpoints, multiple=ways)]
     if mesh is not None:
@@ -90,15 +92,15 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
     for checkpoint in (target, draft):
         if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
             notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
-    rows = target.config.vocab_size, draft.config.vocab_size
+    rows = target.described.vocab_size, draft.described.vocab_size
     if rows[0] != rows[1]:
         notes.append(
             f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens"
         )
-    if draft.config.max_positions < target.config.max_positions:
+    if draft.described.max_positions < target.described.max_positions:
         notes.append(
-            f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts end "
-            "with the draft's"
+            f"the draft reads {draft.described.max_positions} tokens, the target {target.described.max_positions}: texts "
+            "end with the draft's"
         )
     return notes
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from specsamp import storage
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
 BLOCK_BYTES = 64 * 2**20  # of whole rows from a bucket at a time
@@ -61,24 +63,36 @@ class Tensor:
         return np.concatenate(blocks)
 
 
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors hold the same values, read a block at a time until the first difference.
+
+    Tensors of another shape, or of a dtype that cannot be read, are not equal.
+    """
+    if one.shape != other.shape or not {one.kind, other.kind} <= DTYPES.keys():
+        return False
+    row_bytes = math.prod(one.shape[1:]) * max(one.dtype.itemsize, other.dtype.itemsize)
+    rows = max(BLOCK_BYTES // max(row_bytes, 1), 1)
+    every = [slice(None)] * (len(one.shape) - 1)
+    for start in range(0, one.shape[0], rows):
+        index = [slice(start, start + rows), *every]
+        if not np.array_equal(one.read(index), other.read(index)):
+            return False
+    return True
+
+
 def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint by name, from the headers of its files alone.
 
     Raises:
       FileNotFoundError: there are none, or files that the index names are missing.
-      ValueError: pickles only; a file is truncated or damaged; the index contradicts a file.
+      ValueError: pickles only; a file is truncated or damaged; the index contradicts a file, or names one elsewhere.
     """
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise _nothing_to_read(folder)
         return read_header(folder / SINGLE)
-    try:
-        of_tensor = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(of_tensor.values()))
-        if not all(isinstance(file, str) for file in files):
-            raise TypeError(f"files are {files}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} is no index of tensors ({type(error).__name__}: {error})") from error
+    of_tensor = read_index(folder / INDEX)
+    files = sorted(set(of_tensor.values()))
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
         lost = [name for name, file in of_tensor.items() if file in missing]
@@ -101,8 +115,29 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_index(path: epath.Path) -> dict[str, str]:
+    """Returns the file of every tensor, by the name of the tensor.
+
+    Raises:
+      ValueError: it is no index, or names something else than files of its own folder, which would make any file that
+        this user can read a part of the checkpoint.
+    """
+    of_tensor = storage.read_json(path).get("weight_map")
+    if not isinstance(of_tensor, dict):
+        raise ValueError(f"{path} is no index of tensors: it says weight_map = {of_tensor!r:.60}; an object is wanted")
+    for tensor, file in of_tensor.items():
+        if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
+            raise ValueError(
+                f"{path} is no index of tensors: it says that {tensor!r} is in {file!r}; the plain name of a file beside "
+                "the index is wanted"
+            )
+    return of_tensor
+
+
 def read_header(file: epath.Path) -> dict[str, Tensor]:
-    """The tensors of one file; raises ValueError if it is truncated or damaged."""
+    """Returns the tensors of one file; raises ValueError if it is truncated or damaged."""
+    if not storage.is_regular_file(file):
+        raise ValueError(f"{file} is no regular file")  # a pipe would be waited for
     size = file.stat().length
 
     def damaged(why):
@@ -118,11 +153,11 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
         try:
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
-            spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
-            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+            spans = {name: _sizes(entry["data_offsets"]) for name, entry in header.items()}
+            shapes = {name: _sizes(entry["shape"]) for name, entry in header.items()}
             kinds = {name: str(entry["dtype"]) for name, entry in header.items()}
             in_order = sorted((begin, end, name) for name, (begin, end) in spans.items())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(f"its header cannot be read: {type(error).__name__}: {error}") from error
     filled = 0
     for begin, end, name in in_order:
@@ -141,6 +176,13 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
     return {
         name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0]) for name in header
     }
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Returns a list of JSON as sizes; raises ValueError unless all are integers that are not negative."""
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{values!r:.60} are no sizes")
+    return tuple(values)
 
 
 def _nothing_to_read(folder: epath.Path) -> Exception:

@@ -44,7 +44,7 @@ class JsonTokenizer:
 
     def __init__(self, path: str | os.PathLike, eos: str | int | None = None, rows: int | None = None):
         found = storage.place(path)
-        if not found.is_file():
+        if not storage.is_regular_file(found):
             raise FileNotFoundError(f"no tokenizer at {path}")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(found.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ class SentencePieceTokenizer:
         except ImportError as error:
             raise ValueError(f"to read {path} takes a library: pip install sentencepiece") from error
         found = storage.place(path)
-        if not found.is_file():
+        if not storage.is_regular_file(found):
             raise FileNotFoundError(f"no tokenizer at {path}")
         self._model = found.read_bytes()
         try:

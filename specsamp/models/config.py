@@ -122,7 +122,7 @@ class TransformerConfig:
         optional = ("embedding_scale", "logit_cap", "attention_scale", "attention_cap", "window_rotary_base")
         for name in ("norm_epsilon", "rotary_base") + optional:
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and value > 0 or name in optional and value is None):
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf or name in optional and value is None):
                 raise ValueError(f"{name} must be positive{', or None' * (name in optional)}; got {value!r}")
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):

@@ -86,11 +86,11 @@ class TrainedModel:
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def run_config(self) -> dict:
-        return json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        return storage.read_json(self.folder / "run.json")
 
     def made_from(self, name: str) -> dict:
         """The "corpus" of the run, or a draft's "target"."""
-        return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+        return storage.read_json(self.folder / f"{name}.json")
 
     def describe(self) -> dict:
         """Which parameters these are."""
@@ -119,13 +119,19 @@ def open_trained(folder: str | os.PathLike) -> TrainedModel:
     """Reads the parameters of a run, without its optimizer.
 
     Raises:
-      FileNotFoundError: no run, or no checkpoint. ValueError: the checkpoint does not fit its configuration.
+      FileNotFoundError: no run, or no checkpoint.
+      ValueError: run.json describes no model, or the checkpoint does not fit it.
     """
     folder = storage.place(folder)
     path = folder / "run.json"
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
-    config = TransformerConfig.from_json(json.loads(path.read_text(encoding="utf-8"))["model"])
+    try:
+        config = TransformerConfig.from_json(storage.read_json(path)["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} describes no model ({type(error).__name__}: {error})") from error
     # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if jax.process_count() > 1:

@@ -1,6 +1,7 @@
 """Reading a checkpoint: what is wrong is named before a tensor is touched."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -68,6 +69,11 @@ def test_damaged_headers(tmp_path):
     assert read_header(with_header(good))["a"].shape == (2, 2)
     for header, message in (
         (b"{", "its header cannot be read"),
+        (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "its header cannot be read: RecursionError"),
+        (b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 16]}}', "header cannot be read: ValueError"),
+        (good | {"a": good["a"] | {"shape": [-2, -2]}}, "its header cannot be read: ValueError: .-2, -2. are no sizes"),
+        (good | {"a": good["a"] | {"shape": [2.5, 2]}}, "its header cannot be read: ValueError: .2.5, 2. are no sizes"),
+        (good | {"a": good["a"] | {"data_offsets": [0, 1e300]}}, "its header cannot be read: ValueError"),
         ([], "its header cannot be read"),
         ({"a": {}}, "its header cannot be read"),
         (good | {"a": good["a"] | {"shape": [2, 3]}}, "a of shape .2, 3. and dtype F32 takes 16 bytes"),
@@ -88,10 +94,49 @@ def test_what_git_leaves_of_a_file_without_its_extension(saved):
         open_all(saved)
 
 
-def test_an_index_that_names_no_files(saved):
-    edit(saved / INDEX, lambda index: index["weight_map"].update({UP: 3}))
-    with pytest.raises(ValueError, match=f"{INDEX} is no index of tensors"):
+@pytest.mark.parametrize("name", [3, "", "..", "../model/{file}", "{folder}/{file}", "a/{file}", "*", "{file}\0"])
+def test_an_index_names_files_beside_it_only(saved, name):
+    """What else this user can read is no part of a checkpoint that somebody else wrote."""
+
+    def lead_astray(index):
+        file = index["weight_map"][UP]
+        other = name.format(file=file, folder=saved) if isinstance(name, str) else name
+        index["weight_map"] = {t: other if f == file else f for t, f in index["weight_map"].items()}
+
+    edit(saved / INDEX, lead_astray)
+    with pytest.raises(
+        ValueError, match=f"{INDEX} is no index of tensors: .* the plain name of a file beside the index"
+    ):
         open_all(saved)
+
+
+def test_an_index_without_its_map(saved):
+    for content in ("{}", '{"weight_map": ["a"]}'):
+        (saved / INDEX).write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"{INDEX} is no index of tensors: it says weight_map = "):
+            open_all(saved)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", INDEX, "a shard"])
+def test_a_pipe_is_not_waited_for(saved, file):
+    place = saved / file if (saved / file).exists() else sorted(saved.glob("*.safetensors"))[1]
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{place.name} is no regular file|no tokenizer at"):
+        open_all(saved)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
+def test_json_that_cannot_be_read_is_named(saved, file):
+    for content, why in (
+        (b'{"a": "\xff"}', "'utf-8' codec can't decode"),
+        (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "maximum recursion depth exceeded"),
+        (b'{"a": ' + 5_000 * b"1" + b"}", "Exceeds the limit"),
+        (b"[]", ""),
+    ):
+        (saved / file).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{file} is no JSON( object|: {why})"):
+            open_all(saved)
 
 
 def test_a_config_that_contradicts_the_tensors(saved):
@@ -139,7 +184,10 @@ def test_names_without_their_prefix(tmp_path):
 
 def test_a_tied_model_may_repeat_its_embedding_only(saved):
     edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    open_all(saved)
+    embedding = find_tensors(epath.Path(saved))["model.embed_tokens.weight"].read((slice(None), slice(None)))
+    tensor_change(saved, "lm_head.weight", lambda tensors: tensors.update({"lm_head.weight": np.array(embedding)}))
+    checkpoint, _ = open_all(saved)
+    assert checkpoint.config.tied and checkpoint.notes == []
     tensor_change(saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)}))
     with pytest.raises(ValueError, match="not part of the model: lm_head.bias"):
         open_all(saved)

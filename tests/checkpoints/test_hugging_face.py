@@ -144,6 +144,36 @@ def test_scaling_that_was_added_to_a_new_config_counts(saved):
     assert open_checkpoint(saved).config.rotary_scaling.factor == 2
 
 
+@pytest.mark.parametrize("block", [64 * 2**20, 3 * 32 * 4], ids=["whole", "in blocks"])
+def test_an_output_embedding_of_its_own_counts_whatever_config_json_says(saved, params, tokenizer, block, monkeypatch):
+    """As in transformers, which says so; before, it was dropped unread and the logits were those of another model."""
+    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)
+    edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    checkpoint, tensors = open_all(saved)
+    assert checkpoint.described.tied and not checkpoint.config.tied and "lm_head.weight" in tensors
+    assert checkpoint.notes == [
+        f"{saved} says tie_word_embeddings = true, but has an output embedding that differs from its embedding: both "
+        "are used"
+    ]
+    read = read_params(checkpoint, TransformerLM(checkpoint.config))
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+    with pytest.raises(ValueError, match="tied is False there, True in the model"):
+        read_params(checkpoint, TransformerLM(checkpoint.described))
+
+
+def test_one_row_of_another_output_embedding_is_seen(saved, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", 7 * 32 * 4)
+    tensors = find_tensors(epath.Path(saved))
+    one = tensors["model.embed_tokens.weight"]
+    assert safetensors_io.are_equal(one, one)
+    changed = np.array(one.read((slice(None), slice(None))))
+    changed[-1, -1] += 1
+    safetensors.numpy.save_file({"a": changed}, saved / "other")
+    assert not safetensors_io.are_equal(one, safetensors_io.read_header(epath.Path(saved / "other"))["a"])
+    assert not safetensors_io.are_equal(one, tensors["model.norm.weight"])
+    assert not safetensors_io.are_equal(one, dataclasses.replace(one, kind="I8"))
+
+
 def gemma3(**changes):
     return config_of("config.json", golden.read("gemma3").config | changes, "float32")[1]
 

@@ -191,12 +191,22 @@ def test_weights_of_another_model_list_both_shapes(saved):
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"target": {}}', '{"target": 1, "draft": 1}', '{"target": {"wdth": 3}, "draft": {}}'],
+    "content, message",
+    [
+        (b"", "is no JSON"),
+        (b"{", "is no JSON"),
+        (b"[]", "is no JSON object"),
+        (b'{"eos": "\xff"}', "is no JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"eos": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "is no JSON: maximum recursion depth exceeded"),
+        (b'{"target": {}}', "describes no pair"),
+        (b'{"target": 1, "draft": 1}', "describes no pair"),
+        (b'{"target": {"wdth": 3}, "draft": {}}', "describes no pair"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value[:12],
 )
-def test_a_pair_json_that_describes_none(saved, content):
-    (saved / "pair.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="pair.json describes no pair"):
+def test_a_pair_json_that_describes_none(saved, content, message):
+    (saved / "pair.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"pair.json {message}"):
         load_pair(saved)
 
 
@@ -216,6 +226,9 @@ def test_the_end_of_text_is_the_pairs_own(saved):
     path.write_text(json.dumps(described | {"eos": "<end>"}), encoding="utf-8")
     with pytest.raises(ValueError, match="has no token '<end>'"):
         load_pair(saved)
+    path.write_text(json.dumps(described | {"eos": [7]}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"says eos = \[7\]; the text of the token"):
+        load_pair(saved)
 
 
 def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
@@ -234,3 +247,7 @@ def test_prompts(saved):
         load_prompts(saved)
     (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8")
     assert load_prompts(saved) == ["é", "b"]
+    for content in ("{", "{}", '{"prompts": 3}', '{"prompts": [{"text": 3}]}'):
+        (saved / "prompts.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="prompts.json (is no JSON|holds prompts|holds no prompts)"):
+            load_prompts(saved)

@@ -161,6 +161,26 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
         run.open_trained(folder)
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is no JSON: Expecting property name"),
+        ("[]", "is no JSON object"),
+        ("{}", "describes no model .KeyError: 'model'"),
+        ('{"model": 3}', "describes no model .TypeError: 3 is no object"),
+        ('{"model": {"wdth": 3}}', "describes no model .TypeError: .*'wdth'"),
+        (
+            '{"model": {"vocab_size": 9, "width": 0, "num_layers": 1, "num_heads": 1}}',
+            "describes no model .ValueError: width",
+        ),
+    ],
+)
+def test_a_damaged_run_json_is_named(tmp_path, content, message):
+    (tmp_path / "run.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{tmp_path}/run.json {message}"):
+        run.open_trained(tmp_path)
+
+
 RUN = {"model": {"width": 16, "layers": 2}, "rhythm": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
 
 

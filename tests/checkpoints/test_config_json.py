@@ -1,0 +1,112 @@
+"""Values of config.json that transformers reads in a way of its own; each was found where logits differed from its."""
+
+import copy
+
+import pytest
+
+from specsamp.checkpoints.architectures import FAMILIES, config_of
+from support import golden
+
+LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALINGS = {
+    "llama3": LLAMA3,
+    "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0),
+}
+GEMMA3 = golden.read("gemma3").config
+WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee")
+
+
+def read(name, **changes):
+    return config_of("config.json", copy.deepcopy(golden.read(name).config | changes), "float32")[1]
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_the_original_length_counts_where_it_stands_beside_the_scaling(name, key, kind):
+    length = "original_max_position_embeddings"
+    within = read(name, **{key: SCALINGS[kind] | {length: 16}})
+    assert within.rotary_scaling.original_positions == 16
+    assert read(name, **{key: SCALINGS[kind] | {length: 8}, length: 16}) == within
+    assert read(name, **{key: SCALINGS[kind], length: 16}) == within
+    assert read(name, **{key: SCALINGS[kind] | {length: 16}, length: None}) == within
+
+
+def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
+    scaled = SCALINGS["yarn"] | dict(original_max_position_embeddings=8)
+    rope = dict(GEMMA3["rope_parameters"], full_attention=scaled)
+    found = read("gemma3", rope_parameters=rope, original_max_position_embeddings=16)
+    assert found == read("gemma3", rope_parameters=rope) and found.rotary_scaling.original_positions == 8
+
+
+@pytest.mark.parametrize("name", WHOLE_HEADS)
+def test_families_that_turn_whole_heads_ignore_a_part(name):
+    assert read(name, rope_parameters=None, partial_rotary_factor=0.5) == read(name, rope_parameters=None)
+    if name != "gemma3":
+        within = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)
+        assert read(name, rope_parameters=within).rotary_size is None
+    linear = dict(rope_type="linear", factor=2.0, rope_theta=10_000.0, partial_rotary_factor=0.5)
+    rope = dict(rope_scaling=linear, rope_parameters=None)  # there transformers fails
+    with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 and scales .*: remove one of the two"):
+        read(name, **rope)
+
+
+def test_gpt_neox_turns_a_part_of_each_head():
+    assert read("gpt_neox").rotary_size == 2
+    half = dict(rope_theta=10_000.0, partial_rotary_factor=0.5)
+    assert read("gpt_neox", rope_parameters=half).rotary_size == 4
+    assert read("gpt_neox", rope_parameters=None, rotary_pct=0.5).rotary_size == 4
+    assert read("gpt_neox", partial_rotary_factor=0.5).rotary_size == 2  # only within rope_parameters
+    linear = read("gpt_neox", rope_scaling=half | dict(rope_type="linear", factor=2.0))
+    assert linear.rotary_size == 4 and linear.rotary_scaling.factor == 2
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_architecture_and_model_type_are_one_family(name):
+    architecture = golden.read(name).config["architectures"][0]
+    assert read(name) == read(name, model_type=None)
+    for other in {family.model_type for family in FAMILIES.values()} - {FAMILIES[architecture].model_type} | {3}:
+        with pytest.raises(ValueError, match=f"architectures = '{architecture}'.* model_type = {other!r}: correct"):
+            read(name, model_type=other)
+
+
+def test_layers_with_a_window_need_one():
+    """transformers fails with a TypeError, and all layers of the model would have seen everything here."""
+    mixed = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="layers of sliding_attention but no window for them: set sliding_window"):
+        read("qwen2", layer_types=mixed, use_sliding_window=None, sliding_window=5)
+    found = read("qwen2", layer_types=mixed, use_sliding_window=True, sliding_window=5)
+    assert found.window == 5 and found.global_layers == (0,)
+    assert read("qwen2", layer_types=None, max_window_layers=0).window is None
+    with pytest.raises(ValueError, match="no window for them"):
+        read("gemma2", sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        (
+            "qwen2",
+            dict(layer_types=5),
+            "layer_types = 5; a list of full_attention or sliding_attention for each of the 2",
+        ),
+        ("qwen2", dict(layer_types=[["full_attention"], 3]), "layer_types = .*a list of full_attention"),
+        ("qwen2", dict(num_hidden_layers="2"), "num_hidden_layers = '2'; a positive integer is wanted"),
+        ("gemma3", dict(num_hidden_layers=2.0), "num_hidden_layers = 2.0; a positive integer is wanted"),
+        ("llama2", dict(rope_theta=float("inf"), rope_parameters=None), "rotary_base must be positive; got inf"),
+        (
+            "llama2",
+            dict(rope_scaling=dict(rope_type="linear", factor="2")),
+            "factor = '2'; a positive number is wanted",
+        ),
+        (
+            "llama2",
+            dict(rope_scaling=LLAMA3, original_max_position_embeddings="8192"),
+            "original_max_position_embeddings = '8192'; a positive number is wanted",
+        ),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_named(name, changes, message):
+    with pytest.raises(ValueError, match=f"config.json .*{message}"):
+        read(name, **changes)
