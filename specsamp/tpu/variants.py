@@ -1,6 +1,6 @@
 """Why the loop is written as it is: the same work in several forms, compiled for 16 TPU v4 chips.
 
-Each cell is one form; `launch/compile_study.py --study=variants` writes them all. What they said (libtpu
+Each cell is one form; `launch/studies/compile_study.py --study=variants` writes them all. What they said (libtpu
 0.0.42.1; `notebooks/results/compile_variants.json` has the figures):
 
 - **Rows of a call.** With one row per device a product becomes a vector multiply-reduce: a step of the target

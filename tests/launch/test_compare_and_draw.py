@@ -12,13 +12,17 @@ TINY = "--config=configs/random_pair.py:tiny"
 @pytest.mark.parametrize(
     "script, arguments, message",
     [
-        ("agreement", [TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
-        ("agreement", [TINY, "--batch=1", "--batch=2"], "--check_batch=4 must lie within --batch=[1, 2]"),
-        ("agreement", [TINY, "--config.synthetic_acceptance=0.8"], "synthetic_acceptance = 0.8 would not be heeded"),
-        ("agreement", [TINY], "a pair without prompts has no halves of them"),
-        ("speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
-        ("figures", ["--cells=README.md"], "README.md holds no cells"),
-        ("figures", ["--cells=nothing.json"], "nothing.json"),
+        ("studies/agreement", [TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
+        ("studies/agreement", [TINY, "--batch=1", "--batch=2"], "--check_batch=4 must lie within --batch=[1, 2]"),
+        (
+            "studies/agreement",
+            [TINY, "--config.synthetic_acceptance=0.8"],
+            "synthetic_acceptance = 0.8 would not be heeded",
+        ),
+        ("studies/agreement", [TINY], "a pair without prompts has no halves of them"),
+        ("studies/speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
+        ("studies/figures", ["--cells=README.md"], "README.md holds no cells"),
+        ("studies/figures", ["--cells=nothing.json"], "nothing.json"),
     ],
 )
 def test_what_is_refused(script, arguments, message):
@@ -28,7 +32,7 @@ def test_what_is_refused(script, arguments, message):
 
 
 def test_figures_are_drawn_from_the_committed_results(tmp_path):
-    done = run("figures", f"--output={tmp_path}")
+    done = run("studies/figures", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     for name in ("figure_1", "speedup_by_batch"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -40,13 +44,13 @@ def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     save_tiny_pair(folder, prompts=["a b", "c", "d e f", "b"])
     asked = [f"--config=configs/trained_pair.py:{folder}", "--config.max_new_tokens=4", "--check_batch=0", "--plain"]
     asked += ["--fit=1", "--longest=1", "--config.prompt_length=8", f"--output={output}"]
-    done = run("agreement", *asked)
+    done = run("studies/agreement", *asked)
     assert done.returncode == 0, done.stderr
     document = json.loads(output.read_text(encoding="utf-8"))
     assert [cell["key"]["law"] for cell in document["cells"]] == ["greedy", "T = 0.8, top_p 0.95"]
     assert [check["draft_length"] for check in document["cells"][0]["result"]["checks"]] == [0, 1]
-    again = run("agreement", *asked)
+    again = run("studies/agreement", *asked)
     assert again.returncode == 0 and again.stdout.count("already, worst error") == 2
     assert json.loads(output.read_text(encoding="utf-8")) == document
-    other = run("agreement", *asked, "--longest=2")
+    other = run("studies/agreement", *asked, "--longest=2")
     assert other.returncode == 1 and "asked.longest was 1, is 2. Give another --output" in other.stderr

@@ -1,4 +1,4 @@
-"""launch/compile_report.py and launch/compile_study.py: what they write, and what they refuse before they compile."""
+"""launch/compile_report.py and launch/studies/compile_study.py: what they write, and what they refuse before they compile."""
 
 import json
 import shutil
@@ -64,14 +64,14 @@ def test_answers_to_another_study_are_left_alone(tmp_path):
     """And nobody is told to remove them."""
     output = tmp_path / "compile_slices.json"
     shutil.copy(RESULTS / output.name, output)
-    done = run("compile_study", "--plain", "--study=shapes", f"--output={output}")
+    done = run("studies/compile_study", "--plain", "--study=shapes", f"--output={output}")
     assert done.returncode == 1 and "answers to 'slices'" in done.stderr and "remove" not in done.stderr, done.stderr
     assert output.read_bytes() == (RESULTS / output.name).read_bytes()
 
 
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
     done = run(
-        "compile_study",
+        "studies/compile_study",
         "--plain",
         "--study=shapes",
         f"--output={tmp_path / 'shapes.json'}",

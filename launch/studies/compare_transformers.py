@@ -1,7 +1,7 @@
 """Autoregressive decoding beside Hugging Face transformers: a model of the same shape, in turn, in one process.
 
     pip install torch transformers
-    python launch/compare_transformers.py --output=notebooks/results/python_pair_transformers.json
+    python launch/studies/compare_transformers.py --output=notebooks/results/python_pair_transformers.json
 
 Their model has random weights: the time of a token does not depend on which one it is. Both are greedy,
 in float32, with a cache, and write the same number of tokens after the same prompts.
@@ -16,6 +16,7 @@ import transformers
 from absl import flags
 from ml_collections import config_flags
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy

@@ -1,7 +1,7 @@
 """Draws the figures from committed results: the three panels of the paper's figure 1, and speedup against batch.
 
     pip install -e .[figures]
-    python launch/figures.py --cells=notebooks/results/python_pair_grid.json --output=notebooks/results
+    python launch/studies/figures.py --cells=notebooks/results/python_pair_grid.json --output=notebooks/results
 
 Ours are lines, with quartiles; the points are those of Chen et al. Nothing is measured here.
 """
@@ -12,6 +12,7 @@ import sys
 
 from absl import flags
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from specsamp import storage
 from specsamp.analysis import figures, grid

@@ -1,6 +1,6 @@
 """Speedup of a trained pair over draft lengths and rules, greedy and sampled, with what theory allows beside it.
 
-python launch/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+python launch/studies/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from experiment import DRAFTERS, RULES, build, config_mesh, headline, refuse
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache

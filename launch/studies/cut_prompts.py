@@ -1,6 +1,6 @@
 """Cuts more prompts from the files that a pair of the standard library held out, for comparisons that need many.
 
-    python launch/cut_prompts.py --count=160 --output=notebooks/results/python_prompts.json
+    python launch/studies/cut_prompts.py --count=160 --output=notebooks/results/python_prompts.json
 
 The files are those of the running Python, so the result depends on its version, which it names.
 """
@@ -13,6 +13,7 @@ import sysconfig
 
 from absl import flags
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from specsamp import storage
 from specsamp.checkpoints.pair import load_pair, pair_folder

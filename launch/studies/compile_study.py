@@ -1,10 +1,10 @@
 """Many programs compiled for described TPU slices, to answer one question; see specsamp/tpu/study.py.
 
-    python launch/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
-    python launch/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json --figure=scoring.png
-    python launch/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json --figure=shapes.png
-    python launch/compile_study.py --study=weights --output=notebooks/results/compile_weights.json
-    python launch/compile_study.py --study=variants --output=notebooks/results/compile_variants.json
+    python launch/studies/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
+    python launch/studies/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json --figure=scoring.png
+    python launch/studies/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json --figure=shapes.png
+    python launch/studies/compile_study.py --study=weights --output=notebooks/results/compile_weights.json
+    python launch/studies/compile_study.py --study=variants --output=notebooks/results/compile_variants.json
 
 Every cell is written when it is done, and one that the output already holds is not compiled again. Ten minutes
 to an hour on two cores; nothing runs on a TPU.
@@ -23,6 +23,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from rich.progress import Progress
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from specsamp import storage
 from specsamp.analysis import report as tables

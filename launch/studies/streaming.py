@@ -1,6 +1,6 @@
 """Host memory while a checkpoint is read onto a mesh, and converted: what stays, and the most that lay beside it.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/streaming.py --gigabytes=3 --model=8 \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/studies/streaming.py --gigabytes=3 --model=8 \\
         --output=notebooks/results/streaming_3gb.json
 
 Without --checkpoint a synthetic one of a Llama's shape is written first. On a CPU the devices' memory is the
@@ -20,6 +20,7 @@ from absl import flags
 from rich.console import Console
 from safetensors.numpy import save
 
+import _launch  # noqa: F401, the folder of entry
 import entry
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import FAMILIES
