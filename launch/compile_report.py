@@ -25,7 +25,6 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import entry
 from experiment import RULES, choose, make_model, make_sampling
-from specsamp.analysis import compile_tables
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.architectures import config_of
@@ -33,6 +32,7 @@ from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report

@@ -28,8 +28,8 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.types import Drafter, Rule
+from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.topology import is_out_of_memory
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 9  # repeats of the phases of a round

@@ -34,8 +34,8 @@ from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import LABEL
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.types import Drafter, Rule
+from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.topology import is_out_of_memory
 
 Key = Mapping[str, Any]  # names and numbers
 CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several

@@ -46,6 +46,11 @@ def _if_known(options: Options) -> Options:
     return options
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether an error of JAX's runtime or compiler says that a program does not fit into memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)
+
+
 def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
     """`jax.jit`, compiled with the options that ``options_of`` gives for a call."""
     variants: dict[Options, Callable] = {}

@@ -28,10 +28,10 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
 from specsamp.mesh.sharded import DataShares, ShardedModel
-from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
 from specsamp.tpu.calibration import calibrate, hops
 from specsamp.tpu.programs import Programs
-from specsamp.tpu.topology import Chip, is_out_of_memory, parse
+from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
 
 WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all

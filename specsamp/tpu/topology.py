@@ -9,7 +9,6 @@ import dataclasses
 import math
 import os
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -113,7 +112,3 @@ def described_mesh(
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
     shape, names = mesh_axes(data, count // data, draft_model_parallelism, num_kv_heads, rows)
     return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
-
-
-def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)

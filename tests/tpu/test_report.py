@@ -16,12 +16,12 @@ from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models import cache as kv_caches
 from specsamp.models import positions
-from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS
+from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_out_of_memory
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import _largest, compile_report, measure
-from specsamp.tpu.topology import described_mesh, is_out_of_memory, parse
+from specsamp.tpu.topology import described_mesh, parse
 
 OPTIMISED = True
 
