@@ -43,23 +43,23 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.model.max_positions = 2048
     config.compute_dtype = "bfloat16"  # parameters and optimizer stay float32
 
-    config.recipe = ConfigDict()
-    config.recipe.steps = 60 if tiny else 5000
-    config.recipe.batch = 8 if tiny else 16
-    config.recipe.microbatches = 1
-    config.recipe.learning_rate = 3e-3 if tiny else 1.5e-3
-    config.recipe.warmup_steps = 10 if tiny else 100
-    config.recipe.weight_decay = 0.1
-    config.recipe.clip_norm = 1.0
-    config.recipe.seed = 0
+    config.train = ConfigDict()
+    config.train.steps = 60 if tiny else 5000
+    config.train.batch = 8 if tiny else 16
+    config.train.microbatches = 1
+    config.train.learning_rate = 3e-3 if tiny else 1.5e-3
+    config.train.warmup_steps = 10 if tiny else 100
+    config.train.weight_decay = 0.1
+    config.train.clip_norm = 1.0
+    config.train.seed = 0
 
     config.mesh = ConfigDict()
     config.mesh.model = 1  # devices that hold one copy together; the others take other rows
 
-    config.rhythm = ConfigDict()
-    config.rhythm.log = 10
-    config.rhythm.evaluate = 60 if tiny else 500
-    config.rhythm.checkpoint = 30 if tiny else 100
+    config.intervals = ConfigDict()
+    config.intervals.log = 10
+    config.intervals.evaluate = 60 if tiny else 500
+    config.intervals.checkpoint = 30 if tiny else 100
 
     if draft:
         config.target = ""  # the folder of its run
@@ -81,8 +81,8 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.ngram_rows = 256 if tiny else 32768  # of each table of n-gram embeddings; 0: none
         config.model.ngram_order = 3
         if not tiny:
-            config.recipe.steps = 8000
-            config.recipe.learning_rate = 3e-3
+            config.train.steps = 8000
+            config.train.learning_rate = 3e-3
     if kind.startswith("llama"):
         config.model.gated = True
         config.model.activation = "silu"

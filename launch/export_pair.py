@@ -16,7 +16,7 @@ from specsamp.analysis import report
 from specsamp.checkpoints.pair import load_pair, save_pair
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
-from specsamp.training.evaluate import COMPARED_LAWS, evaluate
+from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
 
@@ -87,7 +87,12 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
         return {
             "target": evaluate(Pretrain(models["target"]), target_params, None, rows, 16),
             "draft": evaluate(
-                Distill(models["draft"], models["target"]), draft_params, target_params, rows, 16, warps=COMPARED_LAWS
+                Distill(models["draft"], models["target"]),
+                draft_params,
+                target_params,
+                rows,
+                16,
+                warps=COMPARED_DISTRIBUTIONS,
             ),
         }
 

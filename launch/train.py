@@ -36,11 +36,11 @@ from specsamp.training.data import (
     token_stream,
     train_tokenizer,
 )
-from specsamp.training.evaluate import COMPARED_LAWS
+from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
 from specsamp.training.generated import complete_windows
 from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import Recipe, Rhythm, check_devices, train
+from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
@@ -55,8 +55,10 @@ def main() -> None:
 
 def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
-    run.check_run(folder, config.to_dict(), changeable=("rhythm", "mesh"))
-    recipe, rhythm, model = Recipe(**config.recipe), Rhythm(**config.rhythm), make_model(config)
+    run.check_run(folder, config.to_dict(), changeable=("intervals", "mesh"))
+    train_config, intervals, model = TrainConfig(**config.train), Intervals(**config.intervals), make_model(config)
+    if config.get("target") == "":
+        raise ValueError("a draft is distilled from a target: give --config.target, the folder of its training")
     target = run.open_trained(config.target) if "target" in config else None
     task = Pretrain(model)
     if target is not None:
@@ -75,37 +77,37 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}"
         )
-    windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, recipe.seed)
+    windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, config, corpus, tokenizer)
     mesh = train_mesh(config)
-    check_devices(recipe, held_out, mesh)
+    check_devices(train_config, held_out, mesh)
     check_length(config, model, target)
     check_generated(config, target)
     init = first_params(config, corpus, tokenizer, model)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
-    epochs = recipe.steps * recipe.batch * data.length / len(windows.stream)
+    epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     console.print(
         f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
     if target is None:
-        train(task, recipe, windows, folder, held_out=held_out, rhythm=rhythm, console=console, mesh=mesh)
+        train(task, train_config, windows, folder, held_out=held_out, intervals=intervals, console=console, mesh=mesh)
         return
     rows = target_rows(config, folder, target, windows, console)
-    batches = Mixture(windows, rows, config.generated.share, recipe.seed) if rows is not None else windows
+    batches = Mixture(windows, rows, config.generated.share, train_config.seed) if rows is not None else windows
     train(
         task,
-        recipe,
+        train_config,
         batches,
         folder,
         held_out=held_out,
-        frozen=target.params,
-        rhythm=rhythm,
+        teacher_params=target.params,
+        intervals=intervals,
         console=console,
         params=init,
-        warps=COMPARED_LAWS,
+        warps=COMPARED_DISTRIBUTIONS,
         mesh=mesh,
     )
 
@@ -236,7 +238,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
                 target.params,
                 rows[first : first + fields.batch],
                 prompt_length=fields.prompt_length,
-                seed=config.recipe.seed,
+                seed=config.train.seed,
                 batch=fields.batch,
                 first_id=first,
                 sampling=generated_law(fields),

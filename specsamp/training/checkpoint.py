@@ -1,4 +1,4 @@
-"""Orbax checkpoints of a training run, with errors a person can act on."""
+"""Orbax checkpoints of a training run; errors name the folder and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specsamp.checkpoints.params import WrongShapes, check_shapes
 
 
 class Checkpoints:
-    """The last few states of a run, saved in the background and complete or absent."""
+    """Keeps the last ``keep`` states of a run, saved in the background; each is complete or absent."""
 
     def __init__(self, folder: str | os.PathLike, keep: int = 2):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
@@ -22,18 +22,28 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
+        """The last step that was saved, None without one."""
         return self._manager.latest_step()
 
     def save(self, step: int, params: Any, rest: Any) -> None:
-        """``rest`` is what only a resumed training needs: params can be read without it."""
+        """Saves a state in the background.
+
+        Args:
+          params: of the model.
+          rest: what only a resumed training needs; ``params`` can be read without it.
+        """
         items = {"params": ocp.args.StandardSave(params), "rest": ocp.args.StandardSave(rest)}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, step: int | None = None, **shapes: Any) -> dict[str, Any]:
-        """The items asked for (``params=``, ``rest=``), in the given shapes, dtypes and shardings.
+        """Reads the items asked for (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
+
+        Args:
+          step: default: the latest.
 
         Raises:
-          FileNotFoundError: there is no checkpoint. ValueError: it is damaged, or of other shapes.
+          FileNotFoundError: there is no checkpoint.
+          ValueError: it is damaged, or of other shapes.
         """
         step = self.latest if step is None else step
         if step is None or step not in self._manager.all_steps():
@@ -58,6 +68,6 @@ class Checkpoints:
         return {name: restored[name] for name in shapes}
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Closes the folder, after waiting for what is being written."""
         self._manager.wait_until_finished()
         self._manager.close()

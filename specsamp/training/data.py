@@ -1,7 +1,7 @@
-"""A folder of text files -> token windows.
+"""Reads a folder of text files as token windows.
 
-Everything here is a function of the files, the seed and the step: there is no reader with a state of
-its own, so the position in the data needs no checkpoint beyond the step.
+Everything here is a function of the files, the seed and the step. No reader has a state of its own, so the position
+in the data needs no checkpoint beyond the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EOS = "<eos>"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts by relative path, split for good: a file's side depends on its path alone."""
+    """Texts by relative path. Whether a file is trained on or held out depends on its path alone."""
 
     train: dict[str, str]
     held_out: dict[str, str]
@@ -29,6 +29,8 @@ class Corpus:
     digest: str  # SHA-256 of all paths and contents, both sides
 
     def describe(self) -> dict:
+        """Returns the digest, and files and bytes of both sides, for the folder of a run."""
+
         def size(texts):
             return sum(len(text.encode()) for text in texts.values())
 
@@ -43,7 +45,7 @@ class Corpus:
 
 
 def standard_library() -> pathlib.Path:
-    """Source that is on every machine with Python, under the PSF licence."""
+    """Returns the folder of Python's standard library: source on every machine with Python, under the PSF licence."""
     return pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -54,16 +56,19 @@ def read_corpus(
     exclude: Sequence[str] = (),
     held_out: float = 0.03,
 ) -> Corpus:
-    """Reads every file of ``folder`` that matches ``pattern``.
+    """Reads every UTF-8 file of ``folder`` that matches ``pattern``; files without text are left out.
 
     Args:
       pattern: of file names, as in `fnmatch`.
-      exclude: names of folders or files, as in `fnmatch`, that are left out wherever they occur.
-      held_out: share of the files kept from training, by a hash of the relative path.
+      exclude: patterns, as in `fnmatch`, of folders and files that are left out wherever they occur.
+      held_out: share of the files kept from training, in [0, 1], by a hash of the relative path.
 
     Raises:
-      FileNotFoundError: there is no such folder. ValueError: nothing is left to train on.
+      FileNotFoundError: there is no such folder.
+      ValueError: a share outside [0, 1], or nothing is left to train on.
     """
+    if not 0 <= held_out <= 1:
+        raise ValueError(f"data.held_out is the share of files kept from training, in [0, 1]; got {held_out}")
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")
@@ -82,7 +87,7 @@ def read_corpus(
         if not text.strip():
             continue
         digest.update(relative.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
-        sides[_share(relative.as_posix()) < held_out][relative.as_posix()] = text
+        sides[_hash_fraction(relative.as_posix()) < held_out][relative.as_posix()] = text
     train, kept = sides
     if not train:
         raise ValueError(
@@ -92,12 +97,13 @@ def read_corpus(
     return Corpus(train=train, held_out=kept, skipped=tuple(skipped), digest=digest.hexdigest())
 
 
-def _share(relative_path: str) -> float:
+def _hash_fraction(relative_path: str) -> float:
+    """Maps a path to a number in [0, 1), evenly spread over paths."""
     return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8]) / 2**64
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
-    """Byte-level BPE; the last of its ids ends texts."""
+    """Trains a byte-level BPE tokenizer of at most ``vocab_size`` tokens; the last id ends texts."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -112,10 +118,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> to
 
 
 def token_stream(texts: Iterable[str], tokenizer) -> np.ndarray:
-    """One array of all texts, an end-of-text token before each and at the end.
+    """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
       tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``.
+
+    Returns:
+      ``[tokens]`` int32.
     """
     pieces = [np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32) for text in texts]
     return np.concatenate([*pieces, np.array([tokenizer.eos_id], np.int32)])
@@ -123,10 +132,13 @@ def token_stream(texts: Iterable[str], tokenizer) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of ``length + 1`` tokens in an order that depends on the seed and the epoch.
+    """Cuts windows of ``length + 1`` tokens from a stream, in an order that depends on the seed and the epoch.
 
-    Windows do not overlap within an epoch; every epoch cuts the stream at another offset. Each gives
+    Inputs of windows do not overlap within an epoch; every epoch cuts the stream at another offset. A window gives
     ``length`` inputs and as many labels.
+
+    Raises:
+      ValueError: a length below 1, or a stream too short for one window.
     """
 
     stream: np.ndarray  # [tokens] int32
@@ -141,10 +153,11 @@ class Windows:
 
     @property
     def per_epoch(self) -> int:
+        """Windows in an epoch."""
         return (len(self.stream) - 1) // self.length - 1
 
     def batch(self, step: int, size: int) -> np.ndarray:
-        """``[size, length + 1]`` int32: windows ``step * size`` onwards, over as many epochs as it takes."""
+        """Returns windows ``step * size`` onwards, over as many epochs as it takes, ``[size, length + 1]`` int32."""
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.per_epoch)
         rows = np.empty((size, self.length + 1), np.int32)
         for epoch in np.unique(epochs):
@@ -156,13 +169,19 @@ class Windows:
         return rows
 
     def in_order(self) -> np.ndarray:
-        """All windows of the uncut stream, ``[windows, length + 1]``, for evaluation."""
+        """Returns all windows from the first token on, ``[windows, length + 1]``, for evaluation."""
         starts = self.length * np.arange((len(self.stream) - 1) // self.length)
         return self.stream[starts[:, None] + np.arange(self.length + 1)[None]]
 
 
 def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.ndarray:
-    """At most ``most`` windows ``[windows, length + 1]`` of the held-out files, spread evenly over them."""
+    """Returns at most ``most`` windows of the held-out files, spread evenly over them, ``[windows, length + 1]``.
+
+    Raises:
+      ValueError: no file is held out, they are too short for a window, or no window is asked for.
+    """
+    if most < 1:
+        raise ValueError(f"data.held_out_windows must be >= 1; got {most}")
     if not corpus.held_out:
         raise ValueError("no file is held out for evaluation: raise held_out, or give more files")
     windows = Windows(token_stream(corpus.held_out.values(), tokenizer), length).in_order()
@@ -171,7 +190,11 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Batches of which a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``."""
+    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``.
+
+    Raises:
+      ValueError: a share outside [0, 1], or rows of another length than the windows.
+    """
 
     windows: Windows
     rows: np.ndarray  # [rows, length + 1] int32
@@ -185,6 +208,7 @@ class Mixture:
             raise ValueError(f"rows of {self.rows.shape[1]} tokens beside windows of {self.windows.length + 1}")
 
     def batch(self, step: int, size: int) -> np.ndarray:
+        """Returns ``[size, length + 1]`` int32: first rows of windows, then ``round(share * size)`` of ``rows``."""
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
 

@@ -26,12 +26,19 @@ def complete_windows(
     """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
 
     Args:
+      target: the model that writes, with its parameters ``params``.
       rows: ``[rows, T + 1]`` tokens.
+      prompt_length: tokens that are kept, in [1, T].
       sampling: the distribution of what is written, its numbers one for all rows or one per row of a batch.
-      first_id: of the first row: a row's noise depends on the seed and its id.
+      seed: of the noise, which depends on the seed and the id of a row alone.
+      batch: rows written at a time.
+      first_id: the id of the first row; the others count on from it.
 
     Returns:
       ``[rows, T + 1]`` int32. An end of text inside a row does not end it: the next text follows.
+
+    Raises:
+      ValueError: no token is kept, or none is left to write.
     """
     if not 1 <= prompt_length < rows.shape[1]:
         raise ValueError(f"prompt_length must be in [1, {rows.shape[1]}); got {prompt_length}")

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and progress a person can watch."""
+"""Metrics as JSON lines, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from specsamp import storage
 
 
 class MetricsLog:
-    """One JSON object per line, in the order of its steps; a resumed run forgets what it will do again."""
+    """Writes one JSON object per line, in the order of steps; a resumed run drops the records it will write again."""
 
     def __init__(self, path: str | os.PathLike, resumed_at: int = 0):
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
         self._lines = storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
 
     def write(self, step: int, **numbers: float) -> None:
+        """Appends a record."""
         self._lines.add(json.dumps({"step": step, **numbers}) + "\n")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
-    """The records of a log, without a last line that was cut while it was being written."""
+    """Reads the records of a log; a line that was cut while it was being written is left out."""
     path, records = storage.place(path), []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -35,7 +36,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 class Progress:
-    """Loss, tokens per second and time left: one line that is rewritten, or one per report in a log."""
+    """Prints numbers, tokens per second and time left: a line that is rewritten on a terminal, else one per report."""
 
     def __init__(self, steps: int, tokens_per_step: int, start: int, console: Console):
         self._steps, self._tokens, self._console = steps, tokens_per_step, console
@@ -43,7 +44,7 @@ class Progress:
         self._seconds_per_step = None
 
     def report(self, step: int, **numbers: float) -> float:
-        """Prints; returns tokens per second since the last report."""
+        """Prints the state of a step and returns the tokens per second since the last report."""
         last_step, last_time = self._last
         now = time.monotonic()
         self._last = (step, now)
@@ -57,5 +58,5 @@ class Progress:
         return self._tokens / pace
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self._console.print(text, highlight=False, soft_wrap=True)

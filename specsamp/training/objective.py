@@ -1,4 +1,4 @@
-"""What training minimises. All take log-probabilities and return one number per position.
+"""What training minimises. All functions take log-probabilities and return one number per position.
 
 ``target`` is the distribution to imitate and gets no gradient, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
@@ -18,39 +18,40 @@ Array = jax.Array
 
 
 def cross_entropy(log_probs_BTV: Array, labels_BT: Array) -> Array:
-    """``-log q(label)``, ``[B, T]`` nats."""
+    """Computes ``-log q(label)`` at every position, ``[B, T]`` nats."""
     return -jnp.take_along_axis(log_probs_BTV, labels_BT[..., None], axis=-1)[..., 0]
 
 
 def forward_kl(target_BTV: Array, draft_BTV: Array) -> Array:
-    """``[B, T]`` nats."""
-    return _expected(target_BTV, target_BTV - draft_BTV)
+    """Computes KL(P || Q) at every position, ``[B, T]`` nats."""
+    return _expectation(target_BTV, target_BTV - draft_BTV)
 
 
 def reverse_kl(target_BTV: Array, draft_BTV: Array) -> Array:
-    """``[B, T]`` nats; infinite where the draft gives mass to what the target excludes."""
-    return _expected(draft_BTV, draft_BTV - target_BTV)
+    """Computes KL(Q || P) at every position, ``[B, T]`` nats; infinite where Q has mass that P excludes."""
+    return _expectation(draft_BTV, draft_BTV - target_BTV)
 
 
 def total_variation(target_BTV: Array, draft_BTV: Array) -> Array:
-    """``[B, T]`` in [0, 1]."""
+    """Computes the total variation distance at every position, ``[B, T]`` in [0, 1]."""
     return 0.5 * jnp.abs(jnp.exp(target_BTV) - jnp.exp(draft_BTV)).sum(axis=-1)
 
 
 def overlap(target_BTV: Array, draft_BTV: Array) -> Array:
-    """The chance that the token rule accepts, ``[B, T]``: ``sum min(P, Q)``."""
+    """Computes ``sum min(P, Q)``, the probability that the token rule accepts a draft token, ``[B, T]``."""
     return jnp.exp(jnp.minimum(target_BTV, draft_BTV)).sum(axis=-1)
 
 
 def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
-    """1.0 where both distributions have the same mode, ``[B, T]``."""
+    """Returns 1.0 where both distributions have the same mode, else 0.0, ``[B, T]``."""
     return (target_BTV.argmax(axis=-1) == draft_BTV.argmax(axis=-1)).astype(jnp.float32)
 
 
 DIVERGENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
 
 
-def _expected(law_BTV: Array, values_BTV: Array) -> Array:
+def _expectation(log_probs_BTV: Array, values_BTV: Array) -> Array:
+    """Averages values over the vocabulary under the given distribution, ``[B, T]``."""
     # A token without mass counts nothing, also where its value is inf - inf.
-    probs = jnp.exp(law_BTV)
+    probs = jnp.exp(log_probs_BTV)
     return jnp.where(probs > 0, probs * jnp.where(probs > 0, values_BTV, 0.0), 0.0).sum(axis=-1)

@@ -23,6 +23,9 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import read_metrics
 
+RENAMED = {"recipe": "train", "rhythm": "intervals"}  # fields of run.json in older runs
+FIX = "restore the file, or begin anew in another --workdir"
+
 
 def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str] = ()) -> None:
     """Checks that a folder, if it holds a run, holds one of this configuration.
@@ -31,11 +34,10 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
       changeable: top-level fields that may differ between a run and its resumption.
 
     Raises:
-      ValueError: another configuration began this run; the message lists what differs.
+      ValueError: another configuration began this run (the message lists what differs), or its file is damaged.
     """
-    path = storage.place(folder) / "run.json"
-    if path.exists():
-        before, now = _flat(json.loads(path.read_text(encoding="utf-8"))), _flat(json.loads(json.dumps(config)))
+    if (storage.place(folder) / "run.json").exists():
+        before, now = _flat(read_config(folder)), _flat(json.loads(json.dumps(config)))
         different = [
             f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
             for name in sorted(before.keys() | now.keys())
@@ -52,11 +54,11 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
     """Checks that what a run is made from (``name``: "corpus", "target") is what it was when the run began.
 
     Raises:
-      ValueError: its ``sha256`` differs; the message shows both descriptions.
+      ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is damaged.
     """
     path = storage.place(folder) / f"{name}.json"
     if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _read_description(path)
         if before["sha256"] != description["sha256"]:
             raise ValueError(
                 f"{folder} was begun with another {name}: {before}, now {description}. (Another Python has another "
@@ -65,7 +67,7 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
 
 
 def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict) -> None:
-    """Makes the folder and writes down what the run is; everything has been checked."""
+    """Creates the folder of a run and writes its configuration, tokenizer and descriptions, all checked before."""
     folder = storage.place(folder)
     write_json(folder / "run.json", config)
     storage.write(folder / "tokenizer.json", tokenizer_json)
@@ -75,7 +77,7 @@ def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **mad
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """The last checkpoint of a run."""
+    """The parameters of the last checkpoint of a run, and where they come from."""
 
     folder: epath.Path
     config: TransformerConfig
@@ -83,28 +85,34 @@ class TrainedModel:
     step: int
 
     def model_in(self, dtype: str) -> TransformerLM:
+        """Builds the model with another compute dtype."""
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def run_config(self) -> dict:
-        return storage.read_json(self.folder / "run.json")
+        """Reads the configuration of the run, see `read_config`."""
+        return read_config(self.folder)
 
     def made_from(self, name: str) -> dict:
-        """The "corpus" of the run, or a draft's "target"."""
-        return storage.read_json(self.folder / f"{name}.json")
+        """Reads the description of the run's "corpus", or of a draft's "target".
+
+        Raises:
+          FileNotFoundError, ValueError: there is none, or its file is damaged.
+        """
+        return _read_description(self.folder / f"{name}.json")
 
     def describe(self) -> dict:
-        """Which parameters these are."""
+        """Returns the step of the checkpoint and the SHA-256 of all parameters."""
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.params):
             digest.update(np.asarray(leaf).tobytes())
         return {"step": self.step, "sha256": digest.hexdigest()}
 
     def last_metrics(self) -> dict:
-        """The last value of every number in the log up to the checkpoint, and the seconds that its steps took."""
+        """Returns the last value of every number logged up to the checkpoint, and the seconds its steps took."""
         last: dict = {}
         seconds, before = 0.0, 0
         config = self.run_config()
-        tokens_per_step = config["recipe"]["batch"] * config["data"]["length"]
+        tokens_per_step = config["train"]["batch"] * config["data"]["length"]
         for record in read_metrics(self.folder / "metrics.jsonl"):
             if record["step"] > self.step:  # a run that was killed, or is still under way
                 break
@@ -120,18 +128,10 @@ def open_trained(folder: str | os.PathLike) -> TrainedModel:
 
     Raises:
       FileNotFoundError: no run, or no checkpoint.
-      ValueError: run.json describes no model, or the checkpoint does not fit it.
+      ValueError: the configuration is damaged, or the checkpoint is, or does not fit it.
     """
     folder = storage.place(folder)
-    path = folder / "run.json"
-    if not path.exists():
-        raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
-    try:
-        config = TransformerConfig.from_json(storage.read_json(path)["model"])
-    except (KeyError, TypeError, ValueError) as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path} describes no model ({type(error).__name__}: {error})") from error
+    config = _model_config(folder)
     # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if jax.process_count() > 1:
@@ -149,21 +149,76 @@ def open_trained(folder: str | os.PathLike) -> TrainedModel:
     return TrainedModel(folder=folder, config=config, params=params, step=step)
 
 
+def read_config(folder: str | os.PathLike) -> dict:
+    """Reads the configuration of a run; fields that were renamed since it began have their new names.
+
+    Raises:
+      FileNotFoundError: there is no run.
+      ValueError: its run.json is damaged.
+    """
+    path = storage.place(folder) / "run.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
+    return {RENAMED.get(name, name): value for name, value in _read_json(path).items()}
+
+
+def _model_config(folder: epath.Path) -> TransformerConfig:
+    """Reads the shape of a run's model.
+
+    Raises:
+      FileNotFoundError, ValueError: see `read_config`; or it describes no model.
+    """
+    config = read_config(folder)
+    try:
+        return TransformerConfig.from_json(config["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / 'run.json'} describes no model ({told}): {FIX}") from error
+
+
+def _read_json(path: epath.Path) -> dict:
+    """Reads an object of a run's folder.
+
+    Raises:
+      FileNotFoundError, ValueError: as `storage.read_json`, with what can be done.
+    """
+    try:
+        return storage.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: {FIX}") from error
+
+
+def _read_description(path: epath.Path) -> dict:
+    """Reads what a run was made from: an object with a digest.
+
+    Raises:
+      FileNotFoundError, ValueError: as `storage.read_json`; or it has no digest.
+    """
+    description = _read_json(path)
+    if "sha256" not in description:
+        raise ValueError(f"{path} has no sha256: {FIX}")
+    return description
+
+
 def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Writes JSON, all of it or nothing."""
     storage.write(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def write_array(path: str | os.PathLike, array: np.ndarray) -> None:
+    """Writes an array as ``.npy``, all of it or nothing."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     storage.write(path, buffer.getvalue())
 
 
 def read_array(path: str | os.PathLike) -> np.ndarray:
+    """Reads what `write_array` wrote."""
     return np.load(io.BytesIO(storage.place(path).read_bytes()))
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dicts, names joined by dots."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}

@@ -1,7 +1,7 @@
-"""What is trained: a target on text, or a draft on a target.
+"""What is trained: a target on text, or a draft on its target.
 
-A task is static and hashable, as models are. ``loss`` takes the parameters being trained, the
-``frozen`` ones it may look at (the target's, or None) and rows of ``T + 1`` tokens.
+A task is static and hashable, as models are. What it learns, what it may look at and the tokens of a step are
+arguments of its methods.
 """
 
 from __future__ import annotations
@@ -19,40 +19,72 @@ Array = jax.Array
 
 
 class Task(Protocol):
-    """Trains ``model``; both functions return numbers, averaged over all positions."""
+    """What the trainer asks of a task; all it returns is averaged over positions."""
 
-    model: TransformerLM
+    def init(self, key: Array) -> Any:
+        """Returns random parameters, float32."""
 
-    def loss(self, params: Any, frozen: Any, rows_BT: Array) -> Array:
-        """What is minimised, a scalar."""
+    def param_axes(self) -> Any:
+        """Returns the logical axes of the parameters, see `specsamp.mesh.layout.Layout`."""
 
-    def measure(self, params: Any, frozen: Any, rows_BT: Array, warp: Warp) -> dict[str, Array]:
-        """What held-out text is verified by: "loss" is cross-entropy on it, also of a draft that is trained on another
-        objective; distributions are compared under ``warp``."""
+    def teacher_axes(self) -> Any:
+        """Returns the logical axes of ``teacher_params``; None: there are none, or they are replicated."""
+
+    def loss(self, params: Any, teacher_params: Any, tokens_BT: Array, key: Array) -> tuple[Array, dict[str, Array]]:
+        """Returns what is minimised, a scalar, and further scalars for the log.
+
+        Args:
+          params: the parameters being trained.
+          teacher_params: parameters that get no gradient (a target's), or None.
+          tokens_BT: ``[B, T + 1]`` int32: inputs and, shifted by one, labels.
+          key: of this microbatch, for tasks that draw random numbers.
+        """
+
+    def measure(self, params: Any, teacher_params: Any, tokens_BT: Array, warp: Warp) -> dict[str, Array]:
+        """Returns scalars on held-out tokens ``[B, T + 1]``.
+
+        "loss" is cross-entropy on the text, also of a draft that is trained on another objective; distributions of
+        draft and target are compared under ``warp``.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrain:
-    """Cross-entropy on text: a target, or the baseline of a draft."""
+    """Minimises cross-entropy on text: trains a target, or the baseline of a draft."""
 
     model: TransformerLM
 
-    def loss(self, params, frozen, rows_BT):
-        return _text_loss(self.model, params, rows_BT)[0]
+    def init(self, key):
+        return self.model.init(key)
 
-    def measure(self, params, frozen, rows_BT, warp):
-        return {"loss": self.loss(params, frozen, rows_BT)}
+    def param_axes(self):
+        return self.model.param_axes()
+
+    def teacher_axes(self):
+        return None
+
+    def loss(self, params, teacher_params, tokens_BT, key):
+        return _text_loss(self.model, params, tokens_BT)[0], {}
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        return {"loss": _text_loss(self.model, params, tokens_BT)[0]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
-    """Makes a draft imitate a target on given text.
+    """Trains a draft to imitate its target on given text.
 
-    ``objective`` is one of `DIVERGENCES`, or "cross_entropy": the text alone, which does not ask the
-    target at all. ``text_share`` adds that much cross-entropy to a divergence.
+    Attributes:
+      model: the draft.
+      target: the model whose parameters are ``teacher_params``.
+      objective: one of `DIVERGENCES`, or "cross_entropy": the text alone, without a call of the target.
+      text_share: weight in [0, 1] of cross-entropy beside a divergence, which gets the rest.
+
+    Raises:
+      ValueError: an unknown objective, a weight outside [0, 1], or two vocabularies.
     """
 
-    model: TransformerLM  # the draft
+    model: TransformerLM
     target: TransformerLM
     objective: str = "forward_kl"
     text_share: float = 0.0
@@ -66,27 +98,40 @@ class Distill:
         if self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
 
-    def loss(self, params, frozen, rows_BT):
-        text, draft_BTV = _text_loss(self.model, params, rows_BT)
-        if self.objective == "cross_entropy":
-            return text
-        divergence = DIVERGENCES[self.objective](self._target_law(frozen, rows_BT), draft_BTV).mean()
-        return (1 - self.text_share) * divergence + self.text_share * text
+    def init(self, key):
+        return self.model.init(key)
 
-    def measure(self, params, frozen, rows_BT, warp):
-        text, _ = _text_loss(self.model, params, rows_BT)
-        target_BTV = log_probs(warp, self.target.forward(frozen, rows_BT[:, :-1]).logits_BTV)
-        draft_BTV = log_probs(warp, self.model.forward(params, rows_BT[:, :-1]).logits_BTV)
+    def param_axes(self):
+        return self.model.param_axes()
+
+    def teacher_axes(self):
+        return self.target.param_axes()
+
+    def loss(self, params, teacher_params, tokens_BT, key):
+        text, draft_BTV = _text_loss(self.model, params, tokens_BT)
+        if self.objective == "cross_entropy":
+            return text, {}
+        target_BTV = jax.lax.stop_gradient(_log_probs(self.target, teacher_params, tokens_BT))
+        divergence = DIVERGENCES[self.objective](target_BTV, draft_BTV).mean()
+        return (1 - self.text_share) * divergence + self.text_share * text, {"text_loss": text}
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        text, _ = _text_loss(self.model, params, tokens_BT)
+        target_BTV = log_probs(warp, self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV)
+        draft_BTV = log_probs(warp, self.model.forward(params, tokens_BT[:, :-1]).logits_BTV)
         return {
             "loss": text,
             "acceptance": overlap(target_BTV, draft_BTV).mean(),
             "greedy_agreement": greedy_agreement(target_BTV, draft_BTV).mean(),
         }
 
-    def _target_law(self, frozen, rows_BT):
-        return jax.lax.stop_gradient(jax.nn.log_softmax(self.target.forward(frozen, rows_BT[:, :-1]).logits_BTV))
+
+def _text_loss(model: TransformerLM, params: Any, tokens_BT: Array) -> tuple[Array, Array]:
+    """Returns the mean cross-entropy in nats, and the log-probabilities ``[B, T, V]`` it was computed from."""
+    log_probs_BTV = _log_probs(model, params, tokens_BT)
+    return cross_entropy(log_probs_BTV, tokens_BT[:, 1:]).mean(), log_probs_BTV
 
 
-def _text_loss(model: TransformerLM, params: Any, rows_BT: Array) -> tuple[Array, Array]:
-    log_probs_BTV = jax.nn.log_softmax(model.forward(params, rows_BT[:, :-1]).logits_BTV)
-    return cross_entropy(log_probs_BTV, rows_BT[:, 1:]).mean(), log_probs_BTV
+def _log_probs(model: TransformerLM, params: Any, tokens_BT: Array) -> Array:
+    """Predicts each token but the first from those before it, ``[B, T, V]``."""
+    return jax.nn.log_softmax(model.forward(params, tokens_BT[:, :-1]).logits_BTV)

@@ -1,13 +1,14 @@
 """The training loop: one jitted step over a mesh, checkpoints, metrics, exact resume.
 
-A step depends on the state, the seed and its own number only: data windows are addressed by step, and
-nothing else is random. So a run that is killed and resumed gives the losses it would have given.
+A step depends on the state, the seed and its own number only: data windows are addressed by step, and random numbers
+by seed, step and microbatch. So a run that is killed and resumed gives the losses it would have given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
 from specsamp.sampling.warp import Warp
 from specsamp.training.checkpoint import Checkpoints
-from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch, frozen_shardings
+from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 
@@ -31,31 +32,48 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
+class TrainConfig:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay.
+
+    Raises:
+      ValueError: a number outside its range.
+    """
 
     steps: int
     batch: int  # rows per step, over all devices and microbatches
     microbatches: int = 1  # gradients are averaged over this many before each update
     learning_rate: float = 1e-3  # at its peak
     warmup_steps: int = 100
-    final_share: float = 0.1  # of the peak, reached at the last step
+    final_share: float = 0.1  # of the peak learning rate, reached at the last step
     beta1: float = 0.9
     beta2: float = 0.98
     weight_decay: float = 0.1  # of matrices; scales are left alone
-    clip_norm: float = 1.0
-    seed: int = 0
+    clip_norm: float = 1.0  # largest norm of a gradient over all parameters
+    seed: int = 0  # of random parameters, of the order of the data and of what a task draws
 
     def __post_init__(self):
         for name in ("steps", "batch", "microbatches"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
+                raise ValueError(f"train.{name} must be >= 1; got {getattr(self, name)}")
         if self.batch % self.microbatches:
-            raise ValueError(f"batch {self.batch} is no multiple of microbatches {self.microbatches}")
+            raise ValueError(f"train.batch {self.batch} is no multiple of train.microbatches {self.microbatches}")
         if not 0 <= self.warmup_steps < self.steps:
-            raise ValueError(f"warmup_steps must be in [0, steps); got {self.warmup_steps} of {self.steps}")
+            raise ValueError(f"train.warmup_steps must be in [0, steps); got {self.warmup_steps} of {self.steps}")
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name} must be a finite number > 0; got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"train.weight_decay must be a finite number >= 0; got {self.weight_decay}")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"train.final_share must be in [0, 1]; got {self.final_share}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"train.{name} must be in [0, 1); got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:  # beyond, keys would repeat those of other seeds
+            raise ValueError(f"train.seed must be in [0, 2**32); got {self.seed}")
 
     def learning_rates(self) -> optax.Schedule:
+        """Returns the learning rate as a function of the step."""
         return optax.warmup_cosine_decay_schedule(
             0.0 if self.warmup_steps else self.learning_rate,
             self.learning_rate,
@@ -65,6 +83,8 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
+        """Builds the optimizer: gradients are clipped together, then given to AdamW."""
+
         def matrices(params):
             return jax.tree.map(lambda p: p.ndim > 1, params)
 
@@ -72,6 +92,20 @@ class Recipe:
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(self.learning_rates(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Logging, evaluation and checkpoint intervals, in steps; none of them changes what is learned."""
+
+    log: int = 20
+    evaluate: int = 500
+    checkpoint: int = 500
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"intervals.{field.name} must be >= 1 (steps); got {getattr(self, field.name)}")
 
 
 @jax.tree_util.register_dataclass
@@ -85,85 +119,86 @@ class TrainState:
 
 
 class Batches(Protocol):
-    """Rows by step; see data.py."""
+    """Rows of tokens addressed by step, see `specsamp.training.data`."""
 
-    def batch(self, step: int, size: int) -> np.ndarray: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rhythm:
-    """How often, in steps; none of it changes what is learned."""
-
-    log: int = 20
-    evaluate: int = 500
-    checkpoint: int = 500
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"rhythm.{field.name} must be >= 1 (steps); got {getattr(self, field.name)}")
+    def batch(self, step: int, size: int) -> np.ndarray:
+        """Returns ``[size, T + 1]`` int32 tokens, the same whenever it is asked for this step."""
 
 
-def init_state(task: Task, recipe: Recipe, params: Any = None) -> TrainState:
-    """At step 0, from random parameters or from the given ones."""
-    key = jax.random.key(recipe.seed, impl="threefry2x32")
+def init_state(task: Task, config: TrainConfig, params: Any = None) -> TrainState:
+    """Builds the state of step 0, from random parameters or from the given ones.
+
+    Raises:
+      ValueError: the given parameters have other shapes than the task's.
+    """
+    key = _key(config)
     if params is None:
-        params = task.model.init(key)
+        params = task.init(key)
     else:
-        check_shapes("what training starts from", params, jax.eval_shape(task.model.init, key))
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=recipe.optimizer().init(params))
+        check_shapes("what training starts from", params, jax.eval_shape(task.init, key))
+    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
 
 
-def state_shardings(task: Task, recipe: Recipe, mesh: Mesh) -> TrainState:
-    """Where a state lives: parameters and their moments by the table of the layout, counters everywhere."""
-    shapes = jax.eval_shape(lambda: init_state(task, recipe))
-    params = Layout.tensor_parallel(mesh).shardings(task.model.param_axes(), shapes.params)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+def _key(config: TrainConfig) -> Array:
+    return jax.random.key(config.seed, impl="threefry2x32")
+
+
+def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Returns the sharding of each leaf of a state: moments lie as their parameters, counters are replicated."""
+    shapes = jax.eval_shape(lambda: init_state(task, config))
+    params = Layout.tensor_parallel(mesh).shardings(task.param_axes(), shapes.params)
+    replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_map_params(
-        recipe.optimizer(),
+        config.optimizer(),
         lambda _, sharding: sharding,
         shapes.opt_state,
         params,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: replicated,
     )
-    return TrainState(step=everywhere, params=params, opt_state=opt_state)
+    return TrainState(step=replicated, params=params, opt_state=opt_state)
 
 
 def train_step(
-    task: Task, recipe: Recipe, state: TrainState, frozen: Any, rows_ABT: Array
+    task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, tokens_ABT: Array
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update from ``A`` microbatches of ``[B, T + 1]`` tokens; returns loss and gradient norm too."""
+    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens.
 
-    def gradients(rows_BT):
-        return jax.value_and_grad(task.loss)(state.params, frozen, rows_BT)
+    Returns:
+      The new state, and scalars for the log: loss, what else the task reports, and the norm of the gradient.
+    """
+    num_microbatches = tokens_ABT.shape[0]
+    keys_A = jax.random.split(jax.random.fold_in(_key(config), state.step), num_microbatches)
 
-    if rows_ABT.shape[0] == 1:
-        loss, grads = gradients(rows_ABT[0])
+    def gradients(tokens_BT, key):
+        return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key)
+
+    if num_microbatches == 1:
+        (loss, metrics), grads = gradients(tokens_ABT[0], keys_A[0])
     else:
-        first = jax.eval_shape(gradients, rows_ABT[0])
+        first = jax.eval_shape(gradients, tokens_ABT[0], keys_A[0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
 
-        def add(total, rows_BT):
-            return (jax.tree.map(jnp.add, total, gradients(rows_BT)), None)
+        def add(total, microbatch):
+            return (jax.tree.map(jnp.add, total, gradients(*microbatch)), None)
 
-        total, _ = jax.lax.scan(add, zeros, rows_ABT)
-        loss, grads = jax.tree.map(lambda x: x / rows_ABT.shape[0], total)
-    updates, opt_state = recipe.optimizer().update(grads, state.opt_state, state.params)
+        total, _ = jax.lax.scan(add, zeros, (tokens_ABT, keys_A))
+        (loss, metrics), grads = jax.tree.map(lambda x: x / num_microbatches, total)
+    updates, opt_state = config.optimizer().update(grads, state.opt_state, state.params)
     new_state = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
-    return new_state, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    return new_state, {"loss": loss, **metrics, "grad_norm": optax.tree.norm(grads)}
 
 
 def train(
     task: Task,
-    recipe: Recipe,
+    config: TrainConfig,
     data: Batches,
     folder: str | os.PathLike,
     *,
     held_out: np.ndarray,
-    frozen: Any = None,
+    teacher_params: Any = None,
     params: Any = None,
     warps: dict[str, Warp] | None = None,
-    rhythm: Rhythm = Rhythm(),
+    intervals: Intervals = Intervals(),
     mesh: Mesh | None = None,
     console: Console | None = None,
 ) -> TrainState:
@@ -171,91 +206,100 @@ def train(
 
     Args:
       held_out: ``[rows, T + 1]`` tokens, for evaluation.
-      frozen: parameters the task looks at (a target's).
+      teacher_params: parameters that the task looks at and does not train (a target's).
       params: to start from, when there is no checkpoint; they are copied.
       warps: distributions under which a draft is compared with its target, by name; default: the models' own.
 
     Raises:
-      ValueError: rows do not divide over the shares of ``data`` or do not fill them, the model does not divide
+      ValueError: rows do not divide over the data shards or do not fill them, the model does not divide
         over ``model``, or a checkpoint or ``params`` do not fit.
       FloatingPointError: the loss or its gradient is no longer finite; nothing of that is saved.
     """
     folder, console, mesh = storage.place(folder), console or Console(), mesh or data_mesh()
-    per_microbatch = recipe.batch // recipe.microbatches
-    check_devices(recipe, held_out, mesh)
-    shardings = state_shardings(task, recipe, mesh)
-    rows_ABT_sharding = NamedSharding(mesh, PartitionSpec(None, DATA))
+    per_microbatch = config.batch // config.microbatches
+    check_devices(config, held_out, mesh)
+    shardings = state_shardings(task, config, mesh)
+    replicated, rows_ABT = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, DATA))
 
     # Closed whatever happens: what is being written is finished.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        if checkpoints.latest is None and params is None:
-            state = jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, recipe)
-        elif checkpoints.latest is None:
-            state = put(init_state(task, recipe, jax.tree.map(jnp.copy, params)), shardings)
-        else:
-            shapes = jax.eval_shape(lambda: init_state(task, recipe))
-            shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-            saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
-            step, opt_state = saved["rest"]
-            state = TrainState(step=step, params=saved["params"], opt_state=opt_state)
-        frozen = put(frozen, frozen_shardings(task, frozen, mesh))
-        numbers_everywhere = NamedSharding(mesh, PartitionSpec())
+        state = first_state(task, config, checkpoints, shardings, params)
+        teacher_axes = task.teacher_axes()
+        teacher_params = put(teacher_params, Layout.tensor_parallel(mesh).shardings(teacher_axes, teacher_params))
         step_function = jax.jit(
-            train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, numbers_everywhere)
+            train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
         )
-
         done = int(state.step)
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done) if jax.process_index() == 0 else None
-        progress = Progress(recipe.steps, recipe.batch * (held_out.shape[1] - 1), done, console)
+        progress = Progress(config.steps, config.batch * (held_out.shape[1] - 1), done, console)
         if done:
-            progress.note(f"resumed at step {done}")
-        for step in range(done, recipe.steps):
-            rows = data.batch(step, recipe.batch).reshape(recipe.microbatches, per_microbatch, -1)
-            rows_ABT = jax.make_array_from_callback(rows.shape, rows_ABT_sharding, rows.__getitem__)
-            state, numbers = step_function(task, recipe, state, frozen, rows_ABT)
+            progress.note(f"resumed at step {done}" + (", the last: nothing is left" if done == config.steps else ""))
+        for step in range(done, config.steps):
+            rows = data.batch(step, config.batch).reshape(config.microbatches, per_microbatch, -1)
+            tokens_ABT = jax.make_array_from_callback(rows.shape, rows_ABT, rows.__getitem__)
+            state, numbers = step_function(task, config, state, teacher_params, tokens_ABT)
             now = step + 1
-            last = now == recipe.steps
-            if now % rhythm.log == 0 or now % rhythm.checkpoint == 0 or last:
+            last = now == config.steps
+            if now % intervals.log == 0 or now % intervals.checkpoint == 0 or last:
                 numbers = {name: float(value) for name, value in numbers.items()}
                 check_finite(now, numbers, checkpoints.latest)
-            if now % rhythm.log == 0 or last:
+            if now % intervals.log == 0 or last:
                 pace = progress.report(now, **numbers)
                 if log is not None:
-                    rate = float(recipe.learning_rates()(step))
+                    rate = float(config.learning_rates()(step))
                     log.write(now, **numbers, learning_rate=rate, tokens_per_second=pace)
-            if now % rhythm.evaluate == 0 or last:
-                measured = evaluate(task, state.params, frozen, held_out, per_microbatch, mesh, warps)
+            if now % intervals.evaluate == 0 or last:
+                measured = evaluate(task, state.params, teacher_params, held_out, per_microbatch, mesh, warps)
                 if log is not None:
                     log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
-            if now % rhythm.checkpoint == 0 or last:
+            if now % intervals.checkpoint == 0 or last:
                 checkpoints.save(now, state.params, (state.step, state.opt_state))
     return state
 
 
-def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
-    """Ends a training that has nothing more to learn, before it is saved over what it had learned.
+def first_state(
+    task: Task, config: TrainConfig, checkpoints: Checkpoints, shardings: TrainState, params: Any = None
+) -> TrainState:
+    """Restores the latest checkpoint; without one, begins at ``params`` (which are copied) or at random.
 
     Raises:
-      FloatingPointError: with the numbers, and what can be done.
+      ValueError: the checkpoint is damaged, or it or ``params`` are of another model.
+    """
+    if checkpoints.latest is not None:
+        shapes = jax.eval_shape(lambda: init_state(task, config))
+        shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+        saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
+        step, opt_state = saved["rest"]
+        return TrainState(step=step, params=saved["params"], opt_state=opt_state)
+    if params is not None:
+        return put(init_state(task, config, jax.tree.map(jnp.copy, params)), shardings)
+    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, config)
+
+
+def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
+    """Ends a training that diverged, before its state is saved over what it had learned.
+
+    Raises:
+      FloatingPointError: a number is not finite; the message says which, and what can be done.
     """
     if not np.isfinite(list(numbers.values())).all():
         raise FloatingPointError(
             f"training diverged: at step {step} "
             + ", ".join(f"{name} is {value:g}" for name, value in numbers.items())
             + ("; nothing was saved yet" if saved is None else f"; the checkpoint of step {saved} is as it was")
-            + ". Begin again in another --workdir with a lower recipe.learning_rate, a longer recipe.warmup_steps, or "
+            + ". Begin again in another --workdir with a lower train.learning_rate, a longer train.warmup_steps, or "
             "compute_dtype float32"
         )
 
 
-def check_devices(recipe: Recipe, held_out: np.ndarray, mesh: Mesh) -> None:
-    """Refuses rows that cannot be spread over the devices: now, not after hundreds of steps.
+def check_devices(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
+    """Checks that rows can be spread over the devices: now, not after hundreds of steps.
 
     Raises:
-      ValueError: with the numbers.
+      ValueError: the rows of a microbatch do not divide over the data shards, or held-out rows do not fill them.
     """
-    per_microbatch = recipe.batch // recipe.microbatches
+    per_microbatch = config.batch // config.microbatches
     if per_microbatch % mesh.shape[DATA]:
         raise ValueError(
             f"{per_microbatch} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "

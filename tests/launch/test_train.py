@@ -44,16 +44,16 @@ SMALL = {
     "model.vocab_size": 300,
     "model.width": 16,
     "model.num_layers": 1,
-    "recipe.warmup_steps": 2,
-    "rhythm.log": 1,
+    "train.warmup_steps": 2,
+    "intervals.log": 1,
     "compute_dtype": "float32",
 }
-TARGET = {**SMALL, "recipe.steps": 24, "rhythm.evaluate": 8, "rhythm.checkpoint": 4}
+TARGET = {**SMALL, "train.steps": 24, "intervals.evaluate": 8, "intervals.checkpoint": 4}
 DRAFT = {
     **SMALL,
-    "recipe.steps": 4,
-    "rhythm.evaluate": 4,
-    "rhythm.checkpoint": 4,
+    "train.steps": 4,
+    "intervals.evaluate": 4,
+    "intervals.checkpoint": 4,
     "generated.rows": 8,
     "generated.prompt_length": 4,
     "generated.batch": 8,
@@ -123,7 +123,9 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert done.returncode == 0, done.stderr
     assert "resumed at step" in done.stdout
 
-    train.start(training_config("tiny_target", texts, TARGET | {"rhythm.checkpoint": 24}), tmp_path / "alone", quiet())
+    train.start(
+        training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}), tmp_path / "alone", quiet()
+    )
     assert metrics(target) == metrics(tmp_path / "alone")
     assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
 
@@ -182,16 +184,22 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
 
     with pytest.raises(FileNotFoundError, match="no training run at '.*nothing'"):
         begin(DRAFT | {"target": str(tmp_path / "nothing")}, "tiny_draft")
+    with pytest.raises(ValueError, match=r"train.seed must be in \[0, 2\*\*32\); got -1"):
+        begin(TARGET | {"train.seed": -1})
+    with pytest.raises(ValueError, match="train.learning_rate must be a finite number > 0; got -1.0"):
+        begin(TARGET | {"train.learning_rate": -1.0})
+    with pytest.raises(ValueError, match=r"data.held_out is the share of files .* in \[0, 1\]; got 1.5"):
+        begin(TARGET | {"data.held_out": 1.5})
     with pytest.raises(ValueError, match="microbatches must be >= 1; got 0"):
-        begin(TARGET | {"recipe.microbatches": 0})
+        begin(TARGET | {"train.microbatches": 0})
     with pytest.raises(ValueError, match=r"nothing to train on: .*'\*.txt'"):
         begin(TARGET | {"data.pattern": "*.txt"})
     with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model a vocabulary of 100"):
         begin(TARGET | {"model.vocab_size": 100})
     with pytest.raises(FileNotFoundError, match="no tokenizer at .*nothing.json"):
         begin(TARGET | {"data.tokenizer": str(tmp_path / "nothing.json")})
-    with pytest.raises(ValueError, match=r"rhythm.log must be >= 1 \(steps\); got 0"):
-        begin(TARGET | {"rhythm.log": 0})
+    with pytest.raises(ValueError, match=r"intervals.log must be >= 1 \(steps\); got 0"):
+        begin(TARGET | {"intervals.log": 0})
     with pytest.raises(ValueError, match="data.length 16 is more than the model's 8 positions"):
         begin(TARGET | {"model.max_positions": 8})
     assert not (tmp_path / "run").exists()
@@ -237,7 +245,9 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
 
     monkeypatch.setattr(train.run, "open_trained", trained)
     with pytest.raises(ValueError, match=message):
-        train.start(training_config("tiny_draft", texts, DRAFT | fields), tmp_path / "run", quiet())
+        train.start(
+            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), tmp_path / "run", quiet()
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -251,9 +261,9 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
 
     begin(TARGET)
     begin(TARGET)
-    with pytest.raises(ValueError, match="another configuration: recipe.seed was 0, is 1. Give the old values"):
-        begin(TARGET | {"recipe.seed": 1})
-    begin(TARGET | {"rhythm.log": 7})
+    with pytest.raises(ValueError, match="another configuration: train.seed was 0, is 1. Give the old values"):
+        begin(TARGET | {"train.seed": 1})
+    begin(TARGET | {"intervals.log": 7})
     (mine / "new.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="begun with another corpus: .* now "):
         begin(TARGET)
@@ -264,14 +274,18 @@ def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
     trained = types.SimpleNamespace(model_in=lambda dtype: model)
     monkeypatch.setattr(train.run, "open_trained", lambda folder: trained)
     with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
-        train.start(training_config("tiny_draft", texts, DRAFT | {"objective": "kl"}), tmp_path / "run", quiet())
+        train.start(
+            training_config("tiny_draft", texts, DRAFT | {"target": "target", "objective": "kl"}),
+            tmp_path / "run",
+            quiet(),
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_training_without_its_target_ends_with_a_message(tmp_path):
     done = run("train", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 1
-    assert "no training run at" in done.stderr and "Traceback" not in done.stderr
+    assert "give --config.target, the folder of its training" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_unknown_kinds_of_training_fail():

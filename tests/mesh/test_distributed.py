@@ -259,9 +259,9 @@ def small(tmp_path_factory):
         functions = (f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
         (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
     fields = {
-        "recipe.steps": 6,
-        "recipe.warmup_steps": 2,
-        "rhythm.log": 1,
+        "train.steps": 6,
+        "train.warmup_steps": 2,
+        "intervals.log": 1,
         "compute_dtype": "float32",
         "data.folder": folder,
         "data.pattern": "*.py",

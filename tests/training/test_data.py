@@ -77,6 +77,12 @@ def test_nothing_to_train_on(tmp_path):
         read_corpus(tmp_path, held_out=1.0)
 
 
+@pytest.mark.parametrize("share", [1.5, -0.1, float("nan")])
+def test_a_share_of_held_out_files_that_is_none(tmp_path, share):
+    with pytest.raises(ValueError, match=rf"data.held_out is the share .* in \[0, 1\]; got {share}"):
+        read_corpus(write(tmp_path, FILES), held_out=share)
+
+
 def test_the_digest_sees_every_content_and_path(tmp_path):
     def digest(name, files):
         return read_corpus(write(tmp_path / name, files)).digest
@@ -189,6 +195,8 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
     some = held_out_windows(corpus, LETTERS, 8, 5)
     np.testing.assert_array_equal(some[[0, -1]], every[[0, -1]])
     assert some.shape == (5, 9)
+    with pytest.raises(ValueError, match="data.held_out_windows must be >= 1; got 0"):
+        held_out_windows(corpus, LETTERS, 8, 0)
 
 
 def generated_rows(count):

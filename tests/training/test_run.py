@@ -121,7 +121,7 @@ def trained(tmp_path_factory):
     """The folder of a run whose parameters lie on all eight devices."""
     folder = tmp_path_factory.mktemp("run")
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
-    run.open_run(folder, {"model": shape, "recipe": {"batch": 2}, "data": {"length": 10}}, "{}")
+    run.open_run(folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.device_put(TransformerLM(CONFIG).init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
     with opened(folder / "checkpoints") as checkpoints:
@@ -177,11 +177,35 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
 )
 def test_a_damaged_run_json_is_named(tmp_path, content, message):
     (tmp_path / "run.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{tmp_path}/run.json {message}"):
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/run.json {message}.*: restore the file, or begin anew in another --workdir"
+    ):
         run.open_trained(tmp_path)
+    if "JSON" in message:  # what it says is compared when it is resumed
+        with pytest.raises(ValueError, match=message):
+            run.check_run(tmp_path, RUN)
 
 
-RUN = {"model": {"width": 16, "layers": 2}, "rhythm": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
+def test_a_damaged_description_is_named_with_its_file(tmp_path):
+    for content in ("", "3", "{}"):
+        (tmp_path / "corpus.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="corpus.json (is no JSON|has no sha256).*: restore the file"):
+            run.check_same(tmp_path, "corpus", {"sha256": "a"})
+
+
+def test_runs_of_older_versions_are_resumed_and_read(trained, tmp_path):
+    """Their run.json calls the fields "recipe" and "rhythm"."""
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    now = run.read_config(folder)
+    old = {{"train": "recipe"}.get(name, name): value for name, value in now.items()} | {"rhythm": {"log": 10}}
+    run.write_json(folder / "run.json", old)
+    run.check_run(folder, now | {"intervals": {"log": 10}})
+    with pytest.raises(ValueError, match="train.batch was 2, is 4"):
+        run.check_run(folder, now | {"train": {"batch": 4}, "intervals": {"log": 10}})
+    assert run.open_trained(folder).last_metrics() == run.open_trained(trained[0]).last_metrics()
+
+
+RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
 
 
 def test_a_run_belongs_to_its_configuration(tmp_path):
@@ -189,16 +213,16 @@ def test_a_run_belongs_to_its_configuration(tmp_path):
     run.check_run(folder, RUN)  # nothing there yet
     run.open_run(folder, RUN, "{}", corpus={"sha256": "a", "files": 3})
     run.check_run(folder, RUN)
-    changed = {**RUN, "model": {"width": 32, "depth": 2}, "rhythm": {"log": 1}}
+    changed = {**RUN, "model": {"width": 32, "depth": 2}, "intervals": {"log": 1}}
     with pytest.raises(ValueError) as caught:
-        run.check_run(folder, changed, changeable=("rhythm",))
+        run.check_run(folder, changed, changeable=("intervals",))
     message = str(caught.value)
     assert "model.width was 16, is 32" in message
     assert "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
-    assert "rhythm" not in message and "exclude" not in message
-    run.check_run(folder, {**RUN, "rhythm": {"log": 1}}, changeable=("rhythm",))
-    with pytest.raises(ValueError, match="rhythm.log was 10, is 1"):
-        run.check_run(folder, {**RUN, "rhythm": {"log": 1}})
+    assert "intervals" not in message and "exclude" not in message
+    run.check_run(folder, {**RUN, "intervals": {"log": 1}}, changeable=("intervals",))
+    with pytest.raises(ValueError, match="intervals.log was 10, is 1"):
+        run.check_run(folder, {**RUN, "intervals": {"log": 1}})
     run.check_same(folder, "corpus", {"sha256": "a", "files": 4})  # the hash decides
     run.check_same(folder, "target", {"sha256": "b"})  # nothing known of one
     with pytest.raises(ValueError, match="another corpus: {.*'files': 3.*}, now {.*'files': 4.*}"):

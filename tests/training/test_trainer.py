@@ -19,7 +19,7 @@ from specsamp.training.data import Windows
 from specsamp.training.evaluate import evaluate
 from specsamp.training.objective import DIVERGENCES
 from specsamp.training.task import Distill, Pretrain
-from specsamp.training.trainer import Recipe, Rhythm, init_state, train, train_step
+from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
 
 V, LENGTH = 32, 8
 
@@ -33,9 +33,10 @@ def lm(width=16, num_layers=1):
 
 
 MODEL = lm()
+KEY = jax.random.key(0)
 TASK = Pretrain(MODEL)
-RECIPE = Recipe(steps=12, batch=8, warmup_steps=3, learning_rate=1e-2)
-RHYTHM = Rhythm(log=1, evaluate=6, checkpoint=4)
+TRAIN = TrainConfig(steps=12, batch=8, warmup_steps=3, learning_rate=1e-2)
+INTERVALS = Intervals(log=1, evaluate=6, checkpoint=4)
 STREAM = np.random.default_rng(0).integers(0, V, 600).astype(np.int32)
 DATA = Windows(STREAM, LENGTH)
 HELD_OUT = DATA.in_order()[:16]
@@ -45,15 +46,15 @@ def mesh_of(devices, model=1):
     return make_mesh(devices // model, model, devices=jax.devices()[:devices])
 
 
-def run(folder, task=TASK, recipe=RECIPE, data=DATA, devices=1, rhythm=RHYTHM, mesh=None, **options):
+def run(folder, task=TASK, config=TRAIN, data=DATA, devices=1, intervals=INTERVALS, mesh=None, **options):
     folder.mkdir(exist_ok=True)
     return train(
         task,
-        recipe,
+        config,
         data,
         folder,
         held_out=HELD_OUT,
-        rhythm=rhythm,
+        intervals=intervals,
         mesh=mesh or mesh_of(devices),
         console=Console(file=io.StringIO()),
         **options,
@@ -104,7 +105,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at
     assert len(losses(tmp_path / "run")) == at
     again = Breaking(at=-1)
     resumed_state = run(tmp_path / "run", data=again)
-    assert again.asked == list(range(resumed, RECIPE.steps))
+    assert again.asked == list(range(resumed, TRAIN.steps))
     assert metrics(tmp_path / "run") == metrics(folder)
     jax.tree.map(np.testing.assert_array_equal, resumed_state, state)
 
@@ -138,7 +139,7 @@ def test_what_is_logged(whole):
     assert [r["step"] for r in records if "held_out/loss" in r] == [6, 12]
     assert losses(whole[0])[-1] < losses(whole[0])[0]
     rates = [r["learning_rate"] for r in records if "loss" in r]
-    np.testing.assert_allclose(rates, [RECIPE.learning_rates()(step) for step in range(12)])
+    np.testing.assert_allclose(rates, [TRAIN.learning_rates()(step) for step in range(12)])
 
 
 one_step = jax.jit(train_step, static_argnums=(0, 1))
@@ -152,11 +153,11 @@ def params():
 def test_microbatches_change_nothing_but_rounding(params):
     def two_steps(microbatches, rows_of=lambda rows: rows):
         """The first of them has no learning rate yet."""
-        recipe = dataclasses.replace(RECIPE, microbatches=microbatches)
-        state = init_state(TASK, recipe, params)
+        config = dataclasses.replace(TRAIN, microbatches=microbatches)
+        state = init_state(TASK, config, params)
         for step in range(2):
             rows = rows_of(DATA.batch(step, 8)).reshape(microbatches, -1, LENGTH + 1)
-            state, numbers = one_step(TASK, recipe, state, None, rows)
+            state, numbers = one_step(TASK, config, state, None, rows)
         return state.params, numbers
 
     one, of_one = two_steps(1)
@@ -170,6 +171,31 @@ def test_microbatches_change_nothing_but_rounding(params):
         return np.concatenate([rows[:4], rows[:4]])
 
     assert abs(two_steps(4, half_twice)[1]["loss"] - of_one["loss"]) > 1e-3  # the control: some rows are missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy:
+    """Draws a number in every microbatch; the loss is one parameter times it."""
+
+    def init(self, key):
+        return {"scale": jnp.ones(())}
+
+    def loss(self, params, teacher_params, tokens_BT, key):
+        drawn = jax.random.uniform(key)
+        return params["scale"] * drawn, {"drawn": drawn}
+
+
+def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
+    def drawn(seed, step, microbatches=1):
+        config = dataclasses.replace(TRAIN, seed=seed, microbatches=microbatches)
+        state = dataclasses.replace(init_state(Noisy(), config), step=jnp.int32(step))
+        rows = np.zeros((microbatches, 2, LENGTH + 1), np.int32)
+        _, numbers = one_step(Noisy(), config, state, None, rows)
+        assert numbers["drawn"] == numbers["loss"] == numbers["grad_norm"]
+        return float(numbers["drawn"])
+
+    draws = [drawn(0, 3), drawn(0, 4), drawn(1, 3), drawn(0, 3, microbatches=2)]  # the last is a mean of two
+    assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
 
 
 def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
@@ -191,8 +217,8 @@ def many_heads():
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
     draft, target = many_heads(), many_heads()
-    task, frozen = Distill(draft, target), jax.jit(target.init)(jax.random.key(9))
-    short = {"recipe": dataclasses.replace(RECIPE, steps=8), "frozen": frozen}
+    task, teacher_params = Distill(draft, target), jax.jit(target.init)(jax.random.key(9))
+    short = {"config": dataclasses.replace(TRAIN, steps=8), "teacher_params": teacher_params}
     run(tmp_path / "one", task, **short)
     for model in (1, 8):
         state = run(tmp_path / f"{model}", task, mesh=mesh_of(8, model), **short)
@@ -222,56 +248,56 @@ def test_a_model_that_does_not_divide_over_the_mesh(tmp_path):
 
 def test_rows_that_do_not_divide_over_the_devices(tmp_path):
     with pytest.raises(ValueError, match="4 rows of a microbatch do not divide over 8 devices of the mesh axis 'data'"):
-        run(tmp_path, recipe=dataclasses.replace(RECIPE, microbatches=2), devices=8)
+        run(tmp_path, config=dataclasses.replace(TRAIN, microbatches=2), devices=8)
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
         evaluate(TASK, {}, None, HELD_OUT[:3], 8, mesh_of(8))
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
-        train(TASK, RECIPE, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))  # before the first step
+        train(TASK, TRAIN, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))  # before the first step
 
 
 def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
     with pytest.raises(Killed):
         run(tmp_path, params=params, data=Breaking(2))  # steps donate their own copy
-    expected = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)))
+    expected, _ = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)), KEY)
     np.testing.assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
 
 
 def test_parameters_of_another_model_list_both_shapes(params):
     with pytest.raises(ValueError, match=r"is of another model: embedding: \(32, 16\) there, \(32, 24\) wanted"):
-        init_state(Pretrain(lm(width=24)), RECIPE, params)
+        init_state(Pretrain(lm(width=24)), TRAIN, params)
 
 
 def test_weight_decay_leaves_scales_alone():
-    optimizer = dataclasses.replace(RECIPE, warmup_steps=0, weight_decay=0.5).optimizer()
+    optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).optimizer()
     params = {"matrix": jnp.ones((2, 3)), "scale": jnp.ones(3)}
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    np.testing.assert_allclose(updates["matrix"], -0.5 * RECIPE.learning_rate)
+    np.testing.assert_allclose(updates["matrix"], -0.5 * TRAIN.learning_rate)
     np.testing.assert_array_equal(updates["scale"], 0)
 
 
 def test_gradients_are_clipped_together():
     """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that is allowed."""
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
-    optimizer = RECIPE.optimizer()
+    optimizer = TRAIN.optimizer()
 
     def moments(grads):
         return optimizer.update(grads, optimizer.init(grads), grads)[1][1][0].mu
 
-    np.testing.assert_allclose(moments(grads)["matrix"] / (1 - RECIPE.beta1), 2 / 5, rtol=1e-5)
-    np.testing.assert_allclose(moments(grads)["scale"] / (1 - RECIPE.beta1), 3 / 5, rtol=1e-5)
+    np.testing.assert_allclose(moments(grads)["matrix"] / (1 - TRAIN.beta1), 2 / 5, rtol=1e-5)
+    np.testing.assert_allclose(moments(grads)["scale"] / (1 - TRAIN.beta1), 3 / 5, rtol=1e-5)
     small = jax.tree.map(lambda x: x / 10, grads)  # a norm of 1/2 is left alone
-    np.testing.assert_allclose(moments(small)["scale"] / (1 - RECIPE.beta1), 0.3, rtol=1e-5)
+    np.testing.assert_allclose(moments(small)["scale"] / (1 - TRAIN.beta1), 0.3, rtol=1e-5)
 
 
 def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
     model = TransformerLM(dataclasses.replace(MODEL.config, dtype="bfloat16"))
-    state = run(tmp_path, task=Pretrain(model), recipe=dataclasses.replace(RECIPE, steps=4))
+    state = run(tmp_path, task=Pretrain(model), config=dataclasses.replace(TRAIN, steps=4))
     kept = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     assert len(kept) == 3 * len(jax.tree.leaves(state.params))
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
 
     def program(task):
-        return str(jax.make_jaxpr(task.loss)(state.params, None, jnp.asarray(HELD_OUT)))
+        return str(jax.make_jaxpr(task.loss)(state.params, None, jnp.asarray(HELD_OUT), KEY))
 
     assert "bf16" in program(Pretrain(model)) and "bf16" not in program(TASK)
 
@@ -282,14 +308,14 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path)
         run(tmp_path / "nan", params=broken)
     assert not [path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()]
     with pytest.raises(FloatingPointError, match="at step 8 .*loss is nan"):  # also where nothing is logged
-        run(tmp_path / "rare", params=broken, rhythm=Rhythm(log=100, evaluate=100, checkpoint=8))
+        run(tmp_path / "rare", params=broken, intervals=Intervals(log=100, evaluate=100, checkpoint=8))
 
 
 def test_learning_rates_rise_and_fall():
-    recipe = Recipe(steps=100, batch=1, warmup_steps=10, learning_rate=2.0, final_share=0.1)
-    rates = np.array([recipe.learning_rates()(step) for step in (0, 5, 10, 55, 100)])
+    config = TrainConfig(steps=100, batch=1, warmup_steps=10, learning_rate=2.0, final_share=0.1)
+    rates = np.array([config.learning_rates()(step) for step in (0, 5, 10, 55, 100)])
     np.testing.assert_allclose(rates, [0.0, 1.0, 2.0, 1.1, 0.2], rtol=1e-5)
-    at_once = dataclasses.replace(recipe, warmup_steps=0).learning_rates()
+    at_once = dataclasses.replace(config, warmup_steps=0).learning_rates()
     np.testing.assert_allclose([at_once(0), at_once(100)], [2.0, 0.2], rtol=1e-5)
 
 
@@ -299,21 +325,29 @@ def test_learning_rates_rise_and_fall():
         ({"steps": 0}, "steps must be >= 1; got 0"),
         ({"batch": 0}, "batch must be >= 1; got 0"),
         ({"microbatches": 0}, "microbatches must be >= 1; got 0"),
-        ({"microbatches": 3}, "batch 8 is no multiple of microbatches 3"),
+        ({"microbatches": 3}, "train.batch 8 is no multiple of train.microbatches 3"),
         ({"warmup_steps": 12}, r"warmup_steps must be in \[0, steps\); got 12 of 12"),
         ({"warmup_steps": -1}, r"warmup_steps must be in \[0, steps\); got -1"),
+        ({"learning_rate": -1.0}, "train.learning_rate must be a finite number > 0; got -1.0"),
+        ({"learning_rate": float("nan")}, "train.learning_rate must be a finite number > 0; got nan"),
+        ({"clip_norm": 0.0}, "train.clip_norm must be a finite number > 0; got 0.0"),
+        ({"weight_decay": -0.1}, "train.weight_decay must be a finite number >= 0; got -0.1"),
+        ({"final_share": 2.0}, r"train.final_share must be in \[0, 1\]; got 2.0"),
+        ({"beta2": 1.0}, r"train.beta2 must be in \[0, 1\); got 1.0"),
+        ({"seed": -1}, r"train.seed must be in \[0, 2\*\*32\); got -1"),
+        ({"seed": 2**32}, r"train.seed must be in \[0, 2\*\*32\); got 4294967296"),
     ],
 )
-def test_recipes_are_checked(changes, message):
+def test_numbers_of_a_training_are_checked(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(RECIPE, **changes)
+        dataclasses.replace(TRAIN, **changes)
 
 
 @pytest.mark.parametrize("name", ["log", "evaluate", "checkpoint"])
-def test_a_rhythm_needs_a_beat(name):
+def test_intervals_are_checked(name):
     """Now, not as a division by zero after the first step."""
-    with pytest.raises(ValueError, match=rf"rhythm.{name} must be >= 1 \(steps\); got 0"):
-        Rhythm(**{name: 0})
+    with pytest.raises(ValueError, match=rf"intervals.{name} must be >= 1 \(steps\); got 0"):
+        Intervals(**{name: 0})
 
 
 @pytest.fixture(scope="module")
@@ -326,17 +360,17 @@ def target():
 
 @pytest.mark.parametrize("objective", DIVERGENCES)
 def test_a_draft_gets_closer_to_its_target(target, params, objective):
-    model, frozen = target
-    task, recipe = Distill(MODEL, model, objective), Recipe(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
-    state = init_state(task, recipe, params)
+    model, teacher_params = target
+    task, config = Distill(MODEL, model, objective), TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
+    state = init_state(task, config, params)
     judge = Distill(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
-        return evaluate(judge, state.params, frozen, HELD_OUT, 16, mesh_of(1))["acceptance"]
+        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))["acceptance"]
 
     before = acceptance(state)
-    for number in range(recipe.steps):
-        state, numbers = one_step(task, recipe, state, frozen, DATA.batch(number, 8)[None])
+    for number in range(config.steps):
+        state, numbers = one_step(task, config, state, teacher_params, DATA.batch(number, 8)[None])
     assert np.isfinite(numbers["loss"])
     assert before < 0.6 and acceptance(state) > before + 0.1
 
@@ -352,14 +386,15 @@ class Silent:
 
 
 def test_cross_entropy_does_not_ask_the_target(target, params):
-    def loss(model, frozen, *options):
-        return Distill(MODEL, model, *options).loss(params, frozen, jnp.asarray(HELD_OUT))
+    def loss(model, teacher_params, *options):
+        return Distill(MODEL, model, *options).loss(params, teacher_params, jnp.asarray(HELD_OUT), KEY)
 
-    text = TASK.loss(params, None, jnp.asarray(HELD_OUT))
-    assert loss(Silent(), None, "cross_entropy") == text
+    text, _ = TASK.loss(params, None, jnp.asarray(HELD_OUT), KEY)
+    assert loss(Silent(), None, "cross_entropy") == (text, {})
     with pytest.raises(AssertionError, match="was asked"):
         loss(Silent(), None, "forward_kl")
-    divergence, mixed = loss(*target, "forward_kl"), loss(*target, "forward_kl", 0.25)
+    (divergence, metrics), (mixed, _) = loss(*target, "forward_kl"), loss(*target, "forward_kl", 0.25)
+    assert metrics == {"text_loss": text}
     np.testing.assert_allclose(mixed, 0.75 * divergence + 0.25 * text, rtol=1e-5)
     assert abs(divergence - text) > 0.1
 
@@ -371,7 +406,7 @@ def test_a_draft_that_is_its_target_is_always_accepted(target):
     assert measured["greedy_agreement (own)"] == 1.0
     np.testing.assert_allclose(measured["acceptance (own)"], 1.0, atol=1e-5)
     assert measured.keys() == {"loss", "acceptance (own)", "greedy_agreement (own)"}
-    np.testing.assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT)), 0.0, atol=1e-5)
+    np.testing.assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5)
 
 
 def test_tasks_are_checked():
