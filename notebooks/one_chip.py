@@ -69,7 +69,7 @@ from specsamp.checkpoints.published import published_config
 from specsamp.decoding.loop import decode_window
 from specsamp.models.config import human_count
 from specsamp.tpu.report import USABLE, WINDOW
-from specsamp.tpu.study import Stack, facts
+from specsamp.tpu.stack import Stack, facts
 from specsamp.tpu.topology import described_mesh, parse
 
 device, console = jax.devices()[0], Console(width=110)

@@ -1,4 +1,4 @@
-"""Many programs compiled for described TPU slices, to answer one question; see specsamp/tpu/study.py.
+"""Compiles many programs for described TPU slices, to answer one question; see compile_cells.py.
 
     python launch/studies/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
     python launch/studies/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json --figure=scoring.png
@@ -13,6 +13,7 @@ to an hour on two cores; nothing runs on a TPU.
 import dataclasses
 import io
 import json
+import math
 import sys
 import time
 
@@ -24,19 +25,25 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 from rich.progress import Progress
 
 import _launch  # noqa: F401, the folder of entry
+import compile_cells
 import entry
+from compile_figures import PICTURES
+from compile_variants import variants
 from specsamp import storage
 from specsamp.analysis import report as tables
-from specsamp.analysis.compile_figures import PICTURES
-from specsamp.tpu import study
 from specsamp.tpu.calibration import calibrate
-from specsamp.tpu.variants import variants
 
-STUDIES = study.STUDIES | {"variants": variants}
+NOTES = {"weights": "; int8 weights are shapes alone: their scales are left out"}
 
-_STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Which question.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Where the answers go, and are looked for, as JSON.", required=True)
-_FIGURE = flags.DEFINE_string("figure", None, f"Draws the answers as PNG: {', '.join(sorted(PICTURES))}.")
+STUDIES = compile_cells.STUDIES | {"variants": variants}
+
+_STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Study to run.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "JSON file for the answers; those that it already holds are not compiled again.", required=True
+)
+_FIGURE = flags.DEFINE_string(
+    "figure", None, f"PNG file for a figure of the answers, for {' and '.join(sorted(PICTURES))}."
+)
 _PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
 
@@ -72,7 +79,7 @@ def main() -> None:
 
 
 def head(study: str) -> dict:
-    """What goes before the answers."""
+    """Returns what is written before the answers."""
     return {
         "command": entry.command(),
         "environment": tables.environment(),
@@ -84,10 +91,10 @@ def head(study: str) -> dict:
 
 
 def read(path: str, study: str) -> dict:
-    """What an earlier call has left there, or a document without cells.
+    """Reads what an earlier call has left there, or returns a document without cells.
 
     Raises:
-      ValueError: something else is there, or answers of another compiler.
+      ValueError: something else is there, or answers of another compiler or calibration with some still missing.
     """
     here, place = head(study), storage.place(path)
     if not place.exists():
@@ -98,8 +105,9 @@ def read(path: str, study: str) -> dict:
 
     try:
         found = json.loads(place.read_text())
-        same = found["study"] == study and versions(found) == versions(here)
-        names = [cell["name"] for cell in found["cells"]]
+        names, asked = [cell["name"] for cell in found["cells"]], [cell.name for cell in STUDIES[study]()]
+        complete = all(name in names for name in asked)  # then nothing is compiled
+        same = found["study"] == study and (complete or versions(found) == versions(here))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no answers of a study ({error!r}): choose another --output") from error
     if not same:
@@ -107,15 +115,21 @@ def read(path: str, study: str) -> dict:
             f"{path} holds answers to {found['study']!r} by libtpu and jax {versions(found)}, not to {study!r} by "
             f"{versions(here)}: choose another --output"
         )
-    if found.get("calibration") != dataclasses.asdict(calibrate()):
+    if not same_calibration(found.get("calibration", {})):
         raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
-    if gone := [name for name in names if name not in [cell.name for cell in STUDIES[study]()]]:
+    if gone := [name for name in names if name not in asked]:
         raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
     return found
 
 
+def same_calibration(found: dict) -> bool:
+    """Returns whether answers rest on the present calibration, up to rounding of another machine."""
+    now = dataclasses.asdict(calibrate())
+    return found.keys() == now.keys() and all(math.isclose(found[name], now[name], rel_tol=1e-9) for name in now)
+
+
 def table(document: dict) -> tables.Table:
-    """One line per program."""
+    """Tabulates the answers, a row per program."""
     rows = []
     for cell in document["cells"]:
         name = ", ".join(f"{key} {value}" for key, value in cell["name"].items())
@@ -136,11 +150,12 @@ def table(document: dict) -> tables.Table:
             "calibrated, ms",
         ),
         rows=rows,
-        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
+        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py" + NOTES.get(document["study"], ""),
     )
 
 
 def line(facts: dict) -> tuple[str, ...]:
+    """Formats the numbers of one program."""
     if "hbm_bytes" not in facts:
         return ("does not fit", "", "", "", "", "")
     floor = facts.get("over_floor")

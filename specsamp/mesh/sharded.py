@@ -147,7 +147,7 @@ class ShardedModel:
     def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
         """Each row whole on a device, so that warping it holds no collective; and where rows are many, on few devices.
 
-        Whole rows on all devices cost a batch of eight ten times the cycles of a warp (`specsamp.tpu.variants`);
+        Whole rows on all devices cost a batch of eight ten times the cycles of a warp (launch/studies/compile_variants.py);
         split, tokens and what was accepted are a few small collectives more in a round. One row stays on all devices.
 
         In steps: straight from the product to rows, a compiler gathers the embedding; from a vocabulary split

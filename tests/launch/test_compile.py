@@ -69,6 +69,20 @@ def test_answers_to_another_study_are_left_alone(tmp_path):
     assert output.read_bytes() == (RESULTS / output.name).read_bytes()
 
 
+def test_a_figure_of_complete_answers_is_drawn_whatever_compiler_gave_them(tmp_path):
+    """Nothing is compiled; one that is missing is not mixed with those of another compiler."""
+    output, figure = tmp_path / "compile_scoring.json", tmp_path / "scoring.png"
+    document = json.loads((RESULTS / output.name).read_text(encoding="utf-8")) | {"libtpu": "0.0.1"}
+    output.write_text(json.dumps(document), encoding="utf-8")
+    asked = ["--plain", "--study=scoring", f"--output={output}"]
+    done = run("studies/compile_study", *asked, f"--figure={figure}")
+    assert done.returncode == 0, done.stderr
+    assert figure.read_bytes().startswith(b"\x89PNG") and json.loads(output.read_text(encoding="utf-8")) == document
+    output.write_text(json.dumps(document | {"cells": document["cells"][1:]}), encoding="utf-8")
+    done = run("studies/compile_study", *asked)
+    assert done.returncode != 0 and "by libtpu and jax ('0.0.1', " in done.stderr, done.stderr
+
+
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
     done = run(
         "studies/compile_study",

@@ -1,4 +1,4 @@
-"""Figures of those studies of `specsamp.tpu` that have one; ``pip install specsamp[figures]``."""
+"""Draws the answers of compile_study.py, where a study has a figure; ``pip install specsamp[figures]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cells = Sequence[Mapping[str, Any]]
 
 
 def draw_shapes(cells: Cells) -> Any:
-    """Milliseconds of a draft step against layers, a line for each number of chips, beside the paper's two."""
+    """Draws milliseconds of a draft step against layers, a line for each number of chips, beside the paper's draft."""
     figure, (axis,) = axes_of(1, "layers")
     for colour, chips in zip(COLOURS, sorted({cell["name"]["chips"] for cell in cells})):
         of_chips = [cell for cell in cells if cell["name"]["chips"] == chips and "calibrated_ms" in cell]
@@ -32,20 +32,16 @@ def draw_shapes(cells: Cells) -> Any:
 
 
 def draw_scoring(cells: Cells) -> Any:
-    """A call of the target over one of two tokens, against tokens: streaming or computing, whichever is longer."""
+    """Draws the calibrated time of a call of the target, over that of a call of two tokens, against its tokens."""
     figure, (axis,) = axes_of(1, "tokens in one call")
-
-    def busy(cell):
-        return max(cell["streaming_ms"], cell["cycles_ms"])
-
     for colour, topology in zip(COLOURS, dict.fromkeys(cell["name"]["topology"] for cell in cells)):
-        calls = [c for c in cells if c["name"]["topology"] == topology and c["name"]["tokens"] > 1 and "cycles_ms" in c]
+        calls = [c for c in cells if c["name"]["topology"] == topology and c["name"]["tokens"] > 1 and c["fits"]]
         if not calls:
             continue
         tokens = [cell["name"]["tokens"] for cell in calls]
         axis.plot(
             tokens,
-            [busy(cell) / busy(calls[0]) for cell in calls],
+            [cell["calibrated_ms"] / calls[0]["calibrated_ms"] for cell in calls],
             marker="o",
             markersize=3,
             color=colour,
@@ -55,7 +51,7 @@ def draw_scoring(cells: Cells) -> Any:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
-    axis.set_title("scoring call over a step (compiler estimate)", fontsize=10)
+    axis.set_title("scoring call over a step of two tokens\n(calibrated compiler estimate)", fontsize=10)
     axis.legend(fontsize=7, frameon=False)
     return figure
 

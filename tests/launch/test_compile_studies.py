@@ -1,4 +1,4 @@
-"""Continuing two depths in a straight line, and what the committed answers must hold."""
+"""launch/studies/compile_study.py: its cells, its figures, and what the committed answers must hold."""
 
 import dataclasses
 import json
@@ -6,62 +6,31 @@ import pathlib
 
 import pytest
 
-from specsamp.analysis.compile_figures import PICTURES
-from specsamp.tpu import study
+import compile_cells
+from compile_figures import PICTURES
+from compile_variants import variants
 from specsamp.tpu.calibration import calibrate
-from specsamp.tpu.report import Memory, Program
-from specsamp.tpu.variants import variants
 
 RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
 
 
-def program(layers, fits=True):
-    memory = Memory(arguments=100 * layers, temporaries=7 + layers, outputs=0, capacity=10_000)
-    return Program(
-        name="x",
-        tokens=5,
-        floor_bytes=10.0 * layers + 3,
-        live_floor_bytes=9.0 * layers,
-        memory=memory if fits else None,
-        out_of_memory=None if fits else "too much",
-        hbm_bytes=11.0 * layers + 4,
-        cycles=2.0 * layers + 1,
-        collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
-        collective_bytes={"all-reduce": 50.0 * layers},
-        num_copies=layers,
-    )
-
-
-def test_a_straight_line():
-    whole = study.continued(program(2), program(4), 80)
-    assert whole.hbm_bytes == 11 * 80 + 4 and whole.floor_bytes == 803 and whole.cycles == 161
-    assert whole.collectives == {"all-reduce": 161, "all-gather": 1}
-    assert whole.collective_bytes == {"all-reduce": 4000} and whole.num_copies == 80
-    assert whole.memory.arguments == 8000 and whole.memory.temporaries == 87 and whole.memory.fits
-
-
-def test_what_does_not_fit_stays_so():
-    assert study.continued(program(2), program(4, fits=False), 80).memory is None
-    assert study.facts(program(2, fits=False), "v4:2x2x4") == {"fits": False, "why": "too much"}
-    # Two and four layers fit, a hundred do not.
-    assert study.facts(study.continued(program(2), program(4), 96), "v4:2x2x4")["fits"]
-    made = study.facts(study.continued(program(2), program(4), 98), "v4:2x2x4")
-    assert not made["fits"] and made["why"].endswith("of 0 GiB") and "hbm_bytes" not in made
-
-
 def test_cells_have_names_of_their_own():
-    for name, cells in study.STUDIES.items():
+    for name, cells in compile_cells.STUDIES.items():
         names = [json.dumps(cell.name) for cell in cells()]
         assert len(names) == len(set(names)) > 10, name
 
 
 def test_shapes_of_drafts_have_as_many_parameters():
     counts = [
-        study.TransformerConfig(vocab_size=32_000, head_size=128, **shape).num_parameters
-        for name, shape in study.SHAPES.items()
+        compile_cells.TransformerConfig(vocab_size=32_000, head_size=128, **shape).num_parameters
+        for name, shape in compile_cells.SHAPES.items()
         if "7B" not in name
     ]
     assert max(counts) < 4.4e9 and min(counts) > 3.6e9
+
+
+def answers(study):
+    return json.loads((RESULTS / f"compile_{study}.json").read_text(encoding="utf-8"))["cells"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +53,7 @@ def test_the_papers_setting_compiles_as_it_should(whole):
 
 def test_straight_lines_agree_with_the_whole(whole):
     """Eighty layers compiled as they are, against eighty continued from two and four."""
-    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
+    cells = answers("slices")
     same = next(cell for cell in cells if cell["name"] == {"topology": "v4:2x2x4", "batch": 1})
     programs = {program["name"]: program for program in whole["report"]["programs"]}
     lines = {"draft step": 0.04, "target step": 0.04, "score": 0.04, "round": 0.15}  # and how far off cycles may be
@@ -95,7 +64,7 @@ def test_straight_lines_agree_with_the_whole(whole):
         assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=off), name
 
 
-@pytest.mark.parametrize("cells", [*study.STUDIES.values(), variants], ids=lambda cells: cells.__name__)
+@pytest.mark.parametrize("cells", [*compile_cells.STUDIES.values(), variants], ids=lambda cells: cells.__name__)
 def test_every_answer_is_there(cells):
     """And rests on the calibration that the estimates are made with."""
     document = json.loads((RESULTS / f"compile_{cells.__name__}.json").read_text(encoding="utf-8"))
@@ -106,7 +75,7 @@ def test_every_answer_is_there(cells):
 
 def test_on_every_slice_the_paper_s_pair_is_as_it_should_be():
     """At batch 1: traffic near its floor, no copy, nothing to the host, the collectives of its layout alone."""
-    cells = json.loads((RESULTS / "compile_slices.json").read_text(encoding="utf-8"))["cells"]
+    cells = answers("slices")
     for cell in cells:
         for name, program in cell["programs"].items():
             if not program["fits"]:
@@ -119,11 +88,22 @@ def test_on_every_slice_the_paper_s_pair_is_as_it_should_be():
                 assert sum(program["collectives"].values()) == serial
 
 
-def test_pictures():
-    """A line for each number of chips and a point of the paper; a line for each kind of chip, and one."""
-    cells = json.loads((RESULTS / "compile_shapes.json").read_text(encoding="utf-8"))["cells"]
+def test_the_figure_of_shapes_has_a_line_for_each_number_of_chips():
+    """And a point of the paper."""
+    cells = answers("shapes")
     assert len(PICTURES["shapes"](cells).axes[0].lines) == 4 + 1
-    made = study.facts(program(2), "v4:2x2x4") | {"ridge_tokens": 229.0}
-    cells = [{"name": {"topology": t, "tokens": n}} | made for t in study.SLICES for n in (1, 2, 5)]
+
+
+def test_the_figure_of_scoring_shows_the_calibrated_ratios_of_the_table():
+    """A line for each kind of chip, and one at 1; what does not fit is left out."""
+    cells = answers("scoring")
     unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}
-    assert len(PICTURES["scoring"]([*cells, unfit]).axes[0].lines) == 4 + 1
+    axis = PICTURES["scoring"]([*cells, unfit]).axes[0]
+    assert "calibrated" in axis.get_title() and len(axis.lines) == 4 + 1
+    for line, topology in zip(axis.lines, compile_cells.SLICES):
+        ms = {c["name"]["tokens"]: c["calibrated_ms"] for c in cells if c["name"]["topology"] == topology}
+        drawn = dict(zip(line.get_xdata(), line.get_ydata()))
+        assert drawn == pytest.approx({tokens: ms[tokens] / ms[2] for tokens in ms if tokens > 1})
+        assert str(line.get_label()).startswith(topology)
+    at_the_ridge = {line.get_label()[:3]: round(line.get_ydata()[-1], 1) for line in axis.lines[:4]}
+    assert at_the_ridge == {"v4:": 3.2, "v5e": 2.7, "v5p": 1.9, "v6e": 8.3}  # the slower of streaming and cycles: 16.5

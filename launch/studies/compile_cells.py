@@ -3,18 +3,16 @@
     slices    the pair of the paper on four slices, by batch, sampling and rule
     scoring   tokens per call, from one to the ridge of each chip: where does verification stop being free?
     shapes    drafts of 4B parameters from 4 to 40 layers, and a 7B of ordinary shape, on 1, 4, 8 and 16 chips
-    weights   bfloat16 and int8 weights; multi-head, grouped and multi-query: what complements what
+    weights   bfloat16 and int8 weights; multi-head, grouped and multi-query attention: what complements what
 
-A layer costs what the next one costs. So programs of two and of four layers are compiled at full width and
-continued in a straight line to all layers; fixed costs stay fixed.
+Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. compile_study.py
+writes the answers.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import AxisType, Mesh
@@ -22,177 +20,38 @@ from jax.sharding import AxisType, Mesh
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.types import Rule
-from specsamp.mesh.layout import Layout, mesh_axes
-from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
+from specsamp.mesh.layout import mesh_axes
+from specsamp.mesh.sharded import DataShares
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
-from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import BlockRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
-from specsamp.tpu.calibration import calibrate, hops
-from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import WINDOW, Memory, Program, measure
+from specsamp.tpu.report import WINDOW, Program, measure
+from specsamp.tpu.stack import FEW, MANY, Stack, continued, facts, linear
 from specsamp.tpu.topology import described_mesh, parse
 
-FEW, MANY = 2, 4  # layers that are compiled
 K = 4  # the paper's draft length
 SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")  # sixteen chips each
-LAWS: dict[str, Warp] = {"greedy": greedy(), "top-p": chain(temperature(1.0), top_p(0.8))}
+DISTRIBUTIONS: dict[str, Warp] = {"greedy": greedy(), "top-p": chain(temperature(1.0), top_p(0.8))}
 RULES: dict[str, Rule] = {"token": TokenRule(), "block": BlockRule()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One question; ``name`` is what tells it from the others."""
+    """One question: what tells it from the others, and a function that finds the answer."""
 
     name: dict[str, Any]
     answer: Callable[[], dict[str, Any]]
 
 
-def linear(*terms: tuple[float, Program]) -> Program:
-    """A sum of programs with weights: of all that is counted, and of memory."""
-    first = terms[0][1]
-    unfit = next((program for _, program in terms if program.memory is None), None)
-    if unfit is not None:
-        return unfit
-
-    def counts(name: str) -> dict[str, float]:
-        total = collections.Counter()
-        for weight, program in terms:
-            total.update({kind: weight * count for kind, count in getattr(program, name).items()})
-        return {kind: round(count) for kind, count in total.items() if round(count)}
-
-    def of(name):
-        return sum(weight * getattr(program, name) for weight, program in terms)
-
-    numbers = {name: of(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
-    whole = {name: round(of(name)) for name in ("num_copies", "host_transfers", "open_loops")}
-    parts = {
-        name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)
-        for name in ("arguments", "temporaries", "outputs", "code")
-    }
-    memory = dataclasses.replace(first.memory, **parts)
-    return dataclasses.replace(
-        first,
-        **numbers,
-        **whole,
-        memory=memory,
-        collectives=counts("collectives"),
-        collective_bytes=counts("collective_bytes"),
-    )
-
-
-def continued(few: Program, many: Program, layers: int) -> Program:
-    """To so many layers, from `FEW` and `MANY`."""
-    slope = (layers - FEW) / (MANY - FEW)
-    return linear((1 - slope, few), (slope, many))
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-    """One model at two depths on one mesh, and what it is to be continued to."""
-
-    config: TransformerConfig
-    mesh: Mesh
-    topology: str
-    batch: int = 1
-    slots: int = 2048
-    weight_dtype: str | None = None
-
-    def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
-        """This one as the target, and another (or itself) as the draft."""
-
-        def model(config):
-            return TransformerLM(dataclasses.replace(config, num_layers=layers))
-
-        return Programs(
-            target=shard_model(model(self.config), Layout.tensor_parallel(self.mesh)),
-            draft=shard_model(model(other or self.config), draft_layout(self.mesh)),
-            mesh=self.mesh,
-            sampling=sampling,
-            batch=self.batch,
-            slots=self.slots,
-            weight_dtype=self.weight_dtype,
-        )
-
-    def call(self, tokens: int) -> Program:
-        """A call of the whole model."""
-        return continued(self.at(FEW, tokens), self.at(MANY, tokens), self.config.num_layers)
-
-    def at(self, layers: int, tokens: int) -> Program:
-        programs = self.programs(layers)
-        model = programs.target
-
-        def floor(live):
-            return programs.floor(model, live)
-
-        name = f"{tokens} tokens, {layers} layers"
-        return measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
-
-    @property
-    def capacity(self) -> int:
-        chip, _ = parse(self.topology)
-        return chip.hbm_bytes // chip.devices
-
-    def bytes_of_state(self) -> int:
-        """Of weights and caches per device, all layers."""
-        programs = self.programs(self.config.num_layers)
-        return sum(programs.bytes_of(programs.target))
-
-    def step(self) -> Program:
-        """A call of one new token per row, at the window that takes the least time; with one row never 1."""
-        chip, _ = parse(self.topology)
-        windows = (WINDOW,) if self.batch == 1 else (1, WINDOW)
-        tried = [self.call(window) for window in windows]
-        fitting = [program for program in tried if program.memory is not None]
-        return min(fitting, key=lambda program: program.busy_ms(chip), default=tried[0])
-
-
 def first_devices(topology: str, count: int) -> Mesh:
-    """A mesh of one row over some devices of a slice."""
+    """Returns a mesh without data shards over the first ``count`` devices of a slice."""
     devices = described_mesh(topology).devices.reshape(-1)[:count]
     shape, names = mesh_axes(1, count)
     return Mesh(devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def facts(program: Program, topology: str, calls: int = 1, chips: Iterable[int] | None = None) -> dict[str, Any]:
-    """What is reported of a program; times in milliseconds."""
-    if program.memory is None or not program.memory.fits:
-        return {"fits": False, "why": program.out_of_memory or needs(program.memory)}
-    chip, sizes = parse(topology)
-    group = tuple(chips or sizes)
-    crossed = sum(program.collectives.values()) * hops(group)
-    cycles_ms, wire_ms = program.cycles / chip.clock_hz * 1e3, program.wire_ms(chip, math.prod(group) * chip.devices)
-    least, likely, most = calibrate().estimate(
-        program.streaming_ms(chip), crossed, cycles_ms=cycles_ms, wire_ms=wire_ms, calls=calls
-    )
-    return {
-        "hbm_bytes": program.hbm_bytes,
-        "over_floor": program.over_floor,
-        "cycles": program.cycles,
-        "collectives": program.collectives,
-        "collective_bytes": program.collective_bytes,
-        "copies": program.num_copies,
-        "host_transfers": program.host_transfers,
-        "fits": True,
-        "memory_bytes": program.memory.total,
-        "temporary_bytes": program.memory.temporaries,
-        "streaming_ms": program.streaming_ms(chip),
-        "cycles_ms": cycles_ms,
-        "wire_ms": wire_ms,
-        "calibrated_ms": likely,
-        "calibrated_band_ms": (least, most),
-    }
-
-
-def needs(memory: Memory) -> str:
-    return (
-        f"weights and caches {memory.arguments / 2**30:.1f} GiB, temporaries {memory.temporaries / 2**30:.1f} GiB, "
-        f"program {memory.code / 2**30:.1f} GiB, of {memory.capacity / 2**30:.0f} GiB"
-    )
-
-
 def slices() -> list[Cell]:
-    """The paper's pair on sixteen chips of each kind."""
+    """Asks for the paper's pair on sixteen chips of each kind."""
 
     def answer(topology: str, batch: int) -> dict[str, Any]:
         mesh = described_mesh(topology, rows=batch)
@@ -206,7 +65,7 @@ def slices() -> list[Cell]:
         whole = {name: continued(two[FEW], two[MANY], layers[name]) for name, two in calls.items()}
         made = {name: facts(program, topology) for name, program in (whole | {"target step": target.step()}).items()}
         state = target.bytes_of_state() + draft.bytes_of_state()
-        for law, sampling in LAWS.items():
+        for distribution, sampling in DISTRIBUTIONS.items():
             for rule in RULES:
                 small = small_round(target, draft, sampling, RULES[rule])
                 per_target = (target.config.num_layers - FEW) / (MANY - FEW)
@@ -217,7 +76,7 @@ def slices() -> list[Cell]:
                 if program.memory is not None:  # a draft is called K times and held once
                     held = dataclasses.replace(linear((1.0, small), *of_target).memory, arguments=state)
                     program = dataclasses.replace(program, memory=held)
-                made[f"round, {law}, {rule}"] = facts(program, topology, K + 1)
+                made[f"round, {distribution}, {rule}"] = facts(program, topology, K + 1)
         return {"weights_and_caches_bytes": state, "programs": made}
 
     return [
@@ -228,7 +87,7 @@ def slices() -> list[Cell]:
 
 
 def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
-    """Of both models at `FEW` layers."""
+    """Compiles the round of both models at `FEW` layers."""
     programs = target.programs(FEW, sampling, draft.config)
     shares = DataShares(programs.mesh)
     drafter = ModelDrafter(programs.draft, K, WINDOW)
@@ -241,7 +100,7 @@ def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Prog
 
 
 def scoring() -> list[Cell]:
-    """Tokens of one row in one call of the target."""
+    """Asks what one call of the target costs, by its tokens of one row."""
 
     def answer(topology: str, tokens: int) -> dict[str, Any]:
         stack = Stack(chinchilla_70b(), described_mesh(topology), topology)
@@ -270,7 +129,7 @@ SHAPES = {
 
 
 def shapes() -> list[Cell]:
-    """A draft step at batch 1 on so many chips of a TPU v4 slice."""
+    """Asks what a draft step costs at batch 1, by the shape of the draft and the chips of a TPU v4 slice."""
 
     def answer(shape: str, chips: int) -> dict[str, Any]:
         config = TransformerConfig(vocab_size=32_000, head_size=128, dtype="bfloat16", **SHAPES[shape])
@@ -287,16 +146,16 @@ def shapes() -> list[Cell]:
 
 
 def weights() -> list[Cell]:
-    """Alone and with the paper's draft on TPU v4, where all of them fit, by what is streamed.
+    """Asks what int8 weights and fewer kv heads save, alone and with the paper's draft, on TPU v4 where all fit.
 
-    ``ms_per_token`` is autoregressive, ``ms_per_token_drafted`` speculative at an acceptance rate of 0.8; of the sum
-    of a round's calls, over all rows.
+    ``ms_per_token`` is autoregressive, ``ms_per_token_drafted`` speculative at an acceptance rate of 0.8, from the
+    sum of a round's calls; both over all rows. Int8 weights are shapes alone, without their scales, see `Programs`.
     """
 
-    def answer(dtype: str, key_heads: int, batch: int) -> dict[str, Any]:
+    def answer(dtype: str, num_kv_heads: int, batch: int) -> dict[str, Any]:
         topology = "v4:2x2x4"
-        config = chinchilla_70b(num_kv_heads=key_heads)
-        mesh = described_mesh(topology, num_kv_heads=key_heads, rows=batch)
+        config = chinchilla_70b(num_kv_heads=num_kv_heads)
+        mesh = described_mesh(topology, num_kv_heads=num_kv_heads, rows=batch)
         stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
         draft = dataclasses.replace(stack, config=draft_4b())
         calls = {"step": stack.step(), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
