@@ -1,4 +1,4 @@
-"""From a compiler's estimate to milliseconds: what collectives cost, fitted on published measurements.
+"""Turns a compiler's estimate into milliseconds, with the cost of collectives fitted on published measurements.
 
     milliseconds = max(streaming / efficiency, cycles) + collectives * hops * hop_us + carried + call_ms
 
@@ -14,8 +14,11 @@ They were launched call by call; a loop that is one program may lose less, and t
 
     python -m specsamp.tpu.calibration     # the fit, and each measurement predicted from the others
 
-At batch 1 every collective waits for the product before it and is waited for by the next: what they overlap with
-shortens the fitted time of a hop, and could not be told from it.
+Collectives are synchronous: at batch 1 each waits for the product before it, and the next product waits for it. Still,
+transfers of later weights are in flight meanwhile: in the programs compiled for the paper's pair a median of 67 MB at
+each of the 162 collectives of a target step, and 25 to 29 MB at those of a draft step. So streaming may overlap
+collectives, while the estimate adds the two. Whatever overlap there was in the fitted steps shortens the fitted time of
+a hop and cannot be told from it.
 
 What comes out is a **compiler estimate, calibrated on six points of TPU v4**, of programs of 2022 and 2023.
 Other chips are beyond it: their links are faster or slower, and nothing here has been measured on them.
@@ -34,21 +37,23 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A published step at batch 1."""
+    """A published step time at batch 1."""
 
     name: str
     source: str
-    streamed_gb: float  # by all chips: weights without the tables that are only looked up, caches, and the excess
+    streamed_gb: float  # by all chips: weights without tables that are only looked up, caches, and the excess
     layers: int
     shape: tuple[int, ...]  # chips along each axis of the slice
     milliseconds: float
 
     @property
     def streaming_ms(self) -> float:
+        """Milliseconds of streaming at the full rate of the HBM."""
         return self.streamed_gb / np.prod(self.shape) / V4_GB_PER_MS
 
     @property
     def collectives(self) -> int:
+        """Collectives of a step, one after another."""
         return 2 * self.layers + 2
 
 
@@ -69,7 +74,12 @@ ROUNDS_MS = {1: 16.3, 2: 18.2, 3: 20.3, 4: 22.8, 5: 25.0, 6: 27.1, 7: 28.5}
 
 
 def hops(shape: Sequence[int], devices: int | None = None) -> int:
-    """Between the two chips that are farthest apart: (2, 2, 4) -> 5; of so many neighbours: (2, 2, 4), 4 -> 2."""
+    """Returns the hops between the two chips of a slice that are farthest apart: 5 for (2, 2, 4).
+
+    Args:
+      shape: chips along each axis; no axis wraps around.
+      devices: chips that are used, along the first axes first; default: all. 4 of (2, 2, 4) are 2 hops apart.
+    """
     left, farthest = devices or math.prod(shape), 0
     for edge in shape:
         used = min(edge, left)
@@ -80,7 +90,7 @@ def hops(shape: Sequence[int], devices: int | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Three numbers, and how far off they were on what they had not seen."""
+    """The three fitted numbers, and how far off they were on measurements that were left out."""
 
     efficiency: float  # of streaming, at most 1
     hop_us: float
@@ -97,9 +107,14 @@ class Calibration:
         wire_ms: float = 0.0,
         calls: int = 1,
     ) -> float:
-        """Of a program; ``collective_hops`` are its collectives, each times the hops it crosses.
+        """Estimates the time of a program.
 
-        ``wire_ms`` is what collectives carry, next to nothing in what was fitted.
+        Args:
+          streaming_ms: of its traffic, at the full rate of the HBM.
+          collective_hops: its collectives, each times the hops it crosses.
+          cycles_ms: of its computation, as the compiler estimates it.
+          wire_ms: time of the bytes that collectives carry, next to nothing in what was fitted.
+          calls: of a model, each with the fixed time.
         """
         busy = max(streaming_ms / self.efficiency, cycles_ms)
         return busy + collective_hops * self.hop_us / 1e3 + wire_ms + calls * self.call_ms
@@ -107,9 +122,10 @@ class Calibration:
     def estimate(
         self, streaming_ms: float, collective_hops: float, *, calls: int = 1, **others: float
     ) -> tuple[float, float, float]:
-        """Least, likely, most, of a program with ``calls`` of a model.
+        """Returns the least, the likely and the most milliseconds of a program; arguments as in `milliseconds`.
 
-        The least loses nothing per call. Both edges are as far out as a measurement was that was left out.
+        The least has no fixed time per call. Both edges are moved out by the largest error of a measurement that was
+        left out.
         """
         least, likely = (self.milliseconds(streaming_ms, collective_hops, calls=n, **others) for n in (0, calls))
         return least * (1 - self.error), likely, likely * (1 + self.error)
@@ -117,7 +133,7 @@ class Calibration:
 
 @functools.cache
 def calibrate(measurements: tuple[Measurement, ...] = MEASUREMENTS) -> Calibration:
-    """Fitted, with the error of leaving one out.
+    """Fits the three numbers, and their error by leaving one measurement out at a time.
 
     Raises:
       ValueError: fewer than four measurements: three numbers would fit them whatever they are.
@@ -129,16 +145,17 @@ def calibrate(measurements: tuple[Measurement, ...] = MEASUREMENTS) -> Calibrati
 
 
 def relative_error(calibration: Calibration, measured: Measurement) -> float:
-    """Of the prediction."""
+    """Returns the relative error of the prediction of a measurement."""
     return predict(calibration, measured) / measured.milliseconds - 1
 
 
 def predict(calibration: Calibration, measured: Measurement) -> float:
+    """Predicts the milliseconds of a measured step."""
     return calibration.milliseconds(measured.streaming_ms, measured.collectives * hops(measured.shape))
 
 
 def _fit(measurements: tuple[Measurement, ...]) -> Calibration:
-    """Least squares of relative errors; no number below zero, and nothing streams faster than the HBM."""
+    """Fits least squares of relative errors; no number is negative, and nothing streams faster than the HBM."""
     measured = np.array([x.milliseconds for x in measurements])
     streaming = np.array([x.streaming_ms for x in measurements])
     columns = np.array([[x.collectives * hops(x.shape) / 1e3, 1.0] for x in measurements])
@@ -162,12 +179,12 @@ def _fit(measurements: tuple[Measurement, ...]) -> Calibration:
 
 
 def leave_one_out(measurements: tuple[Measurement, ...] = MEASUREMENTS) -> list[tuple[Measurement, float]]:
-    """Each measurement with what the others predict for it, in milliseconds."""
+    """Predicts each measurement from the others, in milliseconds."""
     return [(x, predict(_fit(tuple(y for y in measurements if y is not x)), x)) for x in measurements]
 
 
 def rounds_from_steps(calibration: Calibration) -> dict[int, float]:
-    """The paper's rounds, predicted from its two models: one call of the target and K of the draft."""
+    """Predicts the paper's rounds by K, in milliseconds: one call of the target and K of the draft."""
     target, draft = (predict(calibration, x) for x in MEASUREMENTS[:2])
     return {K: target + K * draft for K in ROUNDS_MS}
 

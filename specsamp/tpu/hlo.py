@@ -1,7 +1,7 @@
-"""The text of a compiled TPU program, scheduled HLO, as instructions.
+"""Parses the text of a compiled TPU program, scheduled HLO, into instructions.
 
-A layout with a memory space, ``S(1)`` or ``S(3)``, is on chip, ``S(5)`` is the host's, one without is HBM. What the
-instructions move is counted in `specsamp.tpu.traffic`.
+Arrays whose layout names the memory space ``S(1)`` or ``S(3)`` are on chip, ``S(5)`` is the host's, and without one
+they are in HBM. What the instructions move is counted in `specsamp.tpu.traffic`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a type."""
+    """The size of an array, and where it is."""
 
     bytes: float
     in_hbm: bool
@@ -50,6 +50,8 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """One instruction of a computation."""
+
     name: str
     opcode: str
     arrays: tuple[Array, ...]  # of the result, in the order of its type
@@ -59,31 +61,35 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
+        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def hbm_bytes(self) -> float:
+        """Bytes of the result that are in HBM."""
         return sum(array.bytes for array in self.arrays if array.in_hbm)
 
     def called(self, attribute: str) -> str | None:
+        """Returns the name of a computation that an attribute refers to, such as "body"."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         return match and match.group(1)
 
     @property
     def cycles(self) -> int:
+        """The compiler's estimate, 0 where it has none."""
         match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(match.group(1)) if match else 0
 
     @property
     def scope(self) -> str:
-        """Where in the program it comes from, as `jax.named_scope` says."""
+        """The `jax.named_scope` that the instruction comes from."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match.group(1) if match else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """Computations by name, each an ordered list of instructions."""
+    """Computations by name, each a dict of instructions in their order."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -112,7 +118,7 @@ class Module:
         return cls(computations, entry)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often a loop runs, by the constant its counter is compared with; None if that is data."""
+        """Returns how often a loop runs: the constant that its counter is compared with, None if that is data."""
         condition = self.computations[loop.called("condition")]
         root = next(x for x in condition.values() if x.is_root)
         if root.opcode == "fusion":
@@ -128,7 +134,7 @@ class Module:
         return bounds[0]
 
     def branches(self, op: Instruction) -> Iterator[str]:
-        """The computations that a conditional chooses from."""
+        """Yields the names of the computations that a conditional chooses from."""
         names = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
         if names:
             yield from _NAME.findall(names.group(1))
@@ -138,10 +144,12 @@ class Module:
 
 
 def _value(constant: Instruction) -> int | None:
+    """Returns the integer of a constant, None for other constants."""
     return int(constant.operands[0]) if constant.operands and constant.operands[0].lstrip("-").isdecimal() else None
 
 
 def _instruction(line: str) -> Instruction:
+    """Parses a line such as ``ROOT %name = f32[2,3]{1,0} opcode(%operand), attribute=...``."""
     left, _, right = line.strip().partition(" = ")
     end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
     match = _OPCODE.search(right, end)
@@ -161,6 +169,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _arrays(type_text: str) -> Iterator[Array]:
+    """Yields the arrays of a type, which may be a tuple."""
     for dtype, sizes, layout in _ARRAY.findall(type_text):
         if dtype not in BYTES:
             raise ValueError(f"an array of {dtype}, whose size is not known: add it to specsamp/tpu/hlo.py")
@@ -169,6 +178,7 @@ def _arrays(type_text: str) -> Iterator[Array]:
 
 
 def _closing(text: str, opening: int) -> int:
+    """Returns the index of the parenthesis that closes the one at ``opening``."""
     depth = 0
     for i in range(opening, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")

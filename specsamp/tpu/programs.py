@@ -1,4 +1,4 @@
-"""The programs of decoding as a described slice would compile them: arguments are shapes with shardings.
+"""Lowers the programs of decoding for a described slice: arguments are shapes with shardings.
 
     programs = Programs(target, draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1, slots=2048)
     compiled = programs.call(target, tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
@@ -28,7 +28,12 @@ from specsamp.sampling.warp import Warp, for_rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
-    """Of one pair, batch and mesh."""
+    """The programs of one pair, batch and mesh.
+
+    ``weight_dtype`` changes shapes alone: matrices of the layers get this dtype, and products convert them. Their
+    scales, one number per output channel, are left out, so "int8" shows the traffic and the conversions of quantised
+    weights and not a quantised model: nothing like it could run.
+    """
 
     target: ShardedModel
     draft: ShardedModel
@@ -36,10 +41,14 @@ class Programs:
     sampling: Warp | None
     batch: int
     slots: int
-    weight_dtype: str | None = None  # of the matrices of the layers, "int8" for instance; None: the compute dtype
+    weight_dtype: str | None = None  # None: the compute dtype
 
     def check(self) -> None:
-        """Raises ValueError where the slots are more than a model can read."""
+        """Checks the slots.
+
+        Raises:
+          ValueError: they are more than a model can read.
+        """
         for side, model in (("target", self.target), ("draft", self.draft)):
             most = model.max_positions
             if most is not None and self.slots > most:
@@ -47,12 +56,14 @@ class Programs:
 
     @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: ShardedModel) -> Any:
+        """Returns the shapes of a model's prepared weights, sharded."""
+
         def prepare(key):
             return model.model.prepare(model.model.init(key), self.slots)
 
         shapes = jax.eval_shape(prepare, jax.random.key(0))
         if self.weight_dtype:
-            # Scales are left out: one number per output channel.
+
             def of_layer(path):
                 return any(str(part).startswith("['layer_") for part in path)
 
@@ -63,19 +74,23 @@ class Programs:
         return _placed(shapes, model.weight_shardings(shapes))
 
     def floor(self, model: ShardedModel, live: float = 1.0) -> float:
-        """Bytes per device that a call reads at least; ``live`` is the share of slots that hold something."""
+        """Returns the bytes per device that a call reads at least.
+
+        Args:
+          live: share of the slots of the cache that hold something, in [0, 1].
+        """
         weights = self.weights(model)
         streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
         read = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(weights) if id(leaf) in streamed)
         return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
 
     def bytes_of_state(self) -> tuple[int, int]:
-        """Bytes per device of both models' weights, and of both caches."""
+        """Returns the bytes per device of both models' weights, and of both caches."""
         weights, caches = zip(self.bytes_of(self.target), self.bytes_of(self.draft))
         return sum(weights), sum(caches)
 
     def bytes_of(self, model: ShardedModel) -> tuple[int, int]:
-        """Bytes per device of one model's weights, and of its cache."""
+        """Returns the bytes per device of one model's weights, and of its cache."""
 
         def size(tree):
             return sum(map(_bytes_per_device, jax.tree.leaves(tree)))
@@ -83,7 +98,7 @@ class Programs:
         return size(self.weights(model)), size(self.cache(model))
 
     def call(self, model: ShardedModel, tokens: int) -> jax.stages.Lowered:
-        """A call of a model by itself; its logits are whole on every device."""
+        """Lowers a call of a model with ``tokens`` tokens per row; its logits are replicated."""
 
         def call(weights, tokens_BT, start_B, cache):
             output = model(weights, tokens_BT, start_B, cache)
@@ -94,7 +109,7 @@ class Programs:
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
     def round(self, loop: Loop) -> jax.stages.Lowered:
-        """The whole loop of generation."""
+        """Lowers the loop of generation, all rounds of it."""
         weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
         request = jax.eval_shape(self._request)
 
@@ -136,6 +151,7 @@ class Programs:
         return dataclasses.replace(placed, cache=self.cache(self.target), drafter_state=drafter_state)
 
     def cache(self, model: ShardedModel) -> Any:
+        """Returns the shapes of a model's cache, sharded."""
         shapes = jax.eval_shape(lambda: model.model.init_cache(self.batch, self.slots))
         return _placed(shapes, model.layout.shardings(model.model.cache_axes(), shapes))
 

@@ -1,16 +1,18 @@
-"""Ahead-of-time compilation of a pair for a described slice: what fits, what a round moves, what it waits for.
+"""Compiles a pair for a described slice, ahead of time: what fits, what a round moves, what it waits for.
 
     report = compile_report(Programs(...), topology="v4:2x2x4", draft_length=4, rule=TokenRule())
 
-Six programs are compiled: one step of the draft, one of the target (the autoregressive baseline, each at the
-window the compiler likes best), the scoring of K+1 tokens, both prefills, and the whole loop of generation. For each:
-bytes through HBM (see `specsamp.tpu.traffic`) against the floor, collectives, large copies, transfers to the host,
-cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read
-once; what a call does beyond is overhead. A round can go below that of its calls: where on-chip memory
-holds weights of the draft from one step to the next, they are read once a round.
+Six programs are compiled: one step of the draft and one of the target (the autoregressive baseline; each at the
+fastest of `STEP_WINDOWS`), the scoring of K+1 tokens, both prefills, and the loop of generation. For each of them:
+bytes through HBM (see `specsamp.tpu.traffic`) beside the floor, collectives, large copies, transfers to the host,
+cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once.
+What a call moves beyond is mostly caches that the compiler fetches whole, updates on chip and copies back whole. A
+round can go below the floor of its calls: where on-chip memory holds weights of the draft from one step to the next,
+they are read once a round.
 
-Everything here is a **compiler estimate**: nothing ran. Collectives have no estimate at all and are
-listed at several latencies, and at one that is fitted on published step times, with its band.
+Everything here is a **compiler estimate**: nothing ran. The compiler has no estimate for collectives: they are listed
+at several latencies, and at one that is fitted on published step times, with its band. Their time is added to that of
+streaming, although weights may be streamed while a collective runs (see `specsamp.tpu.calibration`).
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from specsamp.tpu.programs import Programs
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
 
-WINDOW = 2  # tokens of a one-token call on a TPU: with one row, the matrix unit is not used at all
-STEP_WINDOWS = (2, 4)  # that a step is tried with: the baseline is measured at its best. With several rows, 1 too
+WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
+STEP_WINDOWS = (2, 4)  # tried for a step, so that the baseline is measured at its best; with several rows, 1 too
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
-USABLE = 0.98  # of the memory of a chip; the rest is not for programs
+USABLE = 0.98  # share of the memory of a chip that programs can have
 NAMES = ("draft step", "target step", "score", "draft prefill", "prefill", "round")
 
 
@@ -48,65 +50,73 @@ class Memory:
 
     arguments: int  # weights, tables, state
     temporaries: int
-    outputs: int  # that share no memory with arguments
+    outputs: int  # without those that reuse the memory of arguments
     code: int = 0
     capacity: int
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return self.arguments + self.temporaries + self.outputs + self.code
 
     @property
     def fits(self) -> bool:
+        """Whether a device has room for it."""
         return self.total <= USABLE * self.capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One compiled program, or why it does not fit; traffic per device, per call (of the loop: per round)."""
+    """One compiled program, or why it does not fit.
+
+    Traffic is per device and call, that of the loop per round. What is not known of a program that does not fit is
+    None.
+    """
 
     name: str
     tokens: int  # fed per row and call
     floor_bytes: float
-    live_floor_bytes: float  # the same with only the slots of half a full cache
+    live_floor_bytes: float  # the same with a cache that is half full
     memory: Memory | None
-    out_of_memory: str | None  # the compiler's words: how much is missing, and the largest contributors
+    out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
     hbm_bytes: float | None = None
     cycles: float | None = None
     collectives: dict[str, int] | None = None
     collective_bytes: dict[str, float] | None = None
-    copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: where, and bytes
+    copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: scope and bytes
     num_copies: int = 0
-    open_loops: int = 0  # that are counted once, because their bound is data
+    open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
     compile_seconds: float = 0.0
 
     @property
     def over_floor(self) -> float | None:
+        """Traffic as a multiple of the floor."""
         return None if self.hbm_bytes is None else self.hbm_bytes / self.floor_bytes
 
     def busy_ms(self, chip: Chip) -> float:
-        """The longer of streaming and computing."""
+        """Returns the longer of streaming and computing, in milliseconds."""
         return max(self.streaming_ms(chip), self.cycles / chip.clock_hz * 1e3)
 
     def streaming_ms(self, chip: Chip) -> float:
+        """Returns the milliseconds that the traffic takes at the rate of the HBM."""
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
     def wire_ms(self, chip: Chip, devices: int) -> float:
-        """What collectives between so many devices carry, in both directions of one axis of the slice."""
+        """Returns the milliseconds that the bytes of collectives take, in both directions of one axis of the slice."""
         # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of what it sums.
         times = {"all-reduce": 2.0, "reduce-scatter": float(devices)}
         carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
         return carried * (devices - 1) / devices / (2 * chip.link_bytes_per_second) * 1e3
 
     def milliseconds(self, chip: Chip, latency_us: float) -> float:
-        """Streaming or computing, and the collectives one after another, as if they carried nothing."""
+        """Adds collectives of a latency each, one after another, to the longer of streaming and computing."""
         return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Of one pair, batch and slice."""
+    """The programs of one pair, batch and slice."""
 
     topology: str
     mesh: dict[str, int]
@@ -115,28 +125,29 @@ class Report:
     draft_length: int
     rule: str
     programs: tuple[Program, ...]
-    draft_model_parallelism: int | None = (
-        None  # devices that hold one copy of the draft together; None: as many as the target's
-    )
+    draft_model_parallelism: int | None = None  # devices that hold a replica of the draft; None: as the target's
 
     def __getitem__(self, name: str) -> Program:
+        """Returns the program of a name in `NAMES`."""
         return next(program for program in self.programs if program.name == name)
 
     @property
     def chip(self) -> Chip:
+        """The chip of the slice."""
         return parse(self.topology)[0]
 
     @property
     def fits(self) -> bool:
+        """Whether every program fits."""
         return all(program.memory is not None and program.memory.fits for program in self.programs)
 
     def ms_per_token(self, emitted_per_round: float, latency_us: float) -> tuple[float, float]:
-        """Autoregressive and speculative, at a latency of collectives."""
+        """Returns milliseconds per token, autoregressive and speculative, at a latency of collectives."""
         alone = self["target step"].milliseconds(self.chip, latency_us)
         return alone, self["round"].milliseconds(self.chip, latency_us) / emitted_per_round
 
     def calibrated_ms(self, name: str) -> tuple[float, float, float]:
-        """Least, likely and most, see `specsamp.tpu.calibration`: fitted on TPU v4."""
+        """Returns the least, likely and most milliseconds of a program, see `specsamp.tpu.calibration`."""
         program, (chip, sizes) = self[name], parse(self.topology)
         serial = sum(program.collectives.values())
         of_target = max(math.prod(self.mesh.values()) // self.mesh["data"] // chip.devices, 1)
@@ -146,7 +157,7 @@ class Report:
         crossed = serial * hops(sizes, of_draft if name == "draft step" else of_target)
         calls = 1
         if name == "round":
-            steps = [p for p in self.programs if p.name == "draft step"]  # without one, as if all were the target's
+            steps = [p for p in self.programs if p.name == "draft step"]  # without one, all count as the target's
             drafts = sum(sum(step.collectives.values()) for step in steps) * self.draft_length
             crossed = (serial - drafts) * hops(sizes, of_target) + drafts * hops(sizes, of_draft)
             calls = self.draft_length + 1
@@ -168,17 +179,17 @@ def compile_report(
     names: Sequence[str] = NAMES,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Compiles and measures.
+    """Compiles the programs of a pair and counts what they move.
 
     Args:
       programs: of a pair on a mesh from `described_mesh(topology)`.
       draft_length: K.
-      names: which of `NAMES`.
-      progress: is told what is being compiled.
+      names: those of `NAMES` to compile.
+      progress: called with a text when a program begins to be compiled.
 
     Raises:
-      ValueError: a model does not divide over the mesh, or the batch over its shares; no draft, or slots for fewer
-        tokens than a round has, or for more than a model can read.
+      ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
+        fewer tokens than a round has, or for more than a model can read.
     """
     programs.check()
     if draft_length < 1 or programs.slots < max(draft_length + 1, 16):
@@ -228,13 +239,13 @@ def compile_report(
         slots=programs.slots,
         draft_length=draft_length,
         rule=type(rule).__name__,
-        draft_model_parallelism=ways_of(draft),
+        draft_model_parallelism=model_parallelism(draft),
         programs=tuple(results),
     )
 
 
-def ways_of(model: ShardedModel) -> int:
-    """Devices that hold one copy of a model together."""
+def model_parallelism(model: ShardedModel) -> int:
+    """Returns the number of devices that hold one replica of a model together."""
     layout = model.layout
     return math.prod(layout.mesh.shape[axis] for axis in dict(layout.table).get("heads", ()))
 
@@ -242,7 +253,7 @@ def ways_of(model: ShardedModel) -> int:
 def measure(
     name: str, tokens: int, floor: float, live_floor: float, lowered: Callable[[], jax.stages.Lowered], capacity: int
 ) -> Program:
-    """Compiles one program; that it does not fit is a result."""
+    """Compiles one program and counts what it moves; that it does not fit is a result."""
     known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
     start = time.perf_counter()
     try:
@@ -277,6 +288,6 @@ def measure(
 
 
 def _largest(message: str, most: int = 8) -> str:
-    """The lines of the compiler's message that say how much is missing and to whom it went."""
+    """Picks the lines of the compiler's message that say how much is missing and which buffers are largest."""
     wanted = re.compile(r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I)
     return "\n".join([line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most])

@@ -1,4 +1,4 @@
-"""Tables of what `specsamp.tpu` says."""
+"""Tables of compile reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ GIB = 2**30
 
 
 def report_tables(report: Report, weights: int, caches: int, acceptance: Sequence[float]) -> list[Table]:
-    """Of one call on one device, of its time, and of a token's; ``weights`` and ``caches`` in bytes."""
+    """Tabulates a report: one call on one device, its milliseconds, and milliseconds per token.
+
+    Args:
+      weights, caches: of both models, in bytes per device.
+      acceptance: acceptance rates for which a token is priced.
+    """
     chip = report.chip
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
     fitting = [program for program in report.programs if program.memory is not None]
@@ -68,6 +73,7 @@ def report_tables(report: Report, weights: int, caches: int, acceptance: Sequenc
 
 
 def _traffic(p: Program) -> tuple[str, ...]:
+    """Formats the traffic of one program."""
     if p.memory is None:
         return (p.name, str(p.tokens), "does not fit", *[""] * 7)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none"
@@ -86,6 +92,7 @@ def _traffic(p: Program) -> tuple[str, ...]:
 
 
 def _times(report: Report, p: Program) -> tuple[str, ...]:
+    """Formats the milliseconds of one program."""
     chip, (least, likely, most) = report.chip, report.calibrated_ms(p.name)
     return (
         p.name,
@@ -98,6 +105,7 @@ def _times(report: Report, p: Program) -> tuple[str, ...]:
 
 
 def _per_token(report: Report, rate: float) -> tuple[str, ...]:
+    """Formats milliseconds per token at one acceptance rate."""
     emitted = expected_tokens(rate, report.draft_length)
     pairs = (report.ms_per_token(emitted, latency) for latency in LATENCIES_US)
     least, likely, most = (ms / emitted for ms in report.calibrated_ms("round"))
@@ -109,7 +117,7 @@ def _per_token(report: Report, rate: float) -> tuple[str, ...]:
 
 
 def fits_table(grid: Sequence[Mapping[str, Any]], topology: str) -> Table:
-    """Batch x context: the share of a device's memory, and how many sequences fit."""
+    """Tabulates the share of a device's memory by batch and context, and how many sequences fit."""
     cells = {(g["context"], g["batch"]): g for g in grid}
     contexts, batches = (sorted({g[name] for g in grid}) for name in ("context", "batch"))
 

@@ -1,4 +1,4 @@
-"""Slices that are described instead of present: `libtpu` holds the whole TPU compiler and asks for no TPU.
+"""Meshes of TPU slices that are described, not present: `libtpu` holds the whole TPU compiler and needs no TPU.
 
 mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
 """
@@ -19,7 +19,7 @@ from specsamp.mesh.layout import mesh_axes
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Of one chip; memory as in `specsamp.mesh.slices`."""
+    """Speeds and sizes of one chip; memory as in `specsamp.mesh.slices`."""
 
     hbm_bytes: int
     hbm_bytes_per_second: float
@@ -31,11 +31,12 @@ class Chip:
 
     @property
     def ridge(self) -> float:
-        """Rows of a bfloat16 product from which it is bound by arithmetic."""
+        """Rows from which a bfloat16 product is bound by arithmetic instead of memory."""
         return self.flops_per_second / self.hbm_bytes_per_second
 
 
-def _sold(prefix: str, *rest: float, **options: object) -> Chip:
+def _cloud_chip(prefix: str, *rest: float, **options: object) -> Chip:
+    """Takes the memory of a chip from the catalogue of slices."""
     generation = next(g for g in slices.GENERATIONS if g.prefix == prefix)
     return Chip(generation.hbm_bytes, generation.hbm_bytes_per_second, *rest, **options)
 
@@ -43,19 +44,19 @@ def _sold(prefix: str, *rest: float, **options: object) -> Chip:
 CHIPS = {
     "v3": Chip(32 * slices.GIB, 900e9, 123e12, 1e11, 0.94e9, devices=2),  # no longer sold as slices
     # "megacore": the two cores of a chip are one device, as on a pod.
-    "v4": _sold("v4", 275e12, 4.5e10, 1.05e9, options=(("chip_config_name", "megacore"),)),
-    "v5e": _sold("v5litepod", 197e12, 4.5e10, 1.5e9),
-    "v5p": _sold("v5p", 459e12, 9e10, 1.75e9),
-    "v6e": _sold("v6e", 918e12, 9e10, 1.75e9),
+    "v4": _cloud_chip("v4", 275e12, 4.5e10, 1.05e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": _cloud_chip("v5litepod", 197e12, 4.5e10, 1.5e9),
+    "v5p": _cloud_chip("v5p", 459e12, 9e10, 1.75e9),
+    "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
 }
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """ "v4:2x2x4" -> the chip and the chips along each axis.
+    """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis.
 
     Raises:
-      ValueError: no such chip, or no such shape.
+      ValueError: an unknown chip, or a shape that is none.
     """
     name, _, shape = topology.partition(":")
     sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
@@ -73,11 +74,11 @@ def described_mesh(
     num_kv_heads: int | None = None,
     rows: int | None = None,
 ) -> Mesh:
-    """A mesh of the devices of a slice that need not exist: shapes can be sharded over it, and programs compiled.
+    """Builds a mesh over the devices of a slice that need not exist, for sharded shapes and compiled programs.
 
     Args:
       topology: such as "v4:2x2x4".
-      data: shares of the batch; the other devices hold one copy of the target together.
+      data: data shards; the devices of a shard hold one replica of the target together.
       draft_model_parallelism, num_kv_heads, rows: see `make_mesh`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a compiled TPU program moves, read off its scheduled HLO.
+"""Counts what a compiled TPU program moves, from its scheduled HLO.
 
     traffic = traffic_of(compiled.as_text())
 
@@ -49,7 +49,7 @@ LARGE = 1_000_000  # bytes; a copy worth the name
 
 @dataclasses.dataclass
 class Traffic:
-    """Of one run of a program, or of one round of a loop whose bound is data; per device."""
+    """What one run of a program moves per device; of a loop whose bound is data, one round."""
 
     read: float = 0.0  # bytes from HBM
     written: float = 0.0  # bytes to HBM
@@ -62,9 +62,11 @@ class Traffic:
 
     @property
     def bytes(self) -> float:
+        """Bytes from HBM and to it."""
         return self.read + self.written
 
     def add(self, other: Traffic, times: int = 1) -> None:
+        """Adds other traffic, as often as it happens; copies and loops are listed once."""
         self.read += other.read * times
         self.written += other.written * times
         self.cycles += other.cycles * times
@@ -77,7 +79,7 @@ class Traffic:
 
 
 def traffic_of(text: str) -> Traffic:
-    """The traffic of a program's entry computation; see the module.
+    """Counts the traffic of ``compiled.as_text()``, see the module.
 
     Raises:
       ValueError: the text is no scheduled HLO module.
@@ -93,7 +95,7 @@ class Tally:
     module: Module
 
     def of(self, computation: str) -> Traffic:
-        """Of a computation; what it calls is counted as often as it is called."""
+        """Counts a computation; what it calls is counted as often as it is called."""
         body = self.module.computations[computation]
         total = Traffic()
         for instruction in body.values():
@@ -153,7 +155,7 @@ class Tally:
         total.written += written
 
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
-        """Bytes that a fusion reads from HBM and writes there."""
+        """Returns the bytes that a fusion reads from HBM, and those it writes there."""
         inner = self.module.computations[op.called("calls")]
         parameters = {int(p.operands[0]): p for p in inner.values() if p.opcode == "parameter"}
         users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
@@ -163,7 +165,7 @@ class Tally:
 
         @functools.cache
         def taken(name: str, updated: bool = False) -> float:
-            """Bytes of a parameter (or of a bitcast or an update of it) that are looked at; inf where all may be."""
+            """Returns the bytes of a parameter (or of a bitcast or an update of it) that are read; inf if all may be."""
             bytes_ = 0.0
             for user, place in users[name]:
                 if user.opcode in SLICES and place == 0:
@@ -193,7 +195,7 @@ class Tally:
 
 
 def _origin(op: Instruction, body: dict[str, Instruction]) -> Instruction:
-    """What made a value, before it was copied."""
+    """Returns the instruction that made a value, before it was copied."""
     while op.opcode in ("copy", "copy-start", "copy-done", "bitcast") and op.operands[0] in body:
         op = body[op.operands[0]]
     return op
