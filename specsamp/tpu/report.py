@@ -236,7 +236,7 @@ def compile_report(
 def ways_of(model: ShardedModel) -> int:
     """Devices that hold one copy of a model together."""
     layout = model.layout
-    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.table).get("heads", ()))
+    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.rules).get("heads", ()))
 
 
 def measure(
