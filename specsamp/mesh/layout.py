@@ -55,8 +55,8 @@ def make_mesh(
       devices: devices of the mesh; by default all devices of all processes, with neighbours in the network together.
 
     Raises:
-      ValueError: ``data`` x ``model`` is not the number of devices, or ``draft_model_parallelism`` does not divide
-        ``model``.
+      ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism`` does not divide
+        ``model``, or a size is negative.
     """
     count = jax.device_count() if devices is None else len(devices)
     if model is None and data >= 1:
@@ -86,6 +86,9 @@ def mesh_axes(
             f"draft_model_parallelism {draft_model_parallelism} does not divide the {model} devices of the mesh axis "
             "'model'"
         )
+    for name, count in (("num_kv_heads", num_kv_heads), ("rows", rows)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} must not be negative; got {count}")
     parts = (math.gcd(count, model) for count in (draft_model_parallelism, num_kv_heads, rows) if count)
     inner = next((part for part in parts if 1 < part < model), model)
     if inner == model:

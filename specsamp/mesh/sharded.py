@@ -35,7 +35,10 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
 
     Raises:
       ValueError: a size of a model does not divide over the devices; the message names both numbers.
+      TypeError: ``pair`` is not a `Pair`.
     """
+    if not isinstance(pair, Pair):
+        raise TypeError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
     target = shard_model(pair.target, Layout.tensor_parallel(mesh))
     sides = {"target": target, "target_params": put(pair.target_params, target.param_shardings(pair.target_params))}
     if pair.draft is not None:

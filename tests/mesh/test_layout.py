@@ -175,6 +175,8 @@ def test_unknown_names():
         (dict(data=0), "'data' must have at least 1 device; got 0"),
         (dict(data=16), "data 16 x model 1 has 16 devices"),
         (dict(data=1, model=8, draft_model_parallelism=3), "draft_model_parallelism 3 does not divide the 8 devices"),
+        (dict(rows=-1), "rows must not be negative; got -1"),
+        (dict(num_kv_heads=-2), "num_kv_heads must not be negative; got -2"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices(sizes, message):
