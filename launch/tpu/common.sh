@@ -29,14 +29,18 @@ die() {
 # Prints the comment at the head of the script, which is its manual.
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
 
-# parse_flags "KNOWN FLAGS" ARGUMENTS...: sets the variable of each flag. A flag that takes a value is given as "flag=".
+# parse_flags "KNOWN FLAGS" ARGUMENTS...: sets the variable of each flag. A flag that takes a value is given as "flag=", and
+# "--" stands for a command.
 parse_flags() {
   local known=" $1 dry_run " flag value
   shift
   while (($#)); do
     case "$1" in
       --help | -h) usage && exit 0 ;;
-      --) shift && command=("$@") && break ;;
+      --)
+        [[ $known == *" -- "* ]] || die "there is nothing to do for a command here: '-- ${2:-}'"
+        shift && command=("$@") && break
+        ;;
       --*=*) flag="${1%%=*}" value="${1#*=}" ;;
       --*) flag="$1" value="" ;;
       *) die "unexpected argument '$1': write flags as --name=pod, and a command after --" ;;
@@ -56,7 +60,7 @@ parse_flags() {
         *) die "--$flag must be true or false; got '$value'" ;;
       esac
     else
-      known="${known% }"
+      known="${known/ -- / }" known="${known% }"
       die "unknown flag --$flag: the flags are${known// / --}"
     fi
     printf -v "$flag" %s "$value"
@@ -80,6 +84,10 @@ require() {
   [[ -z $name || $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
     die "--name must be up to 40 lowercase letters, digits and hyphens, starting with a letter; got '$name'"
   at=("--project=$project" "--zone=$zone")
+}
+
+require_max_restarts() {
+  [[ $max_restarts =~ ^[0-9]+$ ]] || die "--max_restarts must be a whole number; got '$max_restarts'"
 }
 
 require_command() { ((${#command[@]})) || die "the command is missing: add it after --, as in -- python launch/benchmark.py --distributed"; }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Orders slices and runs commands through GKE, for slices that are only sold there (tpu7x, Ironwood). It needs xpk 1.16 or
-# newer: pip install xpk.
+# Orders slices and runs commands through GKE, for slices that are only sold there (tpu7x, Ironwood). It needs xpk 1.16
+# or newer: pip install xpk.
 #
 #   launch/tpu/gke.sh create --name=cluster --accelerator=tpu7x-16 --reservation=my-reservation
 #   launch/tpu/gke.sh run --name=cluster --accelerator=tpu7x-16 -- python launch/benchmark.py --config=... --distributed --output=gs://bucket/results/tpu7x.json
@@ -11,11 +11,13 @@
 #   --zone             zone that offers the slice; default $CLOUDSDK_COMPUTE_ZONE
 #   --project          project that pays for it; default $CLOUDSDK_CORE_PROJECT
 #   --dry_run          print the commands and run nothing
-#  create:
+#
+#  of create:
 #   --spot, --reservation=NAME   order at the lower price, or take the slice from a reservation; default on demand
 #   --internal_ips     make the cluster private: its nodes get no external addresses
 #   --network, --subnetwork, --service_account   of the cluster and its nodes
-#  run:
+#
+#  of run:
 #   --ref              commit to run; default HEAD, which then must hold all changes
 #   --job              name of the workload; default the time
 #   --image            image with Python 3.11 or newer; default python:3.12
@@ -30,13 +32,16 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 action="${1:-}"
 case "$action" in
-  create | run | delete) shift ;;
+  create) flags="accelerator= spot reservation= internal_ips network= subnetwork= service_account=" ;;
+  run) flags="accelerator= ref= job= image= max_restarts= secret_env= --" ;;
+  delete) flags="" ;;
   --help | -h) usage && exit 0 ;;
   *) die "the first argument must be create, run or delete; got '$action'" ;;
 esac
-parse_flags "name= accelerator= zone= project= spot reservation= internal_ips network= subnetwork= service_account= \
-ref= job= image= max_restarts= secret_env=" "$@"
+shift
+parse_flags "name= zone= project=${flags:+ $flags}" "$@"
 require name zone project
+require_max_restarts
 read_secrets
 need xpk "pip install xpk"
 cluster=("--cluster=$name" "${at[@]}")

@@ -18,11 +18,11 @@ set -euo pipefail
 # shellcheck source=launch/tpu/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 parse_flags "name= accelerator= zone= project= spot reserved internal_ips network= subnetwork= service_account= \
-tunnel_through_iap secret_env= ref= max_restarts= delete_when_done" "$@"
+tunnel_through_iap secret_env= ref= max_restarts= delete_when_done --" "$@"
 require name accelerator zone project
 require_command
 read_secrets
-[[ $max_restarts =~ ^[0-9]+$ ]] || die "--max_restarts must be a whole number; got '$max_restarts'"
+require_max_restarts
 read_slice
 read_commit
 here="$ROOT/launch/tpu"

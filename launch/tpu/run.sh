@@ -18,8 +18,12 @@
 set -euo pipefail
 # shellcheck source=launch/tpu/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-parse_flags "name= zone= project= attach stop secret_env= tunnel_through_iap internal_ips" "$@"
+parse_flags "name= zone= project= attach stop secret_env= tunnel_through_iap internal_ips --" "$@"
 require name zone project
+if [[ $attach == true || $stop == true ]]; then
+  [[ $attach != "$stop" ]] || die "--attach and --stop exclude each other: give one of them"
+  [[ -z $secret_env && ${#command[@]} == 0 ]] || die "--attach and --stop are about the running command: give no other"
+fi
 read_secrets
 need_gcloud
 worker="bash specsamp/launch/tpu/worker.sh"
