@@ -4,16 +4,17 @@
 #   launch/tpu/fetch.sh --from=gs://bucket/run --to=runs/pod
 #   launch/tpu/fetch.sh --name=pod --from=runs/benchmark --to=runs/pod
 #
-#   --from      a folder: a gs:// path, or one of worker 0, where a relative path begins in the checkout
-#   --to        a folder here; one of the same name comes into it
-#   --name, --zone, --project   of the slice, where it is not a bucket
-#   --dry_run   print the commands, and run nothing
+#   --from                      folder to copy: a gs:// path, or a path on worker 0, relative to its checkout
+#   --to                        local folder that receives the copy, as a subfolder of the same name
+#   --name, --zone, --project   the slice, as for create.sh, if the folder is not in a bucket
+#   --tunnel_through_iap, --internal_ips   how to reach worker 0, as for run.sh
+#   --dry_run                   print the commands and run nothing
 #
-# The output of the last command on worker 0 is in --from='~/specsamp_job'.
+# The log of the last command on worker 0 is in --from='~/specsamp_job'.
 set -euo pipefail
 # shellcheck source=launch/tpu/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-parse_flags "from= to= name= zone= project=" "$@"
+parse_flags "from= to= name= zone= project= tunnel_through_iap internal_ips" "$@"
 require from to
 need_gcloud
 
@@ -25,5 +26,5 @@ else
   require name zone project
   run mkdir -p "$to"
   [[ $from == [/~]* ]] || from="specsamp/$from"
-  tpus tpu-vm scp --recurse --worker=0 "$name:$from" "$to"
+  over_ssh scp --recurse --worker=0 "$name:$from" "$to"
 fi

@@ -1,1 +1,1 @@
-"""Devices: which slices there are, and how arrays lie on them."""
+"""Meshes of devices: layouts of arrays, models and batches on them, jobs of many processes, and TPU slices."""

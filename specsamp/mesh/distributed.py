@@ -1,10 +1,12 @@
-"""Many processes, one program: joining them, sharing out prompts, and bringing results back together.
+"""Joins the processes of a job, divides prompts among replicas of the models, and gathers the results.
 
-start("10.0.0.2:8476", num_processes=4, process_id=i)     # on a TPU pod: start(); before any other JAX call
-replica = my_replica(model=8)                             # the mesh this process works on, with others or alone
-mine = replica.share(len(prompts))
-completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
-everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
+    start("10.0.0.2:8476", num_processes=4, process_id=i)     # start() on a TPU pod; before any other JAX call
+    replica = my_replica(model=8)                             # the mesh that this process decodes on
+    mine = replica.share(len(prompts))
+    completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
+    everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
+
+All processes run the same program. When one of them dies, the others end with a message.
 """
 
 from __future__ import annotations
@@ -30,25 +32,28 @@ from jax.sharding import Mesh
 import specsamp
 from specsamp.mesh.layout import make_mesh
 
-# A process that is gone is noticed after this long, a coordinator that never was after that. A machine so busy that
-# it answers later needs more.
+# How long until a process that died is noticed, and how long processes wait for each other at the start. Raise both on
+# a machine that is too busy to answer in time.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
 
 
 def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the processes of a job and checks that all run the same code; before any other use of JAX.
+    """Joins the processes of a job and checks that all of them run the same code. Call it before any other use of JAX.
 
-    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS`. Their last line then says so, and
-    their exit status is 1, see `end_on_abort`.
+    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS`. The last line of each then says so,
+    and its exit status is 1, see `end_on_abort`.
 
     Args:
-      coordinator: "host:port" of process 0. All three arguments or none: a TPU pod, Slurm and Open MPI say
-        themselves who takes part.
+      coordinator: "host:port" of process 0. Give all three arguments, or none of them on a TPU pod, under Slurm and
+        under Open MPI, where JAX finds the processes itself.
+      num_processes: number of processes of the job.
+      process_id: number of this process, from 0.
 
     Raises:
-      ValueError: some arguments are missing. ConnectionError: nobody answers at the coordinator's address.
-      RuntimeError: a process runs other code, or another JAX.
+      ValueError: some arguments are missing or out of range.
+      ConnectionError: the coordinator cannot be reached or started.
+      RuntimeError: a process runs other code, another version of JAX or another command.
     """
     given = (coordinator, num_processes, process_id)
     if any(x is None for x in given) != all(x is None for x in given):
@@ -59,10 +64,11 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
             raise ValueError(f"process_id must be in [0, {num_processes}); got {process_id}")
         if process_id:
             _wait_for(host, port)
-    # Nobody here would ask whether the notice has come: let it end the process, as it ends every other program.
+    # JAX would catch the notice of a preemption and wait to be asked about it. Without its service the notice ends the
+    # process, as it ends any other program.
     jax.config.update("jax_enable_preemption_service", False)
     who = f"all {num_processes} processes reached {coordinator}" if coordinator else "all processes of this job met"
-    # The runtime aborts without saying whom it waited for.
+    # The runtime aborts without naming the processes that it waited for.
     end_on_abort(f"specsamp: not {who} within {CONNECT_SECONDS} seconds")
     try:
         jax.distributed.initialize(
@@ -75,13 +81,13 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         )
     except ValueError as error:
         raise ValueError(
-            f"nothing here says which processes take part ({error}): give coordinator, num_processes and process_id"
+            f"JAX does not find the processes of this job ({error}): give coordinator, num_processes and process_id"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise ConnectionError(
             f"the coordinator at {coordinator} could not be started: is its port free? ({error})"
         ) from error
-    # Again, and with the backend there: it may have installed handlers of its own.
+    # Again, now that the backend runs, because it may install handlers of its own.
     end_on_abort(
         f"specsamp: the runtime ended process {jax.process_index()} of {jax.process_count()}: most likely another "
         "process died or its machine was taken away; its own output says why"
@@ -90,10 +96,11 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
 
 
 def end_on_abort(message: str) -> None:
-    """Replaces what follows an abort of the runtime by ``message``, as the last line, and exit status 1.
+    """Ends this process with ``message`` as its last line and exit status 1 if the runtime aborts it.
 
-    The runtime aborts a process whose job has lost another one: it prints some thirty lines of its own stack, and
-    then raises SIGABRT in a thread of its own. Python's handlers would run too late, hence one of C.
+    The runtime aborts a process when another process of its job has died: it prints about thirty lines of its own stack
+    and raises SIGABRT in one of its threads. Python runs its signal handlers later, in the main thread, and would not
+    come to it; so this installs a handler of the C library.
     """
     if os.name == "posix":
         _abort_handlers.append(_ABORT_HANDLER(lambda number: end_now(message)))
@@ -101,9 +108,9 @@ def end_on_abort(message: str) -> None:
 
 
 def end_now(message: str, status: int = 1) -> NoReturn:
-    """Prints ``message`` as the last line of this process and ends it, without waiting for the others.
+    """Prints ``message`` as the last line of this process and ends it without waiting for the others.
 
-    A normal exit would wait `HEARTBEAT_SECONDS` for the process that died, and be aborted then.
+    A normal exit would wait up to `HEARTBEAT_SECONDS` for the process that died, and would then be aborted.
     """
     try:
         sys.stdout.flush()
@@ -114,13 +121,14 @@ def end_now(message: str, status: int = 1) -> NoReturn:
 
 
 _ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_abort_handlers: list[Any] = []  # kept, as C only has their addresses
+_abort_handlers: list[Any] = []  # keeps the handlers alive, because the C library only has their addresses
 
 
 def code_version() -> str:
-    """Of the source (launch and configs too, in a checkout), of JAX, and of the command line.
+    """Returns a digest of the source tree, the JAX version and the command line.
 
-    With ``SPECSAMP_VERSION`` in front, the commit that launch/tpu/setup.sh exports.
+    In a checkout the source tree includes launch and configs. The commit that launch/tpu/setup.sh installed, from
+    ``SPECSAMP_VERSION``, comes first.
     """
     digest = hashlib.sha256()
     package = pathlib.Path(specsamp.__file__).parent
@@ -135,38 +143,38 @@ def code_version() -> str:
 
 
 def check_same_code(version: str) -> None:
-    """Raises RuntimeError, on every process, unless all give the same version."""
+    """Raises RuntimeError on every process if their versions, see `code_version`, are not all the same."""
     versions = gather_objects(version)
     others = {i: theirs for i, theirs in enumerate(versions) if theirs != versions[0]}
     if others:
         raise RuntimeError(
             f"processes run different code: process 0 has {versions[0]}, "
             + ", ".join(f"process {i} has {theirs}" for i, theirs in others.items())
-            + ": set all up with the same commit, and give all the same command"
+            + ": set up all of them with the same commit, and give all of them the same command"
         )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replica:
-    """The processes that hold one copy of the models together, of ``count`` such groups."""
+    """One of ``count`` groups of processes; each group holds one copy of the models, on a mesh of its own."""
 
     mesh: Mesh
     index: int
     count: int
 
     def share(self, num_items: int) -> list[int]:
-        """The items this replica works on: every ``count``-th."""
+        """Returns the indices of the items that this replica works on: every ``count``-th."""
         return list(range(self.index, num_items, self.count))
 
     def gather(self, indices: Sequence[int], results: Sequence[Any], num_items: int) -> list[Any]:
-        """All results of all replicas, in the order of their items; every process must call it.
+        """Returns the results of all replicas in the order of their items. Every process must call it.
 
         Raises:
-          ValueError: an index is missing, or there are not as many results as indices.
+          ValueError: an item has no result, or the numbers of results and indices differ.
         """
         if len(indices) != len(results):
             raise ValueError(f"{len(results)} results for {len(indices)} indices")
-        # Processes of one replica have the same results: later ones overwrite equal ones.
+        # All processes of a replica have the same results, so it does not matter whose is kept.
         by_index = dict(pair for part in gather_objects(list(zip(indices, results))) for pair in part)
         missing = sorted(set(range(num_items)) - by_index.keys())
         if missing:
@@ -175,10 +183,12 @@ class Replica:
 
 
 def my_replica(model: int, **parts: int | None) -> Replica:
-    """The mesh of this process: its own devices, or with neighbours where ``model`` takes more than it has.
+    """Returns the replica that this process belongs to.
+
+    Its mesh has the devices of this process, and those of neighbouring processes if ``model`` is larger than that.
 
     Args:
-      model: devices that hold one copy of the target together.
+      model: number of devices that hold one copy of the target together.
       parts: ``draft_model_parallelism``, ``num_kv_heads`` and ``rows`` of `make_mesh`.
 
     Raises:
@@ -200,11 +210,11 @@ def my_replica(model: int, **parts: int | None) -> Replica:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Returns the values of all processes, in their order; every process must call it.
+    """Returns the values of all processes, ordered by process. Every process must call it.
 
-    Values travel as pickles, which can run code where they are read. Only processes that joined this job send them,
-    but JAX's coordinator takes everybody who reaches its port: keep that port inside a network that you trust, as
-    the hosts of a TPU slice do.
+    Values are sent as pickles, which can run code when they are read. Only processes of this job send them, but JAX's
+    coordinator accepts everybody who can reach its port, so that port must be inside a trusted network. The hosts of a
+    TPU slice have such a network.
     """
     if jax.process_count() == 1:
         return [value]
@@ -224,7 +234,11 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _wait_for(host: str, port: int) -> None:
-    """Until something listens there: the runtime itself would end the process without saying where it looked."""
+    """Waits until the coordinator listens; the runtime would end the process without naming the address.
+
+    Raises:
+      ConnectionError: nothing answered within `CONNECT_SECONDS`.
+    """
     until = time.monotonic() + CONNECT_SECONDS
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Which axis of which array lives on which axis of a mesh of devices: one small table per model.
+"""Meshes of devices, and the rules that say how arrays are split over their axes.
 
-Models name the axes of their parameters, weights and caches; a `Layout` says which of the names are split
-over which mesh axes. Axes are Auto: the compiler derives the rest from these shardings.
+Models name the axes of their parameters, weights and caches ("heads", "vocab", ...). A `Layout` maps each of these
+logical axes to mesh axes. All mesh axes are Auto: the compiler derives the shardings of intermediate values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA, REPLICA, MODEL = "data", "replica", "model"
 
-# Rows of a batch, of logits and of all that is sampled from them: the devices that hold a model together share them.
+# The logical axis of logits and of everything sampled from them: the devices that hold a model together divide the
+# rows of their data shard among them.
 ROWS = "rows"
 
-# What tensor parallelism splits (Shoeybi et al., arXiv 1909.08053) and what every device has whole.
+# Tensor parallelism (Shoeybi et al., arXiv 1909.08053) splits the first of these; every device has all of the second.
 SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", ROWS)
 WHOLE_AXES = ("embed", "head", "slots")
-# Split as far as they divide: with fewer kv heads (or rows) than devices, some devices have the same ones.
+# These are split over as many devices as divide them; the other devices hold replicas.
 AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
 
 
@@ -36,21 +37,26 @@ def make_mesh(
     rows: int | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with axes ``data`` and ``model``.
+    """Makes a mesh with the axes ``data`` and ``model``.
+
+    The last three sizes can split the model axis in two, ``replica`` x ``model``: what does not divide over all
+    ``model`` devices is split over the inner axis and replicated over the outer one. The first size that requires it
+    decides, in the order of the arguments.
 
     Args:
-      data: shares of the batch.
-      model: devices that hold one copy of the target together; default: all that are left.
-      draft_model_parallelism: devices that hold one copy of the draft together, if neither 1 nor ``model``: the model
-        axis is then made of two, ``copies`` x ``model``, and the draft is split over the second only.
-      num_kv_heads: of the target. If they are fewer than ``model``, the axis is made of two as well, so that each
-        device keeps its share of the heads' caches and not all of them. (``draft_model_parallelism`` comes first.)
-      rows: of a share of the batch, likewise: sampling is split over as many devices as they divide over.
-        (Key heads come first.)
-      devices: default all devices of all processes, in the order of ICI neighbourhood.
+      data: number of data-parallel shards of the batch.
+      model: number of devices that hold one copy of the target together; by default all devices / ``data``.
+      draft_model_parallelism: number of devices that hold one copy of the draft together; 1 and ``model`` need no
+        axis of their own.
+      num_kv_heads: kv heads of the target. If there are fewer than ``model`` devices, each device stores the cache of
+        its own kv heads instead of all of them.
+      rows: batch rows of one data shard. If there are fewer than ``model`` devices, sampling is split over as many
+        devices as divide them.
+      devices: devices of the mesh; by default all devices of all processes, with neighbours in the network together.
 
     Raises:
-      ValueError: the product is not the number of devices, with both numbers.
+      ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism`` does not divide
+        ``model``, or a size is negative.
     """
     count = jax.device_count() if devices is None else len(devices)
     if model is None and data >= 1:
@@ -74,11 +80,15 @@ def mesh_axes(
     num_kv_heads: int | None = None,
     rows: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Shape and axis names of a mesh, see `make_mesh`."""
+    """Returns the shape and the axis names of the mesh that `make_mesh` makes."""
     if draft_model_parallelism is not None and (draft_model_parallelism < 1 or model % draft_model_parallelism):
         raise ValueError(
-            f"draft_model_parallelism {draft_model_parallelism} does not divide the {model} devices of the mesh axis 'model'"
+            f"draft_model_parallelism {draft_model_parallelism} does not divide the {model} devices of the mesh axis "
+            "'model'"
         )
+    for name, count in (("num_kv_heads", num_kv_heads), ("rows", rows)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} must not be negative; got {count}")
     parts = (math.gcd(count, model) for count in (draft_model_parallelism, num_kv_heads, rows) if count)
     inner = next((part for part in parts if 1 < part < model), model)
     if inner == model:
@@ -88,54 +98,59 @@ def mesh_axes(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and which of its axes each logical axis of a model is split over (major first); hashable."""
+    """A mesh and the logical axis rules of a model; hashable."""
 
     mesh: Mesh
-    table: tuple[tuple[str, tuple[str, ...]], ...]
+    rules: tuple[tuple[str, tuple[str, ...]], ...]  # logical axis -> the mesh axes it is split over, major first
 
     @classmethod
-    def of(cls, mesh: Mesh, table: Mapping[str, Sequence[str]]) -> Layout:
-        """From a dictionary; raises ValueError for a mesh axis that does not exist."""
+    def from_rules(cls, mesh: Mesh, rules: Mapping[str, Sequence[str]]) -> Layout:
+        """Makes a layout from a dictionary of rules.
+
+        Raises:
+          ValueError: a rule names a mesh axis that does not exist, or the mesh has Explicit axes.
+        """
         if any(kind == AxisType.Explicit for kind in mesh.axis_types):
             raise ValueError("the mesh has Explicit axes: pass axis_types=(AxisType.Auto, ...) or use make_mesh")
-        for name, axes in table.items():
+        for name, axes in rules.items():
             for axis in axes:
                 if axis not in mesh.shape:
                     raise ValueError(f"{name!r} is to be split over {axis!r}, but the mesh has {dict(mesh.shape)}")
-        return cls(mesh, tuple(sorted((name, tuple(axes)) for name, axes in table.items())))
+        return cls(mesh, tuple(sorted((name, tuple(axes)) for name, axes in rules.items())))
 
     @classmethod
     def tensor_parallel(cls, mesh: Mesh, over: Sequence[str] | None = None) -> Layout:
-        """Heads, feed-forward and vocabulary over all model axes of the mesh, or over the given ones."""
-        # The model axis first: what is split over it alone lies with what is split over both.
+        """Returns the layout that splits heads, feed-forward and vocabulary over all model axes, or over ``over``."""
+        # The model axis is major, so that an array split over it alone lies with its part of one split over both.
         axes = tuple(axis for axis in (MODEL, REPLICA) if axis in mesh.shape) if over is None else tuple(over)
         split, whole = dict.fromkeys(SPLIT_AXES, axes), dict.fromkeys(WHOLE_AXES, ())
-        return cls.of(mesh, split | whole | {"batch": (DATA,)})
+        return cls.from_rules(mesh, split | whole | {"batch": (DATA,)})
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> Layout:
-        """A whole copy on every device."""
+        """Returns the layout that gives every device a copy of all parameters."""
         return cls.tensor_parallel(mesh, over=())
 
     def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
-        """Logical names of an array's axes -> mesh axes.
+        """Maps the logical axes of an array of this shape to mesh axes.
 
         Raises:
-          ValueError: an unknown name; a size that does not divide; a mesh axis used twice.
+          ValueError: an axis name is unknown, a size does not divide over its devices, or two axes of the array are
+            split over the same mesh axis.
         """
-        table, placed, used = dict(self.table), [], {}
+        rules, placed, used = dict(self.rules), [], {}
         if len(axes) != len(shape):
             raise ValueError(f"{len(axes)} axis names {tuple(axes)} for an array of shape {tuple(shape)}")
         for name, size in zip(axes, shape):
-            if name is not None and name not in table:
-                raise ValueError(f"no logical axis {name!r} in the layout: it has {', '.join(table)}")
-            over = table.get(name, ())
+            if name is not None and name not in rules:
+                raise ValueError(f"no logical axis {name!r} in the layout: it has {', '.join(rules)}")
+            over = rules.get(name, ())
             if name in AS_FAR_AS_POSSIBLE:
-                while size % self._ways(over):
+                while size % self._num_devices(over):
                     over = over[:-1]
-            if size % self._ways(over):
+            if size % self._num_devices(over):
                 raise ValueError(
-                    f"{name!r} has {size} entries, which do not divide over the {self._ways(over)} devices of "
+                    f"{name!r} has {size} entries, which do not divide over the {self._num_devices(over)} devices of "
                     f"{' x '.join(over)}: {self._advice(size, over)}"
                 )
             for axis in over:
@@ -149,51 +164,54 @@ class Layout:
         return PartitionSpec(*placed)
 
     def shardings(self, axes: Any, shapes: Any) -> Any:
-        """`NamedSharding`s for a tree of arrays or shapes, from the tree of their logical axes.
+        """Returns the `NamedSharding` of each array (or shape) of a tree, from the tree of their logical axes.
 
-        ``axes`` may be None for a model that names none: every device has all of it.
+        ``axes`` is None for a model that names no axes: every device then has all arrays.
         """
         if axes is None:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
 
-        def place(names, x):
+        def sharding(names, x):
             return NamedSharding(self.mesh, self.spec(names, x.shape))
 
-        return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def constrain(self, axes: Any, tree: Any) -> Any:
-        """Within a compiled function: `constrain`, by logical axes."""
+        """Constrains the shardings of a tree inside a compiled function, from the tree of its logical axes."""
         return constrain(tree, self.shardings(axes, tree))
 
     def _advice(self, size: int, over: Sequence[str]) -> str:
-        """Names the largest part of the mesh that ``size`` divides over, and the flags that choose it."""
-        fitting = math.gcd(size, self._ways(over))
+        """Names the largest number of devices that ``size`` divides over, and the flags that choose it."""
+        fitting = math.gcd(size, self._num_devices(over))
         if fitting == 1:
             return "pad the model, or give every device a whole copy (model=1)"
-        if self._ways(over) < self._ways(tuple(axis for axis in self.mesh.shape if axis != DATA)):
+        if self._num_devices(over) < self._num_devices([axis for axis in self.mesh.shape if axis != DATA]):
             return f"split the draft over {fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
         data = math.prod(self.mesh.shape.values()) // fitting
         flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"
         return f"use data={data} and model={fitting} ({flags}), or pad the model"
 
-    def _ways(self, over: Sequence[str]) -> int:
+    def _num_devices(self, over: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in over)
 
 
 def constrain(tree: Any, shardings: Any) -> Any:
-    """`jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
+    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
     if not jax.sharding.get_abstract_mesh().empty:
         shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """`jax.device_put`, also where other processes hold some of the devices; each must have the whole value."""
+    """Applies `jax.device_put`, also if other processes hold some of the devices.
 
-    def one(x: Any, sharding: NamedSharding) -> jax.Array:
+    Every process must then call it with the same, whole values.
+    """
+
+    def put_one(x: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return jax.device_put(x, sharding)
         value = np.asarray(x)
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(put_one, tree, shardings)

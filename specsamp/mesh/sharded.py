@@ -1,11 +1,11 @@
-"""A pair on a mesh: the same `generate`, with weights and caches spread over many devices.
+"""Shards a pair of models over a mesh; `generate` is then called as on one device and gives the same tokens.
 
     mesh = make_mesh(data=2, model=4)
     completions = generate(shard(pair, mesh), prompts)
 
-Within a call of a model the compiler splits the work over ``model``, from the shardings of weights, caches
-and logits. Rows of a batch are split over ``data`` by hand (`jax.shard_map`): what a share does with its
-rows is the program of one group of devices alone. Groups only agree on when to end.
+Over the mesh axis ``model`` the compiler splits each call of a model, from the shardings of its weights, caches and
+logits. Over the axis ``data`` the rows of the batch are split with `jax.shard_map`: each data shard decodes its rows
+with a program of its own devices, and the shards only agree on when to end.
 """
 
 from __future__ import annotations
@@ -25,41 +25,50 @@ from specsamp.models.transformer import TransformerLM
 
 
 def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None) -> Pair:
-    """The pair with its parameters in place, for `generate` and all that measures.
+    """Returns the pair with its parameters sharded over the mesh, for `generate` and for benchmarks.
 
     Args:
-      pair: its parameters may lie anywhere, or be on this mesh already.
-      mesh: from `make_mesh`.
-      draft_model_parallelism: devices that hold one copy of the draft together: 1 replicates it, None splits it like the
-        target, anything else is what the mesh was made with.
+      pair: models and parameters; the parameters may be on any devices, also on this mesh.
+      mesh: a mesh from `make_mesh`.
+      draft_model_parallelism: number of devices that hold one copy of the draft together. 1 gives every device a
+        copy, None splits the draft like the target, and any other number must be the one that the mesh was made with.
 
     Raises:
-      ValueError: a size that does not divide over the mesh, with the numbers.
+      ValueError: a size of a model does not divide over the devices; the message names both numbers.
+      TypeError: ``pair`` is not a `Pair`.
     """
+    if not isinstance(pair, Pair):
+        raise TypeError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
     target = shard_model(pair.target, Layout.tensor_parallel(mesh))
     sides = {"target": target, "target_params": put(pair.target_params, target.param_shardings(pair.target_params))}
     if pair.draft is not None:
         draft = shard_model(pair.draft, draft_layout(mesh, draft_model_parallelism))
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
-    elif pair.draft_params is not None:  # of a drafter of one's own
+    elif pair.draft_params is not None:  # parameters of a drafter that is no model
         sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
     return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
-    """Of a draft that ``draft_model_parallelism`` devices hold together, see `shard`."""
+    """Returns the layout of a draft that ``draft_model_parallelism`` devices hold together, see `shard`.
+
+    Raises:
+      ValueError: the mesh was made for another number of devices.
+    """
     if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
     if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
         return Layout.tensor_parallel(mesh)
     if draft_model_parallelism != mesh.shape[MODEL]:
         raise ValueError(
-            f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this one is {dict(mesh.shape)}"
+            f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this one is "
+            f"{dict(mesh.shape)}"
         )
     return Layout.tensor_parallel(mesh, over=(MODEL,))
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
+    """Wraps a model so that its weights, caches and logits are laid out over a mesh."""
     model = model.model if isinstance(model, ShardedModel) else model
     if isinstance(model, TransformerLM):
         model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
@@ -67,7 +76,10 @@ def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
 
 
 def placed_params(model: TransformerLM | ShardedModel) -> Any:
-    """The parameters as `jax.ShapeDtypeStruct`: in the compute dtype, in their places, or on the first device."""
+    """Returns the parameters as `jax.ShapeDtypeStruct`, in the compute dtype and with their shardings.
+
+    The parameters of a model without a layout are on the first device.
+    """
     if isinstance(model, ShardedModel):
         shapes = jax.eval_shape(model.model.init, jax.random.key(0))
         shardings = model.param_shardings(shapes)
@@ -76,18 +88,18 @@ def placed_params(model: TransformerLM | ShardedModel) -> Any:
         one = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one, shapes)
 
-    def place(x, at):
-        return jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=at)
+    def describe(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=sharding)
 
-    return jax.tree.map(place, shapes, shardings)
+    return jax.tree.map(describe, shapes, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel:
-    """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call, by rows.
+    """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once per call.
 
-    Models may name the axes of ``param_axes()``, ``weight_axes()`` and ``cache_axes()``, each a tree of
-    `PartitionSpec` of logical names; what a model does not name, every device has whole.
+    Models may name the logical axes of their arrays with ``param_axes()``, ``weight_axes()`` and ``cache_axes()``,
+    each a tree of `PartitionSpec`. Every device has all of the arrays whose axes are not named.
     """
 
     model: LanguageModel
@@ -110,14 +122,15 @@ class ShardedModel:
         return fewest_collectives_on_tpu() or getattr(self.model, "compiler_options", ())
 
     def param_shardings(self, params: Any) -> Any:
-        """For parameters, or their shapes."""
+        """Returns the shardings of parameters, or of their shapes."""
         return self.layout.shardings(_named(self.model, "param_axes"), params)
 
     def weight_shardings(self, weights: Any) -> Any:
+        """Returns the shardings of prepared weights, or of their shapes."""
         return self.layout.shardings(_named(self.model, "weight_axes"), weights)
 
     def init(self, key: jax.Array) -> Any:
-        """Random float32 parameters; under `jax.jit` made where they belong, and the same on any mesh."""
+        """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device makes its own part."""
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
         return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
@@ -127,7 +140,7 @@ class ShardedModel:
 
     @property
     def streamed(self) -> Callable[[Any], list[jax.Array]] | None:
-        """That of the model, if it says."""
+        """Returns the function of the model that lists the weights a step reads, or None if it has none."""
         return getattr(self.model, "streamed", None)
 
     def init_cache(self, batch: int, slots: int) -> Any:
@@ -136,7 +149,7 @@ class ShardedModel:
     def __call__(
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
     ) -> Output:
-        # Tokens that were sampled row by row: a model wants all of them.
+        # Rows were sampled on different devices; a call of a model needs the tokens of all of them.
         whole = (PartitionSpec(None, None), PartitionSpec(None))
         tokens_BT, start_B = self.layout.constrain(whole, (tokens_BT, start_B))
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
@@ -145,13 +158,14 @@ class ShardedModel:
         )
 
     def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
-        """Each row whole on a device, so that warping it holds no collective; and where rows are many, on few devices.
+        """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.
 
-        Whole rows on all devices cost a batch of eight ten times the cycles of a warp (launch/studies/compile_variants.py);
-        split, tokens and what was accepted are a few small collectives more in a round. One row stays on all devices.
+        Warps then need no collectives. If all devices warped all rows, a batch of eight would cost ten times the cycles
+        (launch/studies/compile_variants.py); divided rows cost a few small collectives per round, for tokens and accepted counts.
+        A single row is on all devices.
 
-        In steps: straight from the product to rows, a compiler gathers the embedding; from a vocabulary split
-        over more devices than rows are, it gathers all rows.
+        The sharding changes in two steps. Directly from the product to divided rows the compiler gathers the embedding,
+        and from a vocabulary split over more devices than the rows it gathers all rows.
         """
         rows = self.layout.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
         over = rows[0] if rows else None
@@ -165,25 +179,31 @@ class ShardedModel:
         if axes is None:
             return cache
 
-        # Rows are split already, see `DataShares`: here a batch is a share of it.
-        def no_batch(spec):
+        # Inside `jax.shard_map` the batch is that of one data shard already.
+        def without_batch(spec):
             return PartitionSpec(*(None if name == "batch" else name for name in spec))
 
-        axes = jax.tree.map(no_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.layout.constrain(axes, cache)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataShares:
-    """Splits rows over the mesh axis ``data``, see `Shares`."""
+    """Splits the rows of a batch over the mesh axis ``data``; implements `specsamp.decoding.types.Shares`."""
 
     mesh: Mesh
 
     @property
     def ways(self) -> int:
+        """Returns the number of data shards."""
         return self.mesh.shape[DATA]
 
     def __call__(self, function: Callable, by_rows: tuple) -> Callable:
+        """Returns ``function`` applied to each data shard; ``by_rows`` marks the arguments that lead with rows.
+
+        Raises:
+          ValueError: jit is disabled, and rows are to be split over several shards.
+        """
         if self.ways == 1:
             return function
         if jax.config.jax_disable_jit:
@@ -194,9 +214,11 @@ class DataShares:
         )
 
     def any(self, here: jax.Array) -> jax.Array:
+        """Returns whether the bool ``here`` is true in any data shard."""
         return here if self.ways == 1 else jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
 
     def whole(self, tree: Any) -> Any:
+        """Replicates values that the devices of a shard may hold divided by rows."""
         return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
 
 

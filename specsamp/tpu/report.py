@@ -247,7 +247,7 @@ def compile_report(
 def model_parallelism(model: ShardedModel) -> int:
     """Returns the number of devices that hold one replica of a model together."""
     layout = model.layout
-    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.table).get("heads", ()))
+    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.rules).get("heads", ()))
 
 
 def measure(

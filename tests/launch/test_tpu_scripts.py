@@ -99,7 +99,7 @@ def test_run_keeps_every_word_of_the_command(cloud):
     ]
     assert commands[0][:7] == ssh("all", "")[:7]
     assert shlex.split(commands[0][7].removeprefix("--command=")) == [*worker.split(), "start", job, *HARD]
-    assert remarks == ["# where it failed:"]
+    assert remarks == ["# if the command failed:"]
     assert cloud.dry_run("run", "--name=pod", "--stop")[0] == [ssh("all", f"{worker} stop current")]
     assert cloud.dry_run("run", "--name=pod", "--attach")[0][0] == ssh(0, f"{worker} follow current")
 
@@ -139,11 +139,51 @@ def test_keep_running_is_create_setup_run_and_delete(cloud):
         cloud.dry_run("run", "--name=pod", "--", *HARD),
         cloud.dry_run("delete", "--name=pod"),
     ]
-
-    def without_job(commands):
-        return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in commands]
-
     assert without_job(one_round) == without_job(sum((commands for commands, _ in parts), []))
+
+
+def test_keep_running_hands_its_flags_on(cloud):
+    cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
+    network = ("--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x")
+    connect, secret = ("--tunnel_through_iap",), ("--secret_env=HF_TOKEN",)
+    order = ("keep_running", "--name=pod", "--accelerator=v4-8", *network, *connect, *secret, "--", "true")
+    parts = [
+        cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *network),
+        cloud.dry_run("setup", "--name=pod", *connect),
+        cloud.dry_run("run", "--name=pod", *connect, *secret, "--", "true"),
+        cloud.dry_run("delete", "--name=pod"),
+    ]
+    assert without_job(cloud.dry_run(*order)[0]) == without_job(sum((commands for commands, _ in parts), []))
+
+
+def without_job(commands):
+    return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in commands]
+
+
+def test_hosts_without_external_addresses(cloud):
+    """Ordered in a network of one's own; reached through Identity-Aware Proxy, or from within that network."""
+    flags = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x.iam.gserviceaccount.com"]
+    order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *flags)[0][1]
+    assert order[-6:-2] == ["--internal-ips", "--network=ours", "--subnetwork=part", flags[-1].replace("_", "-")]
+
+    scripts = {
+        "setup": ("--name=pod",),
+        "run": ("--name=pod", "--", "true"),
+        "fetch": ("--name=pod", "--from=x", "--to=y"),
+    }
+    for script, arguments in scripts.items():
+
+        def connections(*flags, script=script, arguments=arguments):
+            commands, _ = cloud.dry_run(script, *flags, *arguments)
+            return [command for command in commands if "ssh" in command or "scp" in command]
+
+        plain, internal, tunnel = connections(), connections("--internal_ips"), connections("--tunnel_through_iap")
+        assert plain and len(plain) == len(internal) == len(tunnel)
+        assert all("--internal-ip" not in command for command in plain)
+        assert all(command[-3:] == ["--internal-ip", *AT] for command in internal)
+        assert all(command[:4] == ["gcloud", "alpha", *TPUS[1:]] for command in tunnel)
+        assert all(command[-3:] == ["--tunnel-through-iap", *AT] for command in tunnel)
+        assert connections("--internal_ips", "--tunnel_through_iap")[0][-3] == "--tunnel-through-iap"
 
 
 def test_gke_uses_xpk(cloud):
@@ -173,6 +213,38 @@ def test_gke_uses_xpk(cloud):
     assert commands[3][:-1] == [*workload, f"--env=SPECSAMP_VERSION={commit}", "--max-restarts=100"]
     assert shlex.split(commands[3][-1]) == ["--command=pip", "install", "--quiet", ".[tpu]", "&&", *HARD]
     assert commands[5] == ["xpk", "workload", "list", *cluster, "--wait-for-job-completion=mine"]
+    flags = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x"]
+    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=v4-8", *flags)[0][0][-4:] == [
+        "--on-demand",
+        "--private",
+        "--custom-cluster-arguments=--network=ours --subnetwork=part --service-account=me@x",
+        "--custom-nodepool-arguments=--service-account=me@x",
+    ]
+
+
+def test_gke_hands_secrets_over_by_name(cloud):
+    cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
+    arguments = ("run", "--name=big", "--accelerator=tpu7x-16", "--secret_env=HF_TOKEN")
+    commands, remarks = cloud.dry_run("gke", *arguments, "--", "env", "API_KEY=abc", "true")
+    code = f"runs/code_{cloud.git('rev-parse', 'HEAD')[:12]}"
+    assert f"--env-file={code}.env" in commands[3] and not any(word.startswith("--env=") for word in commands[3])
+    assert commands[3][-1].endswith("&& env 'API_KEY=[hidden]' true") and commands[4] == [
+        "rm",
+        "-r",
+        code,
+        f"{code}.tar",
+        f"{code}.env",
+    ]
+    assert f"# {code}.env sets SPECSAMP_VERSION and names HF_TOKEN" in remarks
+    assert "hf_not" not in str(commands) + str(remarks)
+    cloud.states("ACTIVE")
+    (cloud.fake / "bin" / "xpk").write_text(
+        '#!/bin/bash\nfor x; do [[ $x != --env-file=* ]] || cat "${x#*=}" >"$FAKE/env"; done\n'
+    )
+    done = cloud.run("gke", *arguments, "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert (cloud.fake / "env").read_text() == f"SPECSAMP_VERSION={cloud.git('rev-parse', 'HEAD')}\nHF_TOKEN\n"
+    assert not list((cloud.checkout / "runs").iterdir())
 
 
 # What is refused.
@@ -196,8 +268,8 @@ def test_gke_uses_xpk(cloud):
             ["--name=pod", "--accelerator=tpu7x-16"],
             "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh",
         ),
-        ("create", ["--name=pod"], "no --accelerator: say what to order, as in --accelerator=v4-32"),
-        ("create", ["--accelerator=v4-32"], "no --name: name the slice"),
+        ("create", ["--name=pod"], "--accelerator is missing: name the slice to order, such as --accelerator=v4-32"),
+        ("create", ["--accelerator=v4-32"], "--name is missing: give the slice a name"),
         ("create", ["--name=My_Pod", "--accelerator=v4-32"], "got 'My_Pod'"),
         (
             "create",
@@ -207,20 +279,50 @@ def test_gke_uses_xpk(cloud):
         (
             "create",
             ["--name=pod", "--accelerator=v4-32", "--spots"],
-            "no flag --spots: there are --name= --accelerator=",
+            "unknown flag --spots: the flags are --name= --accelerator=",
         ),
-        ("create", ["--name=pod", "--accelerator=v4-32", "--spot=maybe"], "--spot is true or false; got 'maybe'"),
+        ("create", ["--name=pod", "--accelerator=v4-32", "--spot=maybe"], "--spot must be true or false; got 'maybe'"),
         ("create", ["pod"], "unexpected argument 'pod'"),
-        ("run", ["--name=pod"], "no command: add it after --"),
-        ("run", ["--name=pod", "--"], "no command: add it after --"),
+        ("run", ["--name=pod"], "the command is missing: add it after --"),
+        ("run", ["--name=pod", "--"], "the command is missing: add it after --"),
         ("run", ["--name="], "--name needs a value"),
-        ("setup", ["--name=pod", "--ref=nowhere"], "no commit 'nowhere'"),
-        ("fetch", ["--from=gs://bucket/run"], "no --to"),
-        ("fetch", ["--from=runs/x", "--to=y"], "no --name"),
+        ("run", ["--name=pod", "--attach", "--stop"], "--attach and --stop exclude each other"),
+        ("run", ["--name=pod", "--stop", "--", "true"], "--attach and --stop are about the running command"),
+        (
+            "create",
+            ["--name=pod", "--accelerator=v4-8", "--", "true"],
+            "there is nothing to do for a command here: '-- true'",
+        ),
+        ("gke", ["create", "--name=big", "--accelerator=v4-8", "--ref=x"], "unknown flag --ref: the flags are --name="),
+        ("gke", ["run", "--name=big", "--accelerator=v4-8", "--spot", "--", "true"], "unknown flag --spot: "),
+        (
+            "gke",
+            ["run", "--name=big", "--max_restarts=x", "--", "true"],
+            "--max_restarts must be a whole number; got 'x'",
+        ),
+        ("setup", ["--name=pod", "--ref=nowhere"], "there is no commit 'nowhere'"),
+        ("fetch", ["--from=gs://bucket/run"], "--to is missing"),
+        ("fetch", ["--from=runs/x", "--to=y"], "--name is missing"),
         ("keep_running", ["--name=pod", "--accelerator=v6e-512", "--", "true"], "closest matches: v6e-256"),
         ("keep_running", ["--name=pod", "--accelerator=v6e-8", "--max_restarts=x", "--", "true"], "got 'x'"),
+        (
+            "run",
+            ["--name=pod", "--secret_env=NOT_SET", "--", "true"],
+            "--secret_env=NOT_SET: this variable is not exported",
+        ),
+        (
+            "run",
+            ["--name=pod", "--secret_env=HF_TOKEN=x", "--", "true"],
+            "--secret_env takes names of exported variables",
+        ),
+        (
+            "keep_running",
+            ["--name=pod", "--accelerator=v4-8", "--secret_env=NOT_SET", "--", "true"],
+            "--secret_env=NOT_SET: ",
+        ),
+        ("create", ["--name=pod", "--accelerator=v4-8", "--tunnel_through_iap"], "unknown flag --tunnel_through_iap"),
         ("gke", ["create", "--name=big", "--accelerator=tpu7x-17"], "closest matches: tpu7x-16, tpu7x-32"),
-        ("gke", ["--name=big"], "say what to do: create, run or delete; got '--name=big'"),
+        ("gke", ["--name=big"], "the first argument must be create, run or delete; got '--name=big'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(cloud, script, arguments, message):
@@ -237,7 +339,7 @@ def test_where_is_never_guessed(cloud, script, flag, variable):
     command = ["--", "true"] if script in ("run", "keep_running") else []
     arguments = ("--name=pod", "--dry_run", *accelerator, *command)
     done = cloud.run(script, *arguments, place=False, **{k: v for k, v in places.items() if k != variable})
-    assert done.returncode == 2 and f"no --{flag}: " in done.stderr and variable in done.stderr
+    assert done.returncode == 2 and f"--{flag} is missing: " in done.stderr and variable in done.stderr
     assert cloud.run(script, *arguments, place=False, **places).returncode == 0
 
 
@@ -251,7 +353,7 @@ def test_only_what_is_committed_is_copied(cloud):
     cloud.states("ACTIVE")
     (cloud.checkout / ".gitignore").write_text("/runs/\n/more/\n")
     done = cloud.run("setup", "--name=pod")
-    assert done.returncode == 2 and "not committed: .gitignore ...: commit, or add --ref=" in done.stderr
+    assert done.returncode == 2 and "uncommitted changes: .gitignore ...: commit them, or add --ref=" in done.stderr
     assert not cloud.calls()
     assert cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
 

@@ -17,7 +17,7 @@ def test_create_waits_until_the_slice_is_there(cloud):
     assert len(cloud.calls("create")) == 1 and "--spot" in cloud.calls("create")[0]
     told = re.findall(r"pod: (\w+), 0 min", done.stderr)
     assert told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"] and "the server is tired" in done.stderr
-    assert "pod is ACTIVE, and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
+    assert "pod is ACTIVE and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
 
 def test_create_again_orders_nothing_twice(cloud):
@@ -38,7 +38,7 @@ def test_create_ends_when_google_does_not_answer(cloud):
     cloud.states("ERROR")
     done = cloud.run("create", "--name=pod", "--accelerator=v4-32")
     assert done.returncode == 1 and "the server is tired" in done.stderr and not cloud.calls("create")
-    assert "Google Cloud gives no answer about pod" in done.stderr
+    assert "Google Cloud does not answer about pod" in done.stderr
 
 
 def test_setup_gives_every_worker_the_commit(ready):
@@ -51,7 +51,10 @@ def test_setup_gives_every_worker_the_commit(ready):
     ready.git("commit", "--all", "--message=the installation fails")
     assert ready.run("setup", "--name=pod").returncode == 1
     done = ready.run("run", "--name=pod", "--", "true")
-    assert done.returncode == 1 and "w-1: not set up, or only in part: launch/tpu/setup.sh" in done.stderr
+    assert (
+        done.returncode == 1
+        and "w-1: the installation is missing or incomplete: call launch/tpu/setup.sh" in done.stderr
+    )
     assert ready.run("setup", "--name=pod", f"--ref={first}").returncode == 0
     for host in ("w-0", "w-1"):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
@@ -66,8 +69,57 @@ def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
     assert done.returncode == 0, done.stderr
     home = ready.fake / "w-0" / "specsamp"
     assert done.stdout == f"w-0: {HARD[2]} in {home} of {ready.git('rev-parse', 'HEAD')} with {home}/.venv/bin/python\n"
-    assert "The connection is lost, the command goes on" in done.stderr
+    assert "The connection is lost, but the command continues" in done.stderr
     assert (ready.fake / "w-1" / "specsamp_job" / "log").read_text().startswith("w-1: ")
+
+
+SECRET = 'hf_it\'s "$secret" `x` \\ y'  # characters that a shell would interpret
+
+
+def files_with(folder, text):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text in path.read_text(errors="replace")]
+
+
+def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    script = 'printf %s "$HF_TOKEN" >"$FAKE/$HOST.received"'
+    arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN,OTHER_KEY", "--", "bash", "-c", script)
+    done = ready.run(*arguments, HF_TOKEN=SECRET, OTHER_KEY="other", TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    received = [ready.fake / f"{host}.received" for host in ("w-0", "w-1")]
+    assert [path.read_text() for path in received] == [SECRET, SECRET]
+    assert (ready.fake / "modes").read_text() == "600\n600\n"
+    assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(received)
+    assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
+
+
+def test_a_secret_of_a_command_that_cannot_start_is_removed(ready, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    secret = {"HF_TOKEN": SECRET, "TMPDIR": str(temporary)}
+    arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN", "--", "true")
+    commits = [ready.fake / host / "specsamp" / "COMMIT" for host in ("w-0", "w-1")]
+    for commit in commits:
+        commit.rename(commit.with_suffix(".away"))
+    done = ready.run(*arguments, **secret)
+    assert done.returncode == 1 and "the installation is missing or incomplete" in done.stderr
+    for commit in commits:
+        commit.with_suffix(".away").rename(commit)
+    (ready.fake / "no_copies").touch()
+    done = ready.run(*arguments, **secret)
+    assert done.returncode == 1 and "not all workers could start the command" in done.stderr
+    assert not files_with(tmp_path, "hf_it") and not list(temporary.iterdir())
+
+
+def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(ready, tmp_path):
+    words = ("env", "HF_TOKEN=hf_seen", "WANDB_API_KEY=hf_seen", "bash", "-c", 'echo "${#HF_TOKEN} $1 $2"', "name")
+    done = ready.run("run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8")
+    assert done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
+    assert (
+        "hf_seen" not in done.stderr and "hf_seen" not in (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
+    )
+    for shown in ("HF_TOKEN=[hidden]", "WANDB_API_KEY=[hidden]", "--password=[hidden]", "--config.max_new_tokens=8"):
+        assert shown in done.stderr
 
 
 def test_run_ends_with_the_status_of_the_command(ready):
@@ -200,7 +252,7 @@ def test_a_command_that_fails_by_itself_is_not_repeated(cloud, status):
     done = keep(cloud, "bash", "-c", f"exit {status}")
     assert (
         done.returncode == status
-        and f"The command failed with {status}, on a slice that is still there." in done.stderr
+        and f"The command failed with exit status {status} on a slice that still exists." in done.stderr
     )
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
     assert "costs money until launch/tpu/delete.sh --name=pod" in done.stderr
@@ -209,7 +261,7 @@ def test_a_command_that_fails_by_itself_is_not_repeated(cloud, status):
 def test_a_slice_that_somebody_deleted_is_not_ordered_again(cloud):
     cloud.states("MISSING", "ACTIVE")
     done = keep(cloud, "bash", "-c", 'echo MISSING >"$FAKE/states"; exit 1')
-    assert done.returncode == 1 and "somebody deleted pod: it is not ordered again" in done.stderr
+    assert done.returncode == 1 and "somebody deleted pod, so it is not ordered again" in done.stderr
     assert len(cloud.calls("create")) == 1
 
 
@@ -228,7 +280,7 @@ def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
         FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
     )
     done = keep(cloud, "true")
-    assert done.returncode == 75 and "the slice was lost 3 times before it was there" in done.stderr
+    assert done.returncode == 75 and "the slice was lost 3 times before it was ready" in done.stderr
     assert len(cloud.calls("create")) == 3
 
 
@@ -236,7 +288,7 @@ def test_delete_looks_for_a_node_without_a_request(cloud):
     cloud.states("MISSING")
     (cloud.fake / "node").touch()
     done = cloud.run("delete", "--name=pod")
-    assert done.returncode == 0 and "pod is gone from us-central2-b" in done.stderr
+    assert done.returncode == 0 and "pod is deleted from us-central2-b" in done.stderr
     assert not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
 
 

@@ -1,4 +1,4 @@
-"""The table of a layout: what it splits, and what it refuses."""
+"""The rules of a layout: what they split, and what they refuse."""
 
 import jax
 import pytest
@@ -146,8 +146,7 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
 
 
 def test_a_mesh_axis_used_twice():
-    table = {"heads": ("model",), "mlp": ("model",)}
-    layout = Layout.of(make_mesh(1, 8), table)
+    layout = Layout.from_rules(make_mesh(1, 8), {"heads": ("model",), "mlp": ("model",)})
     with pytest.raises(ValueError, match="'model' is used twice, by 'heads' and 'mlp'"):
         layout.spec(P("heads", "mlp"), (8, 8))
 
@@ -163,7 +162,7 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="no logical axis 'expert' in the layout: it has batch, embed"):
         Layout.tensor_parallel(mesh).spec(P("expert"), (8,))
     with pytest.raises(ValueError, match="split over 'pipeline', but the mesh has"):
-        Layout.of(mesh, {"heads": ("pipeline",)})
+        Layout.from_rules(mesh, {"heads": ("pipeline",)})
     with pytest.raises(ValueError, match="2 axis names"):
         Layout.tensor_parallel(mesh).spec(P("heads", "head"), (8,))
 
@@ -176,6 +175,8 @@ def test_unknown_names():
         (dict(data=0), "'data' must have at least 1 device; got 0"),
         (dict(data=16), "data 16 x model 1 has 16 devices"),
         (dict(data=1, model=8, draft_model_parallelism=3), "draft_model_parallelism 3 does not divide the 8 devices"),
+        (dict(rows=-1), "rows must not be negative; got -1"),
+        (dict(num_kv_heads=-2), "num_kv_heads must not be negative; got -2"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices(sizes, message):

@@ -264,3 +264,8 @@ def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair
     pair = Pair(target=target, target_params=target.init(jax.random.key(0)))
     with pytest.raises(ValueError, match="'mlp' has 100 entries, which do not divide over the 8 devices"):
         shard(pair, make_mesh(1, 8))
+
+
+def test_only_a_pair_can_be_sharded():
+    with pytest.raises(TypeError, match=r"pair must be a Pair, such as load_pair\('python'\); got 'python'"):
+        shard("python", make_mesh(1, 8))

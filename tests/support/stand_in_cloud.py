@@ -48,7 +48,19 @@ case "$*" in
     rm -rf w-0 w-1 && mkdir w-0 w-1 # other machines
     ;;
   *"tpu-vm describe"*) [[ -e node ]] || { echo "ERROR: (gcloud) Resource 'pod' was not found" >&2 && exit 1; } ;;
-  *"tpu-vm scp"*"pod:specsamp.tar.gz"*) for host in w-0 w-1; do cp "$OLDPWD/$5" "$host/specsamp.tar.gz"; done ;;
+  *"tpu-vm scp"*"pod:specsamp"*)
+    from="" to=""
+    for argument; do
+      case "$argument" in
+        pod:*) to="${argument#pod:}" ;;
+        *) [[ -n $to ]] || from="$argument" ;; # the word before the destination
+      esac
+    done
+    [[ $from == /* ]] || from="$OLDPWD/$from"
+    if [[ -e no_copies ]]; then exit 1; fi
+    [[ $to != specsamp_secrets* ]] || stat --format=%a "$from" "$from" >modes
+    for host in w-0 w-1; do cp -p "$from" "$host/$to"; done
+    ;;
   *"tpu-vm ssh"*)
     if [[ $command == *follow* && -e drops ]]; then rm drops && exit 255; fi
     [[ $worker == 0 ]] && hosts=w-0 || hosts="w-0 w-1"
