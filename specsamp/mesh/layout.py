@@ -15,7 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-DATA, REPLICA, MODEL = "data", "replica", "model"
+from specsamp.decoding.data_shards import DATA
+
+REPLICA, MODEL = "replica", "model"
 
 # Rows of a batch, of logits and of all that is sampled from them: the devices that hold a model together share them.
 ROWS = "rows"
@@ -160,31 +162,6 @@ class Layout:
             return NamedSharding(self.mesh, self.spec(names, x.shape))
 
         return jax.tree.map(place, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-    def constrain(self, axes: Any, tree: Any) -> Any:
-        """Within a compiled function: `constrain`, by logical axes."""
-        return constrain(tree, self.shardings(axes, tree))
-
-    def _advice(self, size: int, over: Sequence[str]) -> str:
-        """Names the largest part of the mesh that ``size`` divides over, and the flags that choose it."""
-        fitting = math.gcd(size, self._ways(over))
-        if fitting == 1:
-            return "pad the model, or give every device a whole copy (model=1)"
-        if self._ways(over) < self._ways(tuple(axis for axis in self.mesh.shape if axis != DATA)):
-            return f"split the draft over {fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
-        data = math.prod(self.mesh.shape.values()) // fitting
-        flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"
-        return f"use data={data} and model={fitting} ({flags}), or pad the model"
-
-    def _ways(self, over: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in over)
-
-
-def constrain(tree: Any, shardings: Any) -> Any:
-    """`jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def put(tree: Any, shardings: Any) -> Any:

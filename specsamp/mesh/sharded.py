@@ -11,16 +11,16 @@ rows is the program of one group of devices alone. Groups only agree on when to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from specsamp.decoding.data_shards import DataShards, constrain
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import DATA, MODEL, REPLICA, ROWS, Layout, constrain, put
+from specsamp.mesh.layout import MODEL, REPLICA, ROWS, Layout, put
 from specsamp.models.compiling import fewest_collectives_on_tpu
-from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.interface import Block, LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 
 
@@ -43,7 +43,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
     elif pair.draft_params is not None:  # of a drafter of one's own
         sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
-    return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
+    return dataclasses.replace(pair, **sides, shards=DataShards(mesh))
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
@@ -60,9 +60,7 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
-    model = model.model if isinstance(model, ShardedModel) else model
-    if isinstance(model, TransformerLM):
-        model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
+    model = model.model if isinstance(model, ShardedModel) else model.for_mesh()
     return ShardedModel(model, layout)
 
 
@@ -83,7 +81,7 @@ def placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedModel:
+class ShardedModel(LanguageModel):
     """A `LanguageModel` laid out: weights and caches in their places, logits gathered once per call, by rows.
 
     Models may name the axes of ``param_axes()``, ``weight_axes()`` and ``cache_axes()``, each a tree of
@@ -107,39 +105,48 @@ class ShardedModel:
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        return fewest_collectives_on_tpu() or getattr(self.model, "compiler_options", ())
+        return fewest_collectives_on_tpu() or self.model.compiler_options
 
     def param_shardings(self, params: Any) -> Any:
         """For parameters, or their shapes."""
-        return self.layout.shardings(_named(self.model, "param_axes"), params)
+        return self.layout.shardings(self.model.param_axes(), params)
 
     def weight_shardings(self, weights: Any) -> Any:
-        return self.layout.shardings(_named(self.model, "weight_axes"), weights)
+        return self.layout.shardings(self.model.weight_axes(), weights)
 
     def init(self, key: jax.Array) -> Any:
         """Random float32 parameters; under `jax.jit` made where they belong, and the same on any mesh."""
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
         return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        weights = self.model.prepare(params, slots)
+    def prepare(self, params: Any) -> Any:
+        return self.model.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        weights = self.model.fit_slots(weights, slots)
         return put(weights, self.weight_shardings(weights))
 
-    @property
-    def streamed(self) -> Callable[[Any], list[jax.Array]] | None:
-        """That of the model, if it says."""
-        return getattr(self.model, "streamed", None)
+    def streamed(self, weights: Any) -> list[jax.Array] | None:
+        return self.model.streamed(weights)
 
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._constrain_cache(self.model.init_cache(batch, slots))
 
     def __call__(
-        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
+        self,
+        weights: Any,
+        tokens_BT: jax.Array,
+        start_B: jax.Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
     ) -> Output:
         # Tokens that were sampled row by row: a model wants all of them.
         whole = (PartitionSpec(None, None), PartitionSpec(None))
         tokens_BT, start_B = self.layout.constrain(whole, (tokens_BT, start_B))
-        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
+        trees = {} if block is None else {"block": block}
+        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
         return dataclasses.replace(
             output, logits_BTV=self._by_rows(output.logits_BTV), cache=self._constrain_cache(output.cache)
         )
@@ -161,44 +168,13 @@ class ShardedModel:
         return logits_BTV
 
     def _constrain_cache(self, cache: Any) -> Any:
-        axes = _named(self.model, "cache_axes")
+        axes = self.model.cache_axes()
         if axes is None:
             return cache
 
-        # Rows are split already, see `DataShares`: here a batch is a share of it.
+        # Rows are split already, see `DataShards`: here a batch is a share of it.
         def no_batch(spec):
             return PartitionSpec(*(None if name == "batch" else name for name in spec))
 
         axes = jax.tree.map(no_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.layout.constrain(axes, cache)
-
-
-@dataclasses.dataclass(frozen=True)
-class DataShares:
-    """Splits rows over the mesh axis ``data``, see `Shares`."""
-
-    mesh: Mesh
-
-    @property
-    def ways(self) -> int:
-        return self.mesh.shape[DATA]
-
-    def __call__(self, function: Callable, by_rows: tuple) -> Callable:
-        if self.ways == 1:
-            return function
-        if jax.config.jax_disable_jit:
-            raise ValueError("rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use data=1")
-        specs = jax.tree.map(lambda split: PartitionSpec(DATA) if split else PartitionSpec(), by_rows)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(DATA), axis_names={DATA}, check_vma=False
-        )
-
-    def any(self, here: jax.Array) -> jax.Array:
-        return here if self.ways == 1 else jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
-
-    def whole(self, tree: Any) -> Any:
-        return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
-
-
-def _named(model: LanguageModel, part: str) -> Any:
-    return getattr(model, part)() if hasattr(model, part) else None

@@ -104,6 +104,10 @@ class LanguageModel(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
+    def for_mesh(self) -> LanguageModel:
+        """Returns the model to lay out over a mesh: itself, unless its weights are laid out for a single device."""
+        return self
+
     def streamed(self, weights: Any) -> list[Array] | None:
         """Returns the matrices that a call multiplies by, whatever its length, for cost forecasts; None: unknown."""
         return None

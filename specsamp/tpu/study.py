@@ -19,14 +19,15 @@ from typing import Any
 
 from jax.sharding import AxisType, Mesh
 
+from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import Rule
 from specsamp.mesh.layout import Layout, mesh_axes
-from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
 from specsamp.tpu.calibration import calibrate, hops
 from specsamp.tpu.programs import Programs
@@ -230,9 +231,9 @@ def slices() -> list[Cell]:
 def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
     """Of both models at `FEW` layers."""
     programs = target.programs(FEW, sampling, draft.config)
-    shares = DataShares(programs.mesh)
+    shards = DataShards(programs.mesh)
     drafter = ModelDrafter(programs.draft, K, WINDOW)
-    loop = Loop(target=programs.target, drafter=drafter, rule=rule, window=WINDOW, shares=shares)
+    loop = Loop(target=programs.target, drafter=drafter, rule=rule, window=WINDOW, shards=shards)
 
     def floor(live):
         return programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
