@@ -29,8 +29,9 @@ from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.architectures import config_of
 from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.sharded import DataShares, draft_layout, shard_model
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
@@ -146,7 +147,7 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
 
 def fits(programs: Programs, capacity: int) -> list[dict]:
     """Bytes per device of weights and caches; temporaries come on top."""
-    grid, shares = [], DataShares(programs.mesh).ways
+    grid, shares = [], DataShards(programs.mesh).count
     most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
     for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:
         for batch in [b * shares for b in BATCHES]:

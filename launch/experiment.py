@@ -16,16 +16,19 @@ from specsamp import storage
 from specsamp.analysis.decoder import Workload
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair
+from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import Drafter, Rule
 from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import DataShares, ShardedModel, draft_layout, placed_params, shard, shard_model
+from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.training.checkpoint import Checkpoints
 
@@ -203,7 +206,7 @@ def bare_pair(
             for model, key, folder in zip((target, draft), keys, runs)
         ]
     pair = Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
-    return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
+    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 
 def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:

@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from specsamp import BlockRule, CoupledRule, Draft, Output, Pair, TokenRule, chain, generate
+from specsamp import BlockRule, CoupledRule, Draft, LanguageModel, Output, Pair, TokenRule, chain, generate
 from specsamp.sampling.rng import Purpose, RoundKeys
 
 device = jax.devices()[0]
@@ -78,11 +78,10 @@ V, K = 5, 3  # tokens of the vocabulary, tokens drafted per round
 
 
 @dataclasses.dataclass(frozen=True)
-class Bigram:
+class Bigram(LanguageModel):
     vocab_size: int = V
-    max_positions: int | None = None
 
-    def prepare(self, params, slots):
+    def prepare(self, params):
         return jax.nn.log_softmax(params)
 
     def init_cache(self, batch, slots):  # it remembers nothing
@@ -259,7 +258,7 @@ plt.show()
 mirrored = np.log([[1 / 3, 2 / 3], [2 / 3, 1 / 3]])  # the target's distribution of two tokens, and the draft's
 drafts_BK = np.stack(np.meshgrid([0, 1], [0, 1], indexing="ij"), -1).reshape(-1, 2)  # all drafts of K = 2
 log_probs = jnp.asarray(np.broadcast_to(mirrored[:, None, None], (2, 4, 3, 2)), jnp.float32)
-drafts = Draft(tokens_BK=jnp.asarray(drafts_BK), num_drafted_B=jnp.full(4, 2), log_probs_BKV=log_probs[1, :, :2])
+drafts = Draft(tokens_BK=jnp.asarray(drafts_BK), num_drafted_B=jnp.full(4, 2), log_probs_BRV=log_probs[1, :, :2])
 weight_B = np.exp(mirrored[1][drafts_BK].sum(1))
 by_token = weight_B @ np.cumprod(TokenRule().acceptance(drafts, log_probs[0]), axis=1).sum(1)
 by_block = weight_B @ np.exp(BlockRule().prefix_weights(drafts, log_probs[0])[:, 1:]).sum(1)
@@ -306,7 +305,7 @@ plt.show()
 # %%
 class StandardRejection(TokenRule):
     def acceptance(self, draft, target_log_probs):
-        log_ratios_BKV = target_log_probs[:, :-1] - draft.log_probs_BKV
+        log_ratios_BKV = target_log_probs[:, :-1] - draft.log_probs_BRV
         at_token_BK = jnp.take_along_axis(log_ratios_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
         return jnp.where(draft.is_drafted_BK, jnp.exp(at_token_BK - log_ratios_BKV.max(-1)), 0)
 
@@ -331,8 +330,8 @@ class OneStream(RoundKeys):
 class NoiseReused(TokenRule):
     exact = False
 
-    def verify(self, draft, target_log_probs, keys):
-        return super().verify(draft, target_log_probs, OneStream(rows_B=keys.rows_B, starts_B=keys.starts_B))
+    def verify(self, draft, target, keys):
+        return super().verify(draft, target, OneStream(rows_B=keys.rows_B, starts_B=keys.starts_B))
 
 
 others = {

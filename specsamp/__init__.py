@@ -4,15 +4,19 @@ from specsamp import Pair, generate, chain, temperature, top_p
 """
 
 from specsamp.checkpoints.pair import load_pair
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream, use_compilation_cache
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Chunk, Completion, RowStats
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule, Verdict
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
 
 __all__ = [
@@ -21,8 +25,10 @@ __all__ = [
     "Completion",
     "CoupledRule",
     "Draft",
+    "Drafter",
     "LanguageModel",
     "Loop",
+    "Method",
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",

@@ -12,7 +12,7 @@ from configs import random_pair
 from launch import experiment
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rules import BlockRule
+from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
 from support.run_script import ROOT, run, save_tiny_pair
 

@@ -26,10 +26,11 @@ from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
 from specsamp.analysis.split import ProductClock
 from specsamp.analysis.spread import Spread
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.types import Drafter, Rule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 FEWEST_BATCHES = 6  # of texts: how slow the slowest row is varies a lot

@@ -30,11 +30,12 @@ from specsamp.analysis.costs import CostTable, Round
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.split import ProductClock, of_first_process
 from specsamp.analysis.spread import Spread
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import to_host
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.types import DecodeState, Drafter, Request, Weights
+from specsamp.decoding.state import DecodeState, Request, Weights
 
 LONGEST = 8
 ROUNDS, REPEATS = 16, 4  # rounds of a timing, timings of a draft length
@@ -151,7 +152,7 @@ def _some_rounds(job: Job, repeat: int) -> tuple[float, list[RowStats]]:
     request = dataclasses.replace(job.request, row_keys_B=fold(job.request.row_keys_B, np.uint32(OWN_NOISE - repeat)))
     state = jax.block_until_ready(dataclasses.replace(job, request=request).prefill())
     start = time.perf_counter()
-    state = jax.block_until_ready(job.loop.run(job.weights, request, state, ROUNDS))
+    state = jax.block_until_ready(job.loop.run(job.weights, state, ROUNDS))
     spent = of_first_process(time.perf_counter() - start)  # all must choose the same
     stats = to_host(state.stats)
     return spent, [RowStats.of(stats, row) for row in range(job.rows)]

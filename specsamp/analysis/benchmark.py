@@ -24,11 +24,12 @@ from specsamp.analysis.decoder import Decoder, Workload, decoders
 from specsamp.analysis.device import MemoryUse, memory_use, streaming_gb_per_s
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.spread import Spread
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.types import Drafter, Rule
 from specsamp.models.compiling import is_out_of_memory
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.types import DecodeState, Drafter, Request, Rule, Weights
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
+from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp, chain, first_tokens
 
 UNLIMITED = np.iinfo(np.int32).max
 
@@ -100,13 +100,12 @@ class Decoder:
     def request(self, repeat: int) -> Request:
         work = self.workload
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
-        ids_B = jnp.asarray(ids_B, jnp.int32)
-        return Request(
-            sampling=for_rows(self.sampling, work.batch),
-            draft_sampling=for_rows(self.draft_sampling, work.batch),
-            row_keys_B=row_keys(work.seed, ids_B, jnp.zeros_like(ids_B)),
-            limits_B=jnp.asarray(lengths_B + work.max_new_tokens),
-            stop_ids=jnp.full(4, -1, jnp.int32),
+        return Request.create(
+            sampling=self.sampling,
+            draft_sampling=self.draft_sampling,
+            limits=lengths_B + work.max_new_tokens,
+            prompt_ids=ids_B,
+            seed=work.seed,
         )
 
     def prefill(self, repeat: int) -> DecodeState:
@@ -121,13 +120,12 @@ class Decoder:
         Raises:
           ValueError: a row ended early, because the target's logits were no distribution.
         """
-        request = jax.block_until_ready(self.request(repeat))
         start = time.perf_counter()
         state = jax.block_until_ready(self.prefill(repeat))
         middle = time.perf_counter()
-        state = jax.block_until_ready(self.loop.run(self.weights, request, state, UNLIMITED))
+        state = jax.block_until_ready(self.loop.run(self.weights, state, UNLIMITED))
         end = time.perf_counter()
-        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
+        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
         _, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
         emitted = [slice(*ends) for ends in zip(lengths_B, state.lengths_B)]
         if (state.lengths_B - lengths_B < self.workload.max_new_tokens).any():
@@ -150,11 +148,11 @@ class Decoder:
 
         The tokens of a round share its time: a refused draft makes one slow token.
         """
-        request, state = self.request(repeat), jax.block_until_ready(self.prefill(repeat))
+        state = jax.block_until_ready(self.prefill(repeat))
         before_B, spent = to_host(state.lengths_B), []
         while to_host(state.running_B).any():
             start = time.perf_counter()
-            state = self.loop.run(self.weights, request, state, 1)
+            state = self.loop.run(self.weights, state, 1)
             after_B = np.array(to_host(state.lengths_B))  # a copy: the state is donated
             seconds = time.perf_counter() - start
             emitted_B = after_B - before_B
@@ -165,7 +163,7 @@ class Decoder:
     def warm_state(self) -> DecodeState:
         """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
         rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
-        return self.loop.run(self.weights, self.request(0), self.prefill(0), rounds)
+        return self.loop.run(self.weights, self.prefill(0), rounds)
 
     def running(self) -> tuple[Loop, Weights, Request, DecodeState]:
         """What `specsamp.analysis.split` times: the loop, its arguments, and rows still running."""
@@ -188,7 +186,7 @@ def decoders(
     """
     check_fits(pair, [drafter for drafter, _ in contenders.values()], workload)
     loops = {
-        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shares=pair.shares)
+        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shards=pair.shards)
         for name, (drafter, rule) in contenders.items()
     }
     laws = [sampling, sampling if draft_sampling is None else draft_sampling]
@@ -215,13 +213,12 @@ def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> N
     Raises:
       ValueError: the workload needs more positions than a model has, or its rows cannot be shared out.
     """
-    if workload.batch % pair.shares.ways:
-        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shares.ways} shares of the data axis")
-    models = {"target": pair.target}
-    models |= {"draft": drafter.model for drafter in drafters if isinstance(drafter, ModelDrafter)}
-    for name, model in models.items():
-        if model.max_positions is not None and workload.longest > model.max_positions:
+    if workload.batch % pair.shards.count:
+        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the data axis")
+    limits = [("target", pair.target.max_positions)] + [("draft", drafter.max_positions) for drafter in drafters]
+    for name, positions in limits:
+        if positions is not None and workload.longest > positions:
             raise ValueError(
                 f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-                f"{workload.longest} positions, but the {name} has {model.max_positions}"
+                f"{workload.longest} positions, but the {name} has {positions}"
             )

@@ -32,9 +32,10 @@ from specsamp.analysis.costs import CostTable, Round, median_rounds
 from specsamp.analysis.decoder import Workload
 from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import LABEL
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import Drafter, Rule
 from specsamp.models.compiling import is_out_of_memory
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 Key = Mapping[str, Any]  # names and numbers

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
-from specsamp.decoding.types import Request, Rule, Weights
+from specsamp.decoding.state import Request, Weights
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, for_rows
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp
 
 # One of B, K and V is turned at a time, from 4, 4 and 8192; K = 0 is the autoregressive loop.
 GRID = ((1, 4, 8192), (4, 4, 8192), (8, 4, 8192), (4, 0, 8192), (4, 8, 8192), (4, 4, 4096), (4, 4, 32768))
@@ -56,20 +55,31 @@ def memory_grid(
         def sized(config):
             return TransformerLM.here(dataclasses.replace(config, vocab_size=vocab_size))
 
-        drafter = ModelDrafter(sized(draft), draft_length, decode_window()) if draft_length else NoDrafter()
+        draft_model = sized(draft) if draft_length else None
+        drafter = ModelDrafter(draft_model, draft_length, decode_window()) if draft_model else NoDrafter()
         loop = Loop(target=sized(target), drafter=drafter, rule=rule, window=decode_window())
-        points.append(loop_memory(loop, sampling, batch=batch, slots=slots))
+        points.append(loop_memory(loop, sampling, batch=batch, slots=slots, draft=draft_model))
     return tuple(points)
 
 
-def loop_memory(loop: Loop, sampling: Warp, *, batch: int, slots: int) -> LoopMemory:
+def loop_memory(
+    loop: Loop, sampling: Warp, *, batch: int, slots: int, draft: TransformerLM | None = None
+) -> LoopMemory:
     """Compiles ``loop.run`` for ``batch`` rows and ``slots`` slots; ``sampling`` has scalar numbers."""
-    target, draft = loop.target, loop.drafter.model if isinstance(loop.drafter, ModelDrafter) else None
-    weights = jax.eval_shape(lambda: Weights(target=_prepared(target, slots), draft=_prepared(draft, slots)))
-    request = jax.eval_shape(lambda: _request(sampling, batch))
+
+    def prepare() -> Weights:
+        key = jax.random.key(0)
+        target = loop.target.prepare(loop.target.init(key))
+        draft_weights = loop.drafter.prepare(None if draft is None else draft.init(key))
+        return Weights(target=loop.target.fit_slots(target, slots), draft=loop.drafter.fit_slots(draft_weights, slots))
+
+    weights = jax.eval_shape(prepare)
+    request = jax.eval_shape(lambda: Request.create(sampling=sampling, limits=[slots] * batch))
     prompt = jax.ShapeDtypeStruct((batch, min(16, slots)), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     state = jax.eval_shape(lambda *arguments: loop.prefill(*arguments, slots=slots), weights, request, *prompt)
-    compiled = Loop.run.lower(loop, weights, request, state, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    state = dataclasses.replace(state, request=None)
+    rounds = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = Loop.run_request.lower(loop, weights, request, state, rounds).compile()
     rows, caches = loop.drafter.K + 1, jax.tree.leaves((state.cache, state.drafter_state))
     return LoopMemory(
         batch=batch,
@@ -79,20 +89,4 @@ def loop_memory(loop: Loop, sampling: Warp, *, batch: int, slots: int) -> LoopMe
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         logits_bytes=4 * batch * rows * loop.target.vocab_size,
         cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
-    )
-
-
-def _prepared(model: TransformerLM | None, slots: int) -> Any:
-    return None if model is None else model.prepare(model.init(jax.random.key(0)), slots)
-
-
-def _request(sampling: Warp, batch: int) -> Request:
-    sampling_B = jax.tree.map(jnp.asarray, for_rows(sampling, batch))
-    zeros_B = jnp.zeros(batch, jnp.int32)
-    return Request(
-        sampling=sampling_B,
-        draft_sampling=sampling_B,
-        row_keys_B=row_keys(0, zeros_B, zeros_B),
-        limits_B=zeros_B,
-        stop_ids=jnp.full(4, -1, jnp.int32),
     )

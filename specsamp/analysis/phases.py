@@ -27,10 +27,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED
+from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import DecodeState, Draft, Output, Request, Verdict, Weights
+from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.models import compiling
-from specsamp.models.interface import LanguageModel
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
 
@@ -55,13 +58,13 @@ def first_board(loop: Loop, weights: Weights, request: Request, state: DecodeSta
 
     ``state`` is donated.
     """
-    return _first_board(loop, weights, request, state)
+    return _first_board(loop, weights, request, dataclasses.replace(state, request=None))
 
 
 @functools.partial(jax.jit, static_argnames="loop", donate_argnames="state")
 def _first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
-    by_rows = (False, Request.by_rows(), True)
-    return loop.shares(functools.partial(_board, loop), by_rows)(weights, request, state)
+    specs = (REPLICATED, BY_ROWS, BY_ROWS)
+    return loop.shards.map(functools.partial(_board, loop), specs)(weights, request, state)
 
 
 def _board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
@@ -82,7 +85,7 @@ def draft_model(loop: Loop, weights: Weights, request: Request, board: Board) ->
     """The drafter without its sampler."""
     state = board.state
     result, drafter_state, cache = loop.drafter.propose(
-        weights, state.drafter_state, state.tokens_BS, state.lengths_B, state.cache, _read_one_logit
+        weights, state.drafter_state, _prefix(state), state.cache, _ReadsOneLogit()
     )
     last_B = result.tokens_BK[:, -1] if result.tokens_BK.shape[1] else result.num_drafted_B
     return _replace(board, cache=cache, drafter_state=drafter_state, sink=last_B)
@@ -104,7 +107,7 @@ def commit(loop: Loop, weights: Weights, request: Request, board: Board) -> Boar
     """Bookkeeping: tokens, lengths, stops, statistics."""
     output, state = Output(logits_BTV=board.logits_BTV, cache=board.state.cache), board.state
     drafter_state, cache = loop.drafter.commit(
-        weights, state.drafter_state, board.draft, board.verdict, output, state.cache
+        weights, state.drafter_state, _prefix(state), board.draft, board.verdict, output, state.cache
     )
     state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
     return _stand_still(board, loop.commit(request, state, board.draft, board.verdict, output))
@@ -128,10 +131,21 @@ def _replace(board: Board, **changes: Any) -> Board:
     return dataclasses.replace(board, state=state, **{k: v for k, v in changes.items() if k not in fields})
 
 
-def _read_one_logit(logits_BV: Array, offset: Array | int, drafter: int = 0) -> tuple[Array, None]:
-    del offset, drafter
-    logits_BV = jax.lax.optimization_barrier(logits_BV)
-    return (logits_BV[:, 0] > 0).astype(jnp.int32), None
+def _prefix(state: DecodeState) -> Prefix:
+    return Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
+
+
+class _ReadsOneLogit:
+    """Stands in for a `Sampler`: reads one logit of each row and draws nothing."""
+
+    warp_state = ()
+
+    def __call__(self, logits_BV: Array, node: Array | int, **_: Any) -> tuple[Array, None]:
+        logits_BV = jax.lax.optimization_barrier(logits_BV)
+        return (logits_BV[:, 0] > 0).astype(jnp.int32), None
+
+    def advance(self, warp_state: Any, tokens_B: Array) -> Any:
+        return warp_state
 
 
 @functools.partial(
@@ -151,8 +165,8 @@ def repeat(
 
         return jax.lax.fori_loop(0, iterations, step, board)
 
-    by_rows = (False, Request.by_rows(), True, False)
-    return loop.shares(times, by_rows)(weights, request, board, iterations)
+    specs = (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED)
+    return loop.shards.map(times, specs)(weights, request, board, iterations)
 
 
 @functools.partial(
@@ -180,8 +194,8 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
 
     On a mesh, the parts that one device holds: products of parts need no collective.
     """
-    said = getattr(model, "streamed", None)
-    matrices = said(weights) if said else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
+    said = model.streamed(weights)
+    matrices = said if said is not None else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
 
     def spread(leaf):
         return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1

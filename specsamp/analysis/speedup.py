@@ -30,9 +30,10 @@ from specsamp.analysis.benchmark import Acceptance
 from specsamp.analysis.decoder import Decoder, Timing, Workload, decoders
 from specsamp.analysis.split import PhaseClock, RoundSplit
 from specsamp.analysis.spread import Spread
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import Drafter, Rule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 BASELINE = "autoregressive"

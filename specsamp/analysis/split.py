@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from specsamp.analysis import phases
 from specsamp.analysis.spread import Spread
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, Request, Weights
 
 SECONDS_PER_SAMPLE = 0.06  # long against the dispatch of a program, short enough for many repeats
 WARM_SAMPLES = 3  # of whole rounds, not counted, before each repeat
@@ -157,7 +157,7 @@ class ProductClock:
         progress: Callable[[str], None] = lambda text: None,
     ):
         _refuse_without_jit()
-        says = getattr(loop.target, "streamed", None) is not None
+        says = loop.target.streamed(weights.target) is not None
         matrices = phases.matrices_of(loop.target, weights.target) if says else []
         self._runs: dict[int, Run] = {}
         self._iterations: dict[int, int] = {}
@@ -226,7 +226,7 @@ class _Bench:
 
 def _run_stream(loop: Loop, matrices: list[jax.Array], batch: int, tokens: int) -> Run:
     """As many rows as each share has in a call of so many tokens; shorter calls are as long as the window."""
-    rows = max(batch // loop.shares.ways, 1) * max(tokens, loop.window)
+    rows = max(batch // loop.shards.count, 1) * max(tokens, loop.window)
 
     def seconds(iterations: int) -> float:
         start = time.perf_counter()

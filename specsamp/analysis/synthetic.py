@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Draw, Rule, Verdict
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict
 
 Array = jax.Array
 LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
@@ -26,17 +26,21 @@ class SyntheticAcceptance:
     rule: Rule
     rate: float
     exact = False
+    trees = False
 
     def __post_init__(self):
         if not 0 <= self.rate <= 1:
             raise ValueError(f"synthetic_acceptance must be a chance, in [0, 1]; got {self.rate!r}")
 
-    def draw_draft(self, keys: RoundKeys) -> Draw:
-        return self.rule.draw_draft(keys)
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws as ``rule`` does."""
+        return self.rule.sample(log_probs_BV, keys, node=node, depth=depth, drafter=drafter)
 
-    def verify(self, draft: Draft, target_log_probs: Array, keys: RoundKeys) -> Verdict:
+    def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """The rule's verdict is computed, and only its last token kept, as the last one here."""
-        verdict = self.rule.verify(draft, target_log_probs, keys)
+        verdict = self.rule.verify(draft, target, keys)
         last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
         batch, num_tokens = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))

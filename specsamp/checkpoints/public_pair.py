@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint
 from specsamp.checkpoints.orbax import read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
-from specsamp.mesh.sharded import DataShares, ShardedModel, draft_layout, shard_model
+from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
@@ -64,7 +65,7 @@ def read_pair(
         tokenizer=checkpoints[0].tokenizer,
         stop=checkpoints[0].stop_ids or None,
     )
-    return pair if mesh is None else dataclasses.replace(pair, shares=DataShares(mesh))
+    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import jax
 import numpy as np
 
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.loop import Loop, decode_window
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import Drafter, Rule
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp, greedy
 
 DEFAULT_DRAFT_LENGTH = 4
+MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and scoring holds its logits
+
+TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
 Prompt = str | Sequence[int]
 
@@ -35,16 +45,41 @@ def integers(name: str, values: Any, least: int, limit: int = 2**31) -> list[int
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
 
 
-def choose_rule(rule: Rule) -> Rule:
+def make_method(
+    pair: Pair,
+    *,
+    draft_length: int | None,
+    drafter: Drafter | None,
+    rule: Rule,
+    sampling: Warp | None,
+    draft_sampling: Warp | None,
+) -> Method:
+    """Returns the method that a call of `generate` means; arguments as there.
+
+    Raises:
+      ValueError: the drafter or the rule is none, or the pair has not what the drafter needs.
+    """
     if isinstance(rule, type) or not callable(getattr(rule, "verify", None)):
         raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
-    return rule
+    if not callable(getattr(rule, "sample", None)):
+        raise ValueError(f"the rule has no sample(): it must say how drafted tokens are drawn; got {rule!r}")
+    return Method(
+        drafter=choose_drafter(pair, draft_length, drafter),
+        rule=rule,
+        sampling=greedy() if sampling is None else sampling,
+        draft_sampling=draft_sampling,
+    )
 
 
-def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None, window: int) -> Drafter:
-    """The drafter that a call means: its own, none, or the pair's draft model."""
+def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
+    """Returns the drafter that a call means: its own, none, or the pair's draft model."""
+    if draft_length == "auto":
+        raise ValueError(
+            'draft_length="auto" is not taken any more: call specsamp.analysis.draft_length.choose_draft_length(pair, '
+            "prompts), which measures and says why, and pass its answer"
+        )
     if draft_length is not None:
-        draft_length = integer('draft_length (0 decodes autoregressively; or "auto")', draft_length, 0)
+        draft_length = integer("draft_length (0 decodes autoregressively)", draft_length, 0)
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()
@@ -53,9 +88,9 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
                 "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
                 "autoregressively"
             )
-        return ModelDrafter(pair.draft, draft_length or DEFAULT_DRAFT_LENGTH, window)
-    if isinstance(drafter, type) or not callable(getattr(drafter, "propose", None)):
-        raise ValueError(f"drafter must be a drafter such as NgramDrafter(K=4); got {drafter!r}")
+        drafter = ModelDrafter(pair.draft, draft_length or DEFAULT_DRAFT_LENGTH, decode_window())
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
     try:
         hash(drafter)
     except TypeError as error:
@@ -68,24 +103,18 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
             f"draft_length {draft_length} differs from the drafter's K = {K}: leave draft_length out, or make the "
             "drafter with that K"
         )
-    if isinstance(drafter, ModelDrafter):
-        if drafter.model.vocab_size != pair.target.vocab_size:
-            raise ValueError(
-                f"draft vocabulary {drafter.model.vocab_size} != target vocabulary {pair.target.vocab_size}"
-            )
-        if pair.draft_params is None:
-            raise ValueError("a ModelDrafter needs the pair's draft_params")
-        if pair.draft not in (None, drafter.model):
-            raise ValueError(
-                f"the drafter's model is not the pair's draft, whose parameters it would get: {drafter.model!r} and "
-                f"{pair.draft!r}; make the pair with the model that drafts"
-            )
+    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+        if positions is not None and K >= positions:
+            raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
+    if K > MAX_DRAFT_LENGTH:
+        raise ValueError(f"K = {K} is more than {MAX_DRAFT_LENGTH}: draft fewer tokens per round")
+    drafter.check(pair.target, pair.draft, pair.draft_params)
     return drafter
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of every prompt."""
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
+    if isinstance(prompts, (str, bytes, Mapping, Set)) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
     if len(prompts) == 0:
         raise ValueError("no prompts were given")
@@ -94,9 +123,15 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompt, str):
             if pair.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer in the pair; otherwise give lists of token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt {index} is no valid Unicode: {error}") from error
             tokens = pair.tokenizer.encode(prompt) if prompt else []
         else:
-            if not hasattr(prompt, "__len__"):
+            if isinstance(prompt, (bytes, bytearray)):
+                raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
+            if isinstance(prompt, (Mapping, Set)) or not hasattr(prompt, "__len__"):
                 raise ValueError(f"prompt {index} must be a text or a list of token ids; got {prompt!r}")
             tokens = list(prompt)
         if len(tokens) == 0:
@@ -107,23 +142,49 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 def limits(pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]) -> list[int]:
     """The length at which each prompt's budget ends."""
-    if hasattr(max_new_tokens, "__len__"):
+    if hasattr(max_new_tokens, "__len__") and not isinstance(max_new_tokens, str):
         budgets = integers("max_new_tokens", max_new_tokens, 1)
         if len(budgets) != len(lengths):
             raise ValueError(f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per prompt")
     else:
         budgets = [integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
-    models = {"target": pair.target}
-    if isinstance(drafter, ModelDrafter):
-        models["draft"] = drafter.model
-    for name, model in models.items():
+    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
         for index, (length, budget) in enumerate(zip(lengths, budgets)):
-            if model.max_positions is not None and length + budget > model.max_positions:
+            if positions is not None and length + budget > positions:
                 raise ValueError(
                     f"prompt {index} has {length} tokens and a budget of {budget}, together {length + budget}, more "
-                    f"than the {name}'s {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+                    f"than the {name}'s {positions} positions: shorten the prompt or lower max_new_tokens"
                 )
     return [integer("prompt and max_new_tokens together", n + m, 1) for n, m in zip(lengths, budgets)]
+
+
+def memory(loop: Loop, *, rows: int, slots: int) -> None:
+    """Refuses more rows than memory can hold the caches of.
+
+    Raises:
+      ValueError: with both sizes, before anything is allocated.
+    """
+    shapes = jax.eval_shape(lambda: (loop.target.init_cache(rows, slots), loop.drafter.init(rows, slots)))
+    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    needed += rows * slots * TOKEN_BYTES
+    available = _memory_of_devices()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more than the "
+            f"{available / 1e9:.1f} GB there are: ask for fewer prompts or samples at a time, or fewer tokens"
+        )
+
+
+def _memory_of_devices() -> int | None:
+    """Returns the bytes of all devices together, or of the host if they are its CPUs; None: unknown."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
+        except (ValueError, OSError, AttributeError):
+            return None
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else limit * len(devices)
 
 
 def stop_ids(pair: Pair, stop: Sequence[int | str] | None) -> frozenset[int]:

@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import Job, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Chunk, Completion
+from specsamp.decoding.state import Finish
 from specsamp.decoding.text import TextStream
-from specsamp.decoding.types import Drafter, Finish, Rule
-from specsamp.sampling.rules import TokenRule
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 
@@ -38,7 +39,7 @@ def generate(
     *,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | str | None = None,
+    draft_length: int | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,
@@ -58,9 +59,7 @@ def generate(
       draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        "auto" measures a few rounds of these prompts, once for a pair, batch, distribution and size of caches, and takes the K
-        that pays, from 0 to 8 (or the drafter's K); it says on stderr which (see `specsamp.analysis.auto_length`).
-        Clocks decide, so another process may take another K, and with it draw other tokens from the same seed.
+        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
       drafter: your own, or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
@@ -77,8 +76,27 @@ def generate(
     Raises:
       ValueError: before compilation, naming the value and the fix.
     """
-    job = _make_job(_arguments(locals()))
-    return job.completions(job.loop.run(job.weights, job.request, job.prefill(), np.iinfo(np.int32).max))
+    use_compilation_cache()
+    method = checks.make_method(
+        pair,
+        draft_length=draft_length,
+        drafter=drafter,
+        rule=rule,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+    )
+    job = Job.create(
+        pair,
+        prompts,
+        max_new_tokens,
+        method,
+        seed=seed,
+        stop=stop,
+        num_samples=num_samples,
+        return_log_probs=return_log_probs,
+        prompt_ids=prompt_ids,
+    )
+    return job.completions(job.run(job.prefill()))
 
 
 def stream(
@@ -89,7 +107,7 @@ def stream(
     rounds_per_chunk: int = 8,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | str | None = None,
+    draft_length: int | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,
@@ -103,7 +121,25 @@ def stream(
     Text that is not yet complete (half of a multi-byte character) is held back.
     """
     rounds_per_chunk = checks.integer("rounds_per_chunk", rounds_per_chunk, 1)
-    job = _make_job(_arguments({**locals(), "return_log_probs": False}))
+    use_compilation_cache()
+    method = checks.make_method(
+        pair,
+        draft_length=draft_length,
+        drafter=drafter,
+        rule=rule,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+    )
+    job = Job.create(
+        pair,
+        prompts,
+        max_new_tokens,
+        method,
+        seed=seed,
+        stop=stop,
+        num_samples=num_samples,
+        prompt_ids=prompt_ids,
+    )
     return _chunks(job, rounds_per_chunk)
 
 
@@ -112,25 +148,33 @@ def use_compilation_cache() -> str | None:
 
     Returns:
       The folder: that of ``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir`` if set, else
-      ``~/.cache/specsamp/xla``; None if ``JAX_ENABLE_COMPILATION_CACHE`` is off.
+      ``~/.cache/specsamp/xla``; None if ``JAX_ENABLE_COMPILATION_CACHE`` is off, or if no folder can be written.
     """
     if not jax.config.jax_enable_compilation_cache:
         return None
     if not jax.config.jax_compilation_cache_dir:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "specsamp" / "xla"))
-        if not pathlib.Path(jax.config.jax_compilation_cache_dir).exists():  # say it once
-            print(f"specsamp keeps compiled programs in {jax.config.jax_compilation_cache_dir}", file=sys.stderr)
+        folder = _cache_folder()
+        if folder is None:
+            jax.config.update("jax_enable_compilation_cache", False)
+            return None
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     return jax.config.jax_compilation_cache_dir
 
 
-def _make_job(arguments: dict[str, Any]) -> Job:
-    use_compilation_cache()
-    if arguments["draft_length"] == "auto":
-        from specsamp.analysis.auto_length import choose  # it measures what is above it, hence not at the top
-
-        arguments = {**arguments, **choose(Job.make, arguments)}
-    return Job.make(**arguments)
+def _cache_folder() -> pathlib.Path | None:
+    """Makes the user's folder of compiled programs; None, and a warning, where there is no place for one."""
+    try:
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "specsamp" / "xla"
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
+        logging.warning("compiled programs are not kept: %s; set JAX_COMPILATION_CACHE_DIR to a folder", error)
+        return None
+    if is_new:
+        logging.info("specsamp keeps compiled programs in %s", folder)
+    return folder
 
 
 def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
@@ -140,7 +184,7 @@ def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
     shown, ended = starts.copy(), [False] * rows
     texts = [None if job.pair.tokenizer is None else TextStream(job.pair.tokenizer) for _ in range(rows)]
     while not all(ended):
-        state = job.loop.run(job.weights, job.request, state, rounds_per_chunk)
+        state = job.run(state, rounds_per_chunk)
         shown_parts = (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B)
         tokens_BS, from_draft_BS, lengths_B, finish_B = map(np.array, to_host(shown_parts))  # copies: it is donated
         for row in range(rows):
@@ -157,7 +201,3 @@ def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
                 finish=finish,
             )
             shown[row], ended[row] = lengths_B[row], finish is not None
-
-
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name != "rounds_per_chunk"}

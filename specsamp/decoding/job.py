@@ -16,16 +16,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from specsamp.decoding import checks
-from specsamp.decoding.loop import Loop, decode_window
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
-from specsamp.decoding.types import DecodeState, Finish, Request, Weights
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows, greedy
+from specsamp.decoding.state import DecodeState, Finish, Request, Weights
 
 SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
-STOPS_MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,7 @@ class Job:
     """A checked call: static loop, arrays, and the way back to completions."""
 
     pair: Pair
+    method: Method
     loop: Loop
     weights: Weights
     request: Request
@@ -44,75 +43,61 @@ class Job:
     stop_ids: frozenset[int]
 
     @classmethod
-    def make(
+    def create(
         cls,
+        pair: Pair,
+        prompts: Sequence[checks.Prompt],
+        max_new_tokens: int | Sequence[int],
+        method: Method,
         *,
-        pair,
-        prompts,
-        max_new_tokens,
-        sampling,
-        draft_sampling,
-        draft_length,
-        rule,
-        drafter,
-        seed,
-        stop,
-        num_samples,
-        return_log_probs,
-        prompt_ids,
+        seed: int = 0,
+        stop: Sequence[int | str] | None = None,
+        num_samples: int = 1,
+        return_log_probs: bool = False,
+        prompt_ids: Sequence[int] | None = None,
     ) -> Job:
-        """Takes the arguments of `generate`, and raises what it raises."""
-        window = decode_window()
-        drafter = checks.choose_drafter(pair, draft_length, drafter, window)
-        loop = Loop(
-            target=pair.target,
-            drafter=drafter,
-            rule=checks.choose_rule(rule),
-            window=window,
-            keep_log_probs=return_log_probs,
-            shares=pair.shares,
-        )
+        """Checks the arguments of `generate` and makes arrays of them.
+
+        Raises:
+          ValueError: before compilation, naming the value and the fix.
+        """
+        loop = method.loop(pair, keep_log_probs=return_log_probs)
         token_lists = checks.encode(pair, prompts)
         lengths = [len(tokens) for tokens in token_lists]
-        limits = checks.limits(pair, drafter, lengths, max_new_tokens)
+        limits = checks.limits(pair, method.drafter, lengths, max_new_tokens)
         num_samples = checks.integer("num_samples", num_samples, 1)
         seed = checks.integer("seed", seed, 0, 2**32)
         ids = range(len(lengths)) if prompt_ids is None else checks.integers("prompt_ids", prompt_ids, 0)
         if len(ids) != len(lengths):
             raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
         stop_ids = checks.stop_ids(pair, stop)
-
-        def rows(values: Sequence[int]) -> jax.Array:
-            return jnp.asarray(np.repeat(np.asarray(values, np.int32), num_samples))
-
-        def warp(given: Warp) -> Warp:
-            per_row = for_rows(given, len(lengths), num_samples)
-            if pair.tokenizer is None or pair.tokenizer.vocab_size == pair.target.vocab_size:
-                return per_row
-            return chain(for_rows(first_tokens(pair.tokenizer.vocab_size), len(lengths), num_samples), per_row)
-
-        sampling = warp(greedy() if sampling is None else sampling)
-        request = Request(
-            sampling=sampling,
-            draft_sampling=sampling if draft_sampling is None else warp(draft_sampling),
-            row_keys_B=row_keys(seed, rows(ids), jnp.asarray(np.tile(np.arange(num_samples), len(lengths)), jnp.int32)),
-            limits_B=rows(limits),
-            stop_ids=_padded(sorted(stop_ids), STOPS_MULTIPLE, -1),
-        )
         padded_length = bucket(max(lengths))
         if pair.target.max_positions is not None:
             padded_length = min(padded_length, pair.target.max_positions)
         slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
-        tokens_BP = jnp.stack([_padded(tokens, padded_length, 0) for tokens in token_lists])
+        checks.memory(loop, rows=len(lengths) * num_samples, slots=slots)
+        has_padding = pair.tokenizer is not None and pair.tokenizer.vocab_size != pair.target.vocab_size
+        request = Request.create(
+            sampling=method.sampling,
+            draft_sampling=method.draft_sampling,
+            limits=limits,
+            seed=seed,
+            prompt_ids=ids,
+            num_samples=num_samples,
+            stop_ids=stop_ids,
+            num_tokens=pair.tokenizer.vocab_size if has_padding else None,
+        )
+        tokens_BP = jnp.stack([_padded(tokens, padded_length) for tokens in token_lists])
         lengths_B = np.asarray(lengths, np.int32)
-        idle = -len(lengths) % pair.shares.ways  # prompts, so that all shares are equal
+        idle = -len(lengths) % pair.shards.count  # prompts, so that all shards are equal
         if idle:
-            request = _with_idle_rows(request, idle * num_samples, lengths[-1])
-            tokens_BP, lengths_B = (_last_again(x, idle) for x in (tokens_BP, lengths_B))
+            request = request.with_idle_rows(idle * num_samples)
+            tokens_BP, lengths_B = (x[np.minimum(np.arange(len(x) + idle), len(x) - 1)] for x in (tokens_BP, lengths_B))
         return cls(
             pair=pair,
+            method=method,
             loop=loop,
-            weights=pair.weights(drafter, slots),
+            weights=pair.weights(method.drafter, slots),
             request=request,
             tokens_BP=tokens_BP,
             lengths_B=lengths_B,
@@ -123,6 +108,7 @@ class Job:
         )
 
     def prefill(self) -> DecodeState:
+        """Reads the prompts."""
         return self.loop.prefill(
             self.weights,
             self.request,
@@ -132,14 +118,21 @@ class Job:
             num_samples=self.num_samples,
         )
 
+    def run(self, state: DecodeState, max_rounds: int = np.iinfo(np.int32).max) -> DecodeState:
+        """Decodes for ``max_rounds`` rounds, or until all rows have ended; ``state`` is donated."""
+        return self.loop.run(self.weights, state, max_rounds)
+
     def row_index(self, row: int) -> dict[str, int]:
+        """Returns which prompt and which of its samples a row is."""
         return {"prompt_index": row // self.num_samples, "sample_index": row % self.num_samples}
 
     def before_stop(self, tokens: list[int]) -> list[int]:
+        """Returns emitted tokens without the stop token at their end."""
         return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
 
     def completions(self, state: DecodeState) -> list[Completion]:
-        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None))
+        """Returns the results of the rows that were asked for, on the host."""
+        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
         return [self._completion(state, row) for row in range(self.rows)]
 
     def _completion(self, state: DecodeState, row: int) -> Completion:
@@ -152,7 +145,7 @@ class Job:
             from_draft=state.from_draft_BS[row, emitted].tolist(),
             log_probs=None if state.log_probs_BS is None else state.log_probs_BS[row, emitted].tolist(),
             finish=Finish(int(state.finish_B[row])).name.lower(),
-            exact=self.loop.rule.exact and self.loop.drafter.exact,
+            exact=self.method.exact,
             stats=RowStats.of(state.stats, row),
         )
 
@@ -183,26 +176,6 @@ def _slots(pair: Pair, loop: Loop, padded_length: int, budget: int) -> int:
     return -(-max(longest + loop.headroom, loop.window) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
 
 
-def _padded(values: Sequence[int], multiple: int, filler: int) -> jax.Array:
-    """``values`` as int32, filled up to a multiple of ``multiple``, at least once that."""
-    size = max(-(-len(values) // multiple), 1) * multiple
-    return jnp.asarray(list(values) + [filler] * (size - len(values)), jnp.int32)
-
-
-def _with_idle_rows(request: Request, rows: int, length: int) -> Request:
-    """With ``rows`` more like the last, but without a budget: they have ended before they begin."""
-
-    def last(tree):
-        return jax.tree.map(lambda x: _last_again(x, rows), tree)
-
-    return Request(
-        sampling=last(request.sampling),
-        draft_sampling=last(request.draft_sampling),
-        row_keys_B=last(request.row_keys_B),
-        stop_ids=request.stop_ids,
-        limits_B=last(request.limits_B).at[-rows:].set(length),
-    )
-
-
-def _last_again(x: Any, times: int) -> Any:
-    return x[np.minimum(np.arange(len(x) + times), len(x) - 1)]
+def _padded(values: Sequence[int], size: int) -> jax.Array:
+    """Returns ``values`` as int32, filled up with zeros to ``size``."""
+    return jnp.asarray(list(values) + [0] * (size - len(values)), jnp.int32)

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from specsamp.decoding.types import Drafter, OneShare, Shares, Weights
+from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel
 
-MODEL_PARTS = ("vocab_size", "max_positions", "prepare", "init_cache", "__call__")
-MAX_PREPARED = 4  # sets of decode-time weights kept, per number of slots and drafter
+MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; those of most models share all their memory
 
 
 class Tokenizer(Protocol):
@@ -44,7 +45,7 @@ class Pair:
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
       draft_tokenizer: only to be compared with the target's, where the draft came with its own.
       stop: ids that end a text unless a call says otherwise; None: the tokenizer's end of text.
-      shares: how the rows of a batch are shared out over devices; see `specsamp.mesh`.
+      shards: how the rows of a batch are split over devices; see `specsamp.mesh`.
 
     Raises:
       ValueError: vocabularies or tokenisers differ; the message says where.
@@ -57,14 +58,18 @@ class Pair:
     tokenizer: Tokenizer | None = None
     draft_tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
-    shares: Shares = OneShare()
+    shards: DataShards = DataShards()
+    _fitted: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
     _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         for name, model in (("target", self.target), ("draft", self.draft)):
-            missing = [part for part in MODEL_PARTS if model is not None and not hasattr(model, part)]
-            if missing:
-                raise ValueError(f"the {name} is no LanguageModel: {model!r} has no {', '.join(missing)}")
+            if model is None and name == "draft":
+                continue
+            if not isinstance(model, LanguageModel):
+                raise ValueError(f"the {name} must be a model derived from specsamp.LanguageModel; got {model!r}")
+            if not isinstance(getattr(model, "vocab_size", None), int):
+                raise ValueError(f"the {name} has no vocab_size: {model!r}")
             try:
                 hash(model)
             except TypeError as error:
@@ -89,19 +94,25 @@ class Pair:
             )
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
-        """Decode-time weights for caches of ``slots`` slots; the last few are kept, since folding costs time.
+        """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.
 
         What `prepare` leaves as it was shares its memory with the parameters.
         """
-        key = (drafter, slots)
-        if key not in self._prepared:
-            target = next((w.target for (_, s), w in self._prepared.items() if s == slots), None)
-            while len(self._prepared) >= MAX_PREPARED:
-                self._prepared.pop(next(iter(self._prepared)))
+        if "target" not in self._prepared:
+            self._prepared["target"] = self.target.prepare(self.target_params)
+        drafts = drafter.weights_key
+        if drafts not in self._prepared:
+            self._prepared[drafts] = drafter.prepare(self.draft_params)
+        key = (drafts, slots)
+        if key not in self._fitted:
+            target = next((w.target for (_, s), w in self._fitted.items() if s == slots), None)
+            while len(self._fitted) >= MAX_FITTED:
+                self._fitted.pop(next(iter(self._fitted)))
             if target is None:
-                target = self.target.prepare(self.target_params, slots)
-            self._prepared[key] = Weights(target=target, draft=drafter.prepare(self.draft_params, slots))
-        return self._prepared[key]
+                target = self.target.fit_slots(self._prepared["target"], slots)
+            draft = drafter.fit_slots(self._prepared[drafts], slots)
+            self._fitted[key] = Weights(target=target, draft=draft)
+        return self._fitted[key]
 
 
 def _check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from specsamp.decoding.types import Stats
+from specsamp.decoding.state import Stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

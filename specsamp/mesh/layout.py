@@ -15,7 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-DATA, REPLICA, MODEL = "data", "replica", "model"
+from specsamp.decoding.data_shards import DATA, constrain
+
+REPLICA, MODEL = "replica", "model"
 
 # The logical axis of logits and of everything sampled from them: the devices that hold a model together divide the
 # rows of their data shard among them.
@@ -193,13 +195,6 @@ class Layout:
 
     def _num_devices(self, over: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in over)
-
-
-def constrain(tree: Any, shardings: Any) -> Any:
-    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
-    if not jax.sharding.get_abstract_mesh().empty:
-        shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def put(tree: Any, shardings: Any) -> Any:

@@ -11,16 +11,16 @@ with a program of its own devices, and the shards only agree on when to end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from specsamp.decoding.data_shards import DataShards, constrain
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import DATA, MODEL, REPLICA, ROWS, Layout, constrain, put
+from specsamp.mesh.layout import MODEL, REPLICA, ROWS, Layout, put
 from specsamp.models.compiling import fewest_collectives_on_tpu
-from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.interface import Block, LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 
 
@@ -46,7 +46,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
     elif pair.draft_params is not None:  # parameters of a drafter that is no model
         sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
-    return dataclasses.replace(pair, **sides, shares=DataShares(mesh))
+    return dataclasses.replace(pair, **sides, shards=DataShards(mesh))
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
@@ -69,9 +69,7 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
     """Wraps a model so that its weights, caches and logits are laid out over a mesh."""
-    model = model.model if isinstance(model, ShardedModel) else model
-    if isinstance(model, TransformerLM):
-        model = dataclasses.replace(model, flat=False)  # heads side by side cannot be split
+    model = model.model if isinstance(model, ShardedModel) else model.for_mesh()
     return ShardedModel(model, layout)
 
 
@@ -95,7 +93,7 @@ def placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedModel:
+class ShardedModel(LanguageModel):
     """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once per call.
 
     Models may name the logical axes of their arrays with ``param_axes()``, ``weight_axes()`` and ``cache_axes()``,
@@ -119,40 +117,49 @@ class ShardedModel:
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        return fewest_collectives_on_tpu() or getattr(self.model, "compiler_options", ())
+        return fewest_collectives_on_tpu() or self.model.compiler_options
 
     def param_shardings(self, params: Any) -> Any:
         """Returns the shardings of parameters, or of their shapes."""
-        return self.layout.shardings(_named(self.model, "param_axes"), params)
+        return self.layout.shardings(self.model.param_axes(), params)
 
     def weight_shardings(self, weights: Any) -> Any:
         """Returns the shardings of prepared weights, or of their shapes."""
-        return self.layout.shardings(_named(self.model, "weight_axes"), weights)
+        return self.layout.shardings(self.model.weight_axes(), weights)
 
     def init(self, key: jax.Array) -> Any:
         """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device makes its own part."""
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
         return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        weights = self.model.prepare(params, slots)
+    def prepare(self, params: Any) -> Any:
+        return self.model.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        weights = self.model.fit_slots(weights, slots)
         return put(weights, self.weight_shardings(weights))
 
-    @property
-    def streamed(self) -> Callable[[Any], list[jax.Array]] | None:
-        """Returns the function of the model that lists the weights a step reads, or None if it has none."""
-        return getattr(self.model, "streamed", None)
+    def streamed(self, weights: Any) -> list[jax.Array] | None:
+        return self.model.streamed(weights)
 
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._constrain_cache(self.model.init_cache(batch, slots))
 
     def __call__(
-        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
+        self,
+        weights: Any,
+        tokens_BT: jax.Array,
+        start_B: jax.Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
     ) -> Output:
         # Rows were sampled on different devices; a call of a model needs the tokens of all of them.
         whole = (PartitionSpec(None, None), PartitionSpec(None))
         tokens_BT, start_B = self.layout.constrain(whole, (tokens_BT, start_B))
-        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers)
+        trees = {} if block is None else {"block": block}
+        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
         return dataclasses.replace(
             output, logits_BTV=self._by_rows(output.logits_BTV), cache=self._constrain_cache(output.cache)
         )
@@ -175,7 +182,7 @@ class ShardedModel:
         return logits_BTV
 
     def _constrain_cache(self, cache: Any) -> Any:
-        axes = _named(self.model, "cache_axes")
+        axes = self.model.cache_axes()
         if axes is None:
             return cache
 
@@ -185,42 +192,3 @@ class ShardedModel:
 
         axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.layout.constrain(axes, cache)
-
-
-@dataclasses.dataclass(frozen=True)
-class DataShares:
-    """Splits the rows of a batch over the mesh axis ``data``; implements `specsamp.decoding.types.Shares`."""
-
-    mesh: Mesh
-
-    @property
-    def ways(self) -> int:
-        """Returns the number of data shards."""
-        return self.mesh.shape[DATA]
-
-    def __call__(self, function: Callable, by_rows: tuple) -> Callable:
-        """Returns ``function`` applied to each data shard; ``by_rows`` marks the arguments that lead with rows.
-
-        Raises:
-          ValueError: jit is disabled, and rows are to be split over several shards.
-        """
-        if self.ways == 1:
-            return function
-        if jax.config.jax_disable_jit:
-            raise ValueError("rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use data=1")
-        specs = jax.tree.map(lambda split: PartitionSpec(DATA) if split else PartitionSpec(), by_rows)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(DATA), axis_names={DATA}, check_vma=False
-        )
-
-    def any(self, here: jax.Array) -> jax.Array:
-        """Returns whether the bool ``here`` is true in any data shard."""
-        return here if self.ways == 1 else jax.lax.pmax(here.astype(jax.numpy.int32), DATA) > 0
-
-    def whole(self, tree: Any) -> Any:
-        """Replicates values that the devices of a shard may hold divided by rows."""
-        return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
-
-
-def _named(model: LanguageModel, part: str) -> Any:
-    return getattr(model, part)() if hasattr(model, part) else None

@@ -1,9 +1,10 @@
-"""What the decoding loop asks of a language model. Anything of this shape can be a target or a draft."""
+"""What the decoding loop asks of a language model. Anything derived from `LanguageModel` can be a target or a draft."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -17,50 +18,143 @@ class Output:
 
     logits_BTV: Array  # float32
     cache: Any  # the cache given, with the call's slots written
-    hidden: tuple[Array, ...] = ()  # [B, T, D] after each layer asked for
+    hidden: tuple[Array, ...] = ()  # [B, T, D], one per entry of ``hidden_layers``
 
 
-class LanguageModel(Protocol):
-    """A static (hashable) description of a model; its arrays travel beside it.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """Positions and visibility among the last slots of a call, where they are not a chain (token trees).
 
-    ``prepare`` turns training parameters into decode-time *weights*: cast, folded, quantised. They do
-    not change during a loop, so they are never donated and never in the carry.
-
-    Caches have a little more than ``max_positions`` slots: the last ones are scratch. A stale slot must
-    not be able to harm: masked scores, not masked values, so nothing in a cache may become NaN.
+    Every query sees all slots before ``start_B``; query t also sees slot ``start_B + r`` where
+    ``visible_BTR[:, t, r]``. R exceeds T where a tree is drafted in several calls.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
+    start_B: Array  # int32, the first slot that is not visible to every query
+    positions_BT: Array  # int32, positions of the queries in their texts
+    visible_BTR: Array  # bool
 
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence the model supports, None if there is no limit."""
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        """Weights for calls with a cache of ``slots`` slots."""
+class LanguageModel(abc.ABC):
+    """A static, hashable description of a model, such as a frozen dataclass; its arrays travel beside it.
 
+    Derive from this class. ``vocab_size``, `init_cache` and `__call__` must be given; the rest has defaults.
+    """
+
+    vocab_size: int
+    max_positions: int | None = None  # the longest sequence the model supports; None: no limit
+    compiler_options: tuple[tuple[str, str], ...] = ()  # for programs that call the model as their target
+
+    def prepare(self, params: Any) -> Any:
+        """Turns training parameters into decode-time weights: cast, folded, quantised.
+
+        Weights do not change during a loop, so they are never donated and never in its carry.
+        """
+        return params
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        """Adds to ``weights`` what depends on the number of cache slots, such as tables of relative positions."""
+        return weights
+
+    @abc.abstractmethod
     def init_cache(self, batch: int, slots: int) -> Any:
-        """A cache whose every leaf has the batch as its leading axis."""
+        """Returns an empty cache whose every leaf has the batch as its leading axis.
 
+        Caches have a little more than ``max_positions`` slots: the last ones are scratch. A stale slot must not be
+        able to harm: scores are masked, not values, so nothing in a cache may become NaN.
+        """
+
+    @abc.abstractmethod
     def __call__(
-        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, hidden_layers: tuple[int, ...] = ()
+        self,
+        weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
     ) -> Output:
         """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each row.
 
-        Row b sees the slots before ``start_B[b]`` and, causally, its own tokens. What slots beyond
-        hold is never seen: taking tokens back means starting the next call earlier.
-
-        A model for token trees also takes ``positions_BT`` and ``block_mask_TT``, which override
-        position and causality among the T tokens.
+        Row b sees the slots before ``start_B[b]`` and, causally, its own tokens. What slots beyond hold is never
+        seen: taking tokens back means starting the next call earlier.
 
         Args:
-          weights: from `prepare`.
+          weights: from `prepare` and `fit_slots`.
           tokens_BT: ``[B, T]`` int32.
           start_B: ``[B]`` int32, ``start_B + T <= slots``.
           cache: from `init_cache` or an earlier call.
-          hidden_layers: layers (0 is the first) whose outputs a drafter wants to see.
+          hidden_layers: the layers whose outputs a drafter reads; 0 is the first, ``num_layers`` stands for the
+            stream after the final norm. Only asked for by drafters that declare them.
+          block: positions and visibility of a token tree; None is a chain. Only given by drafters of trees.
         """
+
+    def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
+        """Moves the slots ``start_B + rows_BT`` to ``start_B ..``, for drafters of trees.
+
+        Args:
+          cache: of this model.
+          start_B: ``[B]`` int32, the slot of the tree's first scored row.
+          rows_BT: ``[B, num_rows]`` int32, increasing: the scored rows that stay.
+          num_rows: how many rows of ``rows_BT`` are moved, a static number.
+
+        Raises:
+          NotImplementedError: unless a model says how.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
+
+    def for_mesh(self) -> LanguageModel:
+        """Returns the model to lay out over a mesh: itself, unless its weights are laid out for a single device."""
+        return self
+
+    def streamed(self, weights: Any) -> list[Array] | None:
+        """Returns the matrices that a call multiplies by, whatever its length, for cost forecasts; None: unknown."""
+        return None
+
+    def param_axes(self) -> Any:
+        """Returns the logical axis names of parameters, a tree of `PartitionSpec`; None: every device has all."""
+        return None
+
+    def weight_axes(self) -> Any:
+        """Returns the same for the result of `prepare` and `fit_slots`."""
+        return None
+
+    def cache_axes(self) -> Any:
+        """Returns the same for the result of `init_cache`."""
+        return None
+
+
+class LayeredModel(LanguageModel):
+    """A model in three calls, for drafters inside it: ``__call__`` is ``unembed(layers(embed(tokens)))``."""
+
+    num_layers: int
+    width: int  # D
+
+    @abc.abstractmethod
+    def embed(
+        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, block: Block | None = None
+    ) -> tuple[Array, Any]:
+        """Returns the embedded tokens ``[B, T, D]`` and the cache, in which n-gram models remember tokens."""
+
+    @abc.abstractmethod
+    def layers(
+        self,
+        weights: Any,
+        x_BTD: Array,
+        start_B: Array,
+        cache: Any,
+        first: int,
+        last: int,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> tuple[Array, Any, tuple[Array, ...]]:
+        """Runs layers ``first .. last - 1``; returns the stream, the cache, and what ``hidden_layers`` asks for."""
+
+    @abc.abstractmethod
+    def unembed(self, weights: Any, x_BTD: Array) -> Array:
+        """Returns float32 logits ``[B, T, V]`` of the stream after the last layer; includes the final norm."""
 
 
 def check_logits(name: str, model: LanguageModel, output: Output) -> None:

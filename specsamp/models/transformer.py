@@ -20,7 +20,7 @@ from specsamp.models import ngrams
 from specsamp.models.cache import KVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
-from specsamp.models.interface import Output
+from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.layers import FLAT_LOGITS, OUTPUT_EMBEDDING, Layer, Norm, flatten, relative_keys, soft_cap, weight
 from specsamp.models.products import contract
 
@@ -30,7 +30,7 @@ POSITION_EMBEDDING = "position_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerLM:
+class TransformerLM(LanguageModel):
     """A `LanguageModel`. Hashable and static; parameters and weights travel beside it."""
 
     config: TransformerConfig
@@ -59,6 +59,10 @@ class TransformerLM:
         """The logical axis names of every parameter, as a tree of `PartitionSpec`."""
         return nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
 
+    def for_mesh(self) -> TransformerLM:
+        """Returns the model with the weights of a TPU: heads side by side in one matrix cannot be split."""
+        return dataclasses.replace(self, flat=False)
+
     def weight_axes(self) -> Any:
         """The same of `prepare`'s result; not for the CPU's layout, whose axes hold several things."""
         if self.flat:
@@ -85,16 +89,21 @@ class TransformerLM:
         with self._full_precision():
             return Transformer(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        """Casts to the compute dtype and folds the relative-position projection into a table of keys."""
+    def prepare(self, params: Any) -> Any:
+        """Casts parameters to the compute dtype and lays them out for the platform."""
+        weights = jax.tree.map(lambda x: x.astype(self.config.compute_dtype), params)
+        if self.config.positions == "relative":  # folded before they are rounded, see `fit_slots`
+            for i in range(self.config.num_layers):
+                projection = params[f"layer_{i}"]["attention"]["relative"]
+                attention = weights[f"layer_{i}"]["attention"] | {"relative": projection}
+                weights = weights | {f"layer_{i}": weights[f"layer_{i}"] | {"attention": attention}}
+        return {"params": flatten(weights) if self.flat else weights, "relative_keys": None}
 
-        def cast(tree):
-            return jax.tree.map(lambda x: x.astype(self.config.compute_dtype), tree)
-
-        lay_out = flatten if self.flat else lambda tree: tree
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        """Folds relative-position projections into tables of keys; other positions do not depend on ``slots``."""
         if self.config.positions != "relative":
-            return {"params": lay_out(cast(params)), "relative_keys": None}
-        kept, tables = dict(params), []
+            return weights
+        kept, tables = dict(weights["params"]), []
         for i in range(self.config.num_layers):
             layer = dict(kept[f"layer_{i}"])
             attention = dict(layer["attention"])
@@ -106,7 +115,7 @@ class TransformerLM:
             kept[f"layer_{i}"] = layer
         if self.flat:
             tables = [table.swapaxes(1, 2) for table in tables]
-        return {"params": lay_out(cast(kept)), "relative_keys": tuple(tables)}
+        return {"params": kept, "relative_keys": tuple(tables)}
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:

@@ -34,7 +34,33 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
-Warp = Callable[[Array], Array]  # logits [B, ..., V] -> logits [B, ..., V]
+
+
+class Warp:
+    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; derive from it to write one.
+
+    A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
+    `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
+    batch. Without a state nothing is traced for it.
+    """
+
+    def init(self, tokens_BP: Array, lengths_B: Array) -> Any:
+        """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () where there is none."""
+        return ()
+
+    def advance(self, state: Any, tokens_B: Array) -> Any:
+        """Returns the state after one more token per row."""
+        return state
+
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
+        """Returns warped logits, ``-inf`` where a token is excluded."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it warps logits")
+
+
+def is_stateless(state: Any) -> bool:
+    """Returns whether a warp's state holds nothing, which is known while tracing."""
+    return not jax.tree.leaves(state)
+
 
 # Below this temperature a draw differs from the argmax only where two logits agree to five digits.
 GREEDY_BELOW = 1e-5
@@ -98,18 +124,19 @@ def first_tokens(count: int) -> FirstTokens:
     return FirstTokens(_checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
-def log_probs(warp: Warp, logits: Array) -> Array:
+def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     """The warped distribution as normalised log-probabilities, in float32 (float64 stays float64).
 
     Args:
       warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
       logits: ``[B, ..., V]``.
+      state: of a warp that has one, see `Warp`; then ``logits`` are ``[B, V]``.
 
     Returns:
       ``[B, ..., V]``; excluded tokens are ``-inf``.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jax.nn.log_softmax(warp(logits), axis=-1)
+    return jax.nn.log_softmax(warp(logits, state), axis=-1)
 
 
 def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
@@ -140,36 +167,46 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
 
 
 @_pytree
-class Chain:
+class Chain(Warp):
     warps: tuple[Warp, ...]
 
-    def __call__(self, logits: Array) -> Array:
-        for warp in self.warps:
-            logits = warp(logits)
+    def init(self, tokens_BP: Array, lengths_B: Array) -> Any:
+        states = tuple(warp.init(tokens_BP, lengths_B) for warp in self.warps)
+        return () if is_stateless(states) else states
+
+    def advance(self, state: Any, tokens_B: Array) -> Any:
+        if is_stateless(state):
+            return ()
+        return tuple(warp.advance(each, tokens_B) for warp, each in zip(self.warps, state, strict=True))
+
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
+        states = ((),) * len(self.warps) if is_stateless(state) else state
+        for warp, each in zip(self.warps, states, strict=True):
+            logits = warp(logits, each)
         return logits
 
 
 @_pytree
-class Greedy:
-    def __call__(self, logits: Array) -> Array:
+class Greedy(Warp):
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         return _only_argmax(logits)
 
 
 @_pytree
-class Temperature:
+class Temperature(Warp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array) -> Array:
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         value = _per_row(self.value, logits)
         is_greedy = value < GREEDY_BELOW
         return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
 
 
 @_pytree
-class TopK:
+class TopK(Warp):
     value: Array  # [] or [B] int32
 
-    def __call__(self, logits: Array) -> Array:
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         k = _per_row(self.value, logits)
         bits = _ordered_bits(logits)
         lowest, highest = bits.min(-1, keepdims=True), bits.max(-1, keepdims=True)
@@ -178,10 +215,10 @@ class TopK:
 
 
 @_pytree
-class TopP:
+class TopP(Warp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array) -> Array:
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         p = _per_row(self.value, logits)
         probs = jax.nn.softmax(logits, axis=-1)
         bits = _ordered_bits(probs)
@@ -196,19 +233,19 @@ class TopP:
 
 
 @_pytree
-class MinP:
+class MinP(Warp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array) -> Array:
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         floor = logits.max(-1, keepdims=True) + jnp.log(_per_row(self.value, logits))
         return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
 @_pytree
-class FirstTokens:
+class FirstTokens(Warp):
     value: Array  # [] or [B] int32
 
-    def __call__(self, logits: Array) -> Array:
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
         tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         return jnp.where(tokens < _per_row(self.value, logits), logits, -jnp.inf)
 

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import Request, Weights
+from specsamp.decoding.state import Request, Weights
 from specsamp.mesh.layout import DATA
-from specsamp.mesh.sharded import DataShares, ShardedModel
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import Warp, for_rows
+from specsamp.mesh.sharded import ShardedModel
+from specsamp.sampling.warp import Warp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +59,7 @@ class Programs:
         """Returns the shapes of a model's prepared weights, sharded."""
 
         def prepare(key):
-            return model.model.prepare(model.model.init(key), self.slots)
+            return model.model.fit_slots(model.model.prepare(model.model.init(key)), self.slots)
 
         shapes = jax.eval_shape(prepare, jax.random.key(0))
         if self.weight_dtype:
@@ -104,7 +104,7 @@ class Programs:
             output = model(weights, tokens_BT, start_B, cache)
             return output.logits_BTV, output.cache
 
-        split = DataShares(self.mesh)(call, (False, True, True, True))
+        split = DataShards(self.mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
         tokens_BT, start_B = self._rows((tokens,), jnp.int32), self._rows((), jnp.int32)
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
@@ -113,40 +113,30 @@ class Programs:
         weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
         request = jax.eval_shape(self._request)
 
-        def at(split):
-            return NamedSharding(self.mesh, PartitionSpec(DATA) if split else PartitionSpec())
-
-        def place(split, tree):
-            return jax.tree.map(lambda x: _shape(x, at(split)), tree)
-
-        request = jax.tree.map(place, Request.by_rows(), request)
+        by_rows = NamedSharding(self.mesh, BY_ROWS)
+        request = jax.tree.map(lambda x: _shape(x, by_rows), request)
         state = self._state(loop, weights, request)
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
         def run(weights, request, state, rounds):
-            return loop.run(weights, request, state, rounds)
+            return loop.run_request(weights, request, state, rounds)
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
     def _request(self) -> Request:
-        ids_B = jnp.arange(self.batch)
-        return Request(
-            sampling=for_rows(self.sampling, self.batch),
-            draft_sampling=for_rows(self.sampling, self.batch),
-            row_keys_B=row_keys(0, ids_B, jnp.zeros_like(ids_B)),
-            limits_B=jnp.full((self.batch,), self.slots),
-            stop_ids=jnp.full((4,), -1),
-        )
+        return Request.create(sampling=self.sampling, limits=[self.slots] * self.batch)
 
     def _state(self, loop: Loop, weights: Weights, request: Request) -> Any:
-        plain = dataclasses.replace(loop, target=loop.target.model, shares=type(loop).shares)
-        if not isinstance(loop.drafter, NoDrafter):
+        plain = dataclasses.replace(loop, target=loop.target.model, shards=DataShards())
+        if isinstance(loop.drafter, ModelDrafter):
             drafter = dataclasses.replace(loop.drafter, model=loop.drafter.model.model)
             plain = dataclasses.replace(plain, drafter=drafter)
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
         state = jax.eval_shape(lambda w, r: plain.prefill(w, r, *prompt, slots=self.slots), weights, request)
         rows = NamedSharding(self.mesh, PartitionSpec(DATA))
-        placed = jax.tree.map(lambda x: _shape(x, rows), dataclasses.replace(state, cache=None, drafter_state=None))
+        placed = jax.tree.map(
+            lambda x: _shape(x, rows), dataclasses.replace(state, cache=None, drafter_state=None, request=None)
+        )
         drafter_state = self.cache(self.draft) if isinstance(loop.drafter, ModelDrafter) else state.drafter_state
         return dataclasses.replace(placed, cache=self.cache(self.target), drafter_state=drafter_state)
 

@@ -26,11 +26,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import Rule
-from specsamp.mesh.sharded import DataShares, ShardedModel
+from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
+from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import calibrate, hops
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.topology import Chip, parse
@@ -197,19 +198,19 @@ def compile_report(
             f"a round is compiled with draft_length >= 1 and at least {max(draft_length + 1, 16)} slots; got "
             f"draft_length {draft_length} and {programs.slots} slots"
         )
-    shares = DataShares(programs.mesh)
-    if programs.batch % shares.ways:
-        raise ValueError(f"batch {programs.batch} does not divide over {shares.ways} shares of the data axis")
+    shards = DataShards(programs.mesh)
+    if programs.batch % shards.count:
+        raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
     target, draft = programs.target, programs.draft
     loop = Loop(
-        target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shares=shares
+        target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shards=shards
     )
     of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
 
     def of_round(live=1.0):
         return of_target(live) + draft_length * of_draft(live)
 
-    windows = STEP_WINDOWS if programs.batch == shares.ways else (1, *STEP_WINDOWS)
+    windows = STEP_WINDOWS if programs.batch == shards.count else (1, *STEP_WINDOWS)
 
     def call(model, tokens):
         return (tokens, lambda: programs.call(model, tokens))

@@ -20,12 +20,11 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.types import Request, Weights
+from specsamp.decoding.state import Request, Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.rules import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, for_rows, greedy, temperature
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
 
 K = 3
@@ -60,16 +59,10 @@ def setting():
     random = np.random.default_rng(0)
 
     def weights_of(model):
-        shapes = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), 32))
+        shapes = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), 32))
         return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape, scale=0.1), leaf.dtype), shapes)
 
-    request = Request(
-        sampling=for_rows(SAMPLING, 2),
-        draft_sampling=for_rows(SAMPLING, 2),
-        limits_B=jnp.array([20, 20]),
-        row_keys_B=row_keys(0, jnp.arange(2), jnp.zeros(2, jnp.int32)),
-        stop_ids=jnp.array([-1]),
-    )
+    request = Request.create(sampling=SAMPLING, limits=[20, 20])
     return loop, Weights(target=weights_of(target), draft=weights_of(draft)), request
 
 
@@ -179,7 +172,7 @@ def test_products_are_timed_by_the_rows_of_a_share(monkeypatch, ways, window, ro
     monkeypatch.setattr(phases, "stream", stream)
     monkeypatch.setattr(split, "_iterations", lambda run, seconds: 4)
     target = types.SimpleNamespace(streamed=lambda weights: [])
-    loop = types.SimpleNamespace(target=target, shares=types.SimpleNamespace(ways=ways), window=window)
+    loop = types.SimpleNamespace(target=target, shards=types.SimpleNamespace(count=ways), window=window)
     weights = types.SimpleNamespace(target=None)
     clock = split.ProductClock(loop, weights, [(8, 2), (2, 1), (8, 1)])
     clock.measure()

@@ -17,7 +17,7 @@ from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rules import TokenRule
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
 

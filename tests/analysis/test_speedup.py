@@ -16,7 +16,7 @@ from specsamp.analysis.spread import Spread
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support import fakes
 

@@ -55,7 +55,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
     assert theirs.logits_BTV.std() > 0.5
     assert distance(forward(model, params, theirs.tokens_BT).logits_BTV, theirs.logits_BTV) < CLOSE
 
-    weights, cache = model.prepare(params, SLOTS), stale_cache(model, 2)
+    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model, 2)
     tokens_BT, wrong_BT = theirs.tokens_BT, (theirs.tokens_BT + 7) % model.vocab_size
     for start, fed in (
         (0, tokens_BT),

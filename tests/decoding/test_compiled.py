@@ -1,5 +1,6 @@
 """What the compiled loop must not contain: read off the optimised program, on this platform."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,13 +10,13 @@ import pytest
 
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import Request, Weights
+from specsamp.decoding.state import Request, Weights
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import draft_1m, target_38m
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
-from specsamp.sampling.warp import chain, for_rows, temperature, top_k, top_p
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.warp import chain, temperature, top_k, top_p
 
 OPTIMISED = True
 
@@ -27,21 +28,18 @@ def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, flat=False, **chan
     target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes), flat)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), flat)
     loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
-    warp = for_rows(chain(temperature(0.8), top_k(50), top_p(0.95)), batch)
-    request = Request(
-        sampling=warp,
-        draft_sampling=warp,
-        limits_B=jnp.full((batch,), 100),
-        stop_ids=jnp.array([-1]),
-        row_keys_B=row_keys(0, jnp.arange(batch), jnp.zeros(batch, jnp.int32)),
-    )
+    request = Request.create(sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
-        lambda t, d: Weights(target=target.prepare(t, SLOTS), draft=draft.prepare(d, SLOTS)), *params
+        lambda t, d: Weights(
+            target=target.fit_slots(target.prepare(t), SLOTS), draft=draft.fit_slots(draft.prepare(d), SLOTS)
+        ),
+        *params,
     )
     prompts, lengths = jnp.zeros((batch, 16), jnp.int32), jnp.full((batch,), 16)
     state = jax.eval_shape(lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights)
-    return loop.run.lower(loop, weights, request, state, 1000).compile()
+    state = dataclasses.replace(state, request=None)
+    return Loop.run_request.lower(loop, weights, request, state, 1000).compile()
 
 
 def moved(text, operation):

@@ -84,7 +84,7 @@ def test_prompt_lookup_copies_and_continues_a_period():
 @pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
 def test_longer_matches_win_over_recent_ones(max_ngram, expected):
     """Context 0 1 2 6 | 9 1 2 5 | 9 8 2 4 | 0 1 2: what followed depends on how much must agree."""
-    from specsamp.decoding.types import Weights
+    from specsamp.decoding.state import Weights
 
     context = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
     tokens = jnp.asarray([context + [7] * 5])
@@ -95,7 +95,7 @@ def test_longer_matches_win_over_recent_ones(max_ngram, expected):
 
 
 def test_no_match_drafts_nothing():
-    from specsamp.decoding.types import Weights
+    from specsamp.decoding.state import Weights
 
     tokens = jnp.asarray([[0, 1, 2, 3, 3, 3], [5, 0, 0, 0, 0, 0]])
     draft, _, _ = NgramDrafter(3).propose(Weights(target=None), (), tokens, jnp.array([4, 1]), None, None)
@@ -167,12 +167,12 @@ def test_within_buckets_nothing_is_compiled_again():
         )
 
     run(17, 25, 0.5, 0, [])
-    compiled = Loop.run._cache_size(), Loop.prefill._cache_size()
-    prepared = dict(pair._prepared)
+    compiled = Loop.run_request._cache_size(), Loop.prefill._cache_size()
+    prepared = dict(pair._prepared), dict(pair._fitted)
     for length, budget, value, seed, stop in ((24, 32, 0.0, 1, [3]), (20, 25, 2.0, 2**32 - 1, [1, 2, 3, 4, 5])):
         run(length, budget, value, seed, stop)
-    assert (Loop.run._cache_size(), Loop.prefill._cache_size()) == compiled
-    assert pair._prepared == prepared
+    assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == compiled
+    assert (pair._prepared, pair._fitted) == prepared
     run(25, 25, 0.5, 0, [])
     assert Loop.prefill._cache_size() == compiled[1] + 1, "the control: another bucket"
 
@@ -198,7 +198,7 @@ def test_weights_share_memory_with_parameters_and_are_kept():
     assert pair.weights(NgramDrafter(2), 128).target is few.target
     for slots in range(384, 1280, 128):
         pair.weights(NoDrafter(), slots)
-    assert len(pair._prepared) <= 4
+    assert len(pair._fitted) <= 4
 
 
 def test_lossy_parts_show_in_the_result():
@@ -211,20 +211,24 @@ def test_lossy_parts_show_in_the_result():
 
 
 def test_a_drafter_is_given_weights_of_its_own_making():
-    """`prepare` is handed the pair's draft_params and the number of slots, once."""
+    """`prepare` is handed the pair's draft_params, `fit_slots` its result and the number of slots, each once."""
     calls = []
 
     @dataclasses.dataclass(frozen=True)
     class Own(NgramDrafter):
-        def prepare(self, params, slots):
-            calls.append((params, slots))
+        def prepare(self, params):
+            calls.append(params)
+            return "prepared"
+
+        def fit_slots(self, weights, slots):
+            calls.append((weights, slots))
             return jnp.zeros(slots)
 
-        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-            assert weights.draft.shape[0] == tokens_BS.shape[1]
-            return super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
+        def propose(self, weights, state, prefix, cache, sample):
+            assert weights.draft.shape[0] == prefix.tokens_BS.shape[1]
+            return super().propose(weights, state, prefix, cache, sample)
 
     pair = Pair(target=TableLM(12), target_params=random_table(3, 12), draft_params="mine")
     for _ in range(2):
         generate(pair, [[1]], 8, drafter=Own(K=2))
-    assert calls == [("mine", 128)]
+    assert calls == ["mine", ("prepared", 128)]

@@ -74,7 +74,7 @@ def test_bad_input_fails_before_anything_is_traced(change, message):
         def __call__(self, *args, **kwargs):
             raise AssertionError("was traced")
 
-        prepare = init_cache = __call__
+        prepare = __call__
 
     pair = Pair(target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer())
     options = dict(prompts=["a"], max_new_tokens=8) | change
@@ -145,10 +145,10 @@ def test_logits_of_another_width_are_refused(side):
 
 
 def test_objects_that_are_no_models_are_refused():
-    with pytest.raises(
-        ValueError, match="the target is no LanguageModel: .* has no vocab_size, max_positions, prepare"
-    ):
+    with pytest.raises(ValueError, match="the target must be a model derived from specsamp.LanguageModel; got <object"):
         Pair(target=object(), target_params=())
+    with pytest.raises(ValueError, match="the draft must be a model derived from"):
+        Pair(target=CountingLM(), target_params=(), draft="python", draft_params=())
 
     class Unhashable(CountingLM):
         __hash__ = None

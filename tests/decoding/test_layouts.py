@@ -78,19 +78,18 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     """Options of the compiler belong to the outermost program."""
     from specsamp.analysis.decoder import Workload, decoders
     from specsamp.decoding.drafters import ModelDrafter
-    from specsamp.sampling.rules import TokenRule
+    from specsamp.sampling.rejection import TokenRule
 
     pair = pairs[True]
     work = Workload(prompt_length=4, max_new_tokens=4, repeats=1)
     side = decoders(pair, {"": (ModelDrafter(pair.draft, 2), TokenRule())}, greedy(), work)[""]
-    request = side.request(0)
 
     def run(state):
-        return side.loop.run(side.weights, request, state, 9).tokens_BS
+        return side.loop.run(side.weights, state, 9).tokens_BS
 
     assert jax.eval_shape(run, side.prefill(0)).shape == (1, side.slots)
     inside = jax.jit(run)(side.prefill(0))
-    by_name = Loop.run(self=side.loop, weights=side.weights, request=request, state=side.prefill(0), max_rounds=9)
+    by_name = Loop.run(self=side.loop, weights=side.weights, state=side.prefill(0), max_rounds=9)
     np.testing.assert_array_equal(inside, by_name.tokens_BS)
     np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
     assert dataclasses.replace(side.loop.target, flat=False).compiler_options == ()

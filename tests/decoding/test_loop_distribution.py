@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test

@@ -12,8 +12,8 @@ import numpy as np
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import BlockRule, TokenRule
 from support import mutants
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
@@ -73,11 +73,11 @@ class ByPosition(RoundKeys):
 
 def by_position(rule):
     class Mutant(rule):
-        def draw_draft(self, keys):
-            return super().draw_draft(ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
+        def sample(self, log_probs_BV, keys, **address):
+            return super().sample(log_probs_BV, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B), **address)
 
-        def verify(self, draft, target_log_probs, keys):
-            return super().verify(draft, target_log_probs, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
+        def verify(self, draft, target, keys):
+            return super().verify(draft, target, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
 
     return Mutant()
 
@@ -100,8 +100,8 @@ def test_stop_token_ignored_inside_a_block():
         def commit(self, request, state, draft, verdict, output):
             """Looks for stop tokens in the last emitted position only."""
             last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
-            stops_B = jnp.any(last_B1 == request.stop_ids[None, :], axis=1)
-            nothing = dataclasses.replace(request, stop_ids=jnp.full_like(request.stop_ids, -1))
+            stops_B = jnp.any(last_B1 == request.stop_ids_BN, axis=1)
+            nothing = dataclasses.replace(request, stop_ids_BN=jnp.full_like(request.stop_ids_BN, -1))
             after = super().commit(nothing, state, draft, verdict, output)
             return dataclasses.replace(after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B))
 

@@ -12,11 +12,13 @@ import pytest
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream
+from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
 from support.fakes import TableLM, decode, near, random_table, table_loop
 
@@ -99,9 +101,9 @@ def test_no_recompilation_when_data_changes():
         return decode(loop, TARGET, NEAR, prompts, budget, warp, seed=seed, stop_ids=stop, padded_length=8, slots=64)
 
     run(PROMPTS, 9, chain(temperature(0.9), top_p(0.8)), 0, (1,))
-    compiled = loop.run._cache_size(), loop.prefill._cache_size()
+    compiled = Loop.run_request._cache_size(), loop.prefill._cache_size()
     run([p[::-1] + [2] for p in PROMPTS], [1, 2, 3, 40], chain(temperature([0.0, 1, 2, 3]), top_p(0.2)), 3, (5,))
-    assert (loop.run._cache_size(), loop.prefill._cache_size()) == compiled
+    assert (Loop.run_request._cache_size(), loop.prefill._cache_size()) == compiled
 
 
 # Transformers, float32.

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.tokens import gather_tokens, write_tokens
-from specsamp.sampling.rules import BlockRule, Draft, TokenRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Draft
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
 from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, law_test
 
@@ -27,27 +29,30 @@ class ShowsTokens(TableLM):
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter:
+class FeatureDrafter(Drafter):
     """Repeats the token that its feature shows; its feature is the last known hidden state (as in EAGLE)."""
 
     K: int
-    exact = True
     hidden_layers = (0, 2)
 
-    def init(self, weights, tokens_BP, lengths_B, slots, target_output, cache):
-        shallow, deep = target_output.hidden
-        last_B11 = (lengths_B - 1)[:, None, None]
-        feature = jnp.take_along_axis(shallow, last_B11, axis=1)[:, 0, 0]
-        agree = jnp.all(deep == 100 * shallow, axis=(1, 2))
-        return (feature, agree), cache
+    def init(self, batch, slots):
+        return jnp.zeros(batch), jnp.ones(batch, bool)
 
-    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-        feature_B, _ = state
+    def read(self, weights, state, tokens_BT, start_B, lengths_B, target_output, cache):
+        shallow, deep = target_output.hidden
+        last_B = lengths_B - 1 - start_B
+        last_B11 = jnp.clip(last_B, 0, tokens_BT.shape[1] - 1)[:, None, None]
+        here_B = (last_B >= 0) & (last_B < tokens_BT.shape[1])
+        feature = jnp.where(here_B, jnp.take_along_axis(shallow, last_B11, axis=1)[:, 0, 0], state[0])
+        return (feature, state[1] & jnp.all(deep == 100 * shallow, axis=(1, 2))), cache
+
+    def propose(self, weights, state, prefix, cache, sample):
+        feature_B, lengths_B = state[0], prefix.lengths_B
         tokens_BK = jnp.broadcast_to(feature_B[:, None].astype(jnp.int32), (len(lengths_B), self.K))
         return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(lengths_B, self.K)), state, cache
 
-    def commit(self, weights, state, draft, verdict, target_output, cache):
-        shallow, deep = target_output.hidden
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        shallow, deep = output.hidden
         assert shallow.shape[1] == self.K + 1
         last = jnp.take_along_axis(shallow, verdict.num_accepted_B[:, None, None], axis=1)[:, 0, 0]
         fed_BT = jnp.concatenate([shallow[:, :1, 0], draft.tokens_BK], axis=1)
@@ -78,17 +83,13 @@ def test_feature_drafter_is_exact():
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """Drafts with the target's own weights in the target's own cache (as early exit does)."""
 
     K: int
-    exact = True
-    hidden_layers = ()
 
-    def init(self, weights, tokens_BP, lengths_B, slots, target_output, cache):
-        return (), cache
-
-    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
+    def propose(self, weights, state, prefix, cache, sample):
+        tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         tokens, laws = [], []
         for offset in range(self.K):
             start_B = lengths_B + offset - 1
@@ -99,13 +100,10 @@ class SelfDrafter:
             laws.append(law_BV)
         draft = Draft(
             tokens_BK=jnp.stack(tokens, 1),
-            log_probs_BKV=jnp.stack(laws, 1),
+            log_probs_BRV=jnp.stack(laws, 1),
             num_drafted_B=jnp.full_like(lengths_B, self.K),
         )
         return draft, state, cache
-
-    def commit(self, weights, state, draft, verdict, target_output, cache):
-        return state, cache
 
 
 def test_self_drafting_in_the_targets_cache():
@@ -120,9 +118,9 @@ def test_self_drafting_in_the_targets_cache():
 class ConfidentDrafter(ModelDrafter):
     """Adaptive length: stops after the first token it was unsure of (a rule on drafted tokens and distributions)."""
 
-    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-        draft, state, cache = super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
-        sure_BK = draft.log_probs_BKV.max(-1) > np.log(0.5)
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        sure_BK = draft.log_probs_BRV.max(-1) > np.log(0.5)
         num_drafted_B = 1 + jnp.sum(jnp.cumprod(sure_BK[:, :-1], axis=1), axis=1)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B.astype(jnp.int32)), state, cache
 
@@ -138,9 +136,9 @@ def test_dropping_a_drafted_token_by_its_value_is_biased():
     """The control of the test above: an unsure *token* that is not sent to verification."""
 
     class Dropping(ModelDrafter):
-        def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-            draft, state, cache = super().propose(weights, state, tokens_BS, lengths_B, cache, sample)
-            taken = jnp.take_along_axis(draft.log_probs_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+        def propose(self, weights, state, prefix, cache, sample):
+            draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+            taken = jnp.take_along_axis(draft.log_probs_BRV, draft.tokens_BK[..., None], axis=-1)[..., 0]
             kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
             return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
 

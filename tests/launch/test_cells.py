@@ -13,7 +13,7 @@ from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rules import BlockRule, TokenRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import greedy
 from support import fakes
 

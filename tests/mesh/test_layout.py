@@ -90,7 +90,9 @@ def test_the_pair_of_the_paper_fits_sixteen_devices():
     for config in (chinchilla_70b(), draft_4b()):
         model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
         params = jax.eval_shape(model.model.init, jax.random.key(0))
-        weights = jax.eval_shape(lambda: model.model.prepare(model.model.init(jax.random.key(0)), 2048))
+        weights = jax.eval_shape(
+            lambda: model.model.fit_slots(model.prepare(model.model.init(jax.random.key(0))), 2048)
+        )
         per_device = 0
         for x, sharding in zip(jax.tree.leaves(weights), jax.tree.leaves(model.weight_shardings(weights)), strict=True):
             per_device += 2 * x.size // (16 if "model" in str(sharding.spec) else 1)
@@ -107,7 +109,7 @@ def test_axes_have_the_structure_of_what_they_name(positions, flat):
         with pytest.raises(ValueError, match="lie flat cannot be split"):
             model.weight_axes()
     else:
-        weights = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), 16))
+        weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), 16))
         named.append((model.weight_axes(), weights))
     for axes, arrays in named:
         ranks = jax.tree.map(lambda spec, x: len(spec) == x.ndim, axes, arrays, is_leaf=lambda x: isinstance(x, P))

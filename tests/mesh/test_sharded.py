@@ -15,6 +15,7 @@ from specsamp.analysis import phases
 from specsamp.analysis.decoder import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.job import Job
+from specsamp.decoding.method import Method
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
@@ -26,6 +27,13 @@ every_mesh = pytest.mark.parametrize("data, model, draft_model_parallelism", MES
 SAMPLING = chain(temperature(0.8), top_p(0.9))
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of any number of shares
 BUDGETS = [20, 5, 30, 9, 1]
+
+
+def make_job(pair, prompts, budgets, sampling):
+    method = Method(drafter=ModelDrafter(pair.draft, 3), rule=BlockRule(), sampling=sampling)
+    return Job.create(pair, prompts, budgets, method, return_log_probs=True)
+
+
 CALL = {"rule": BlockRule(), "draft_length": 3, "return_log_probs": True}  # one program for several tests
 
 
@@ -84,19 +92,7 @@ def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
     sampling, prompts = chain(temperature(0.8), top_p(0.9)), (PROMPTS + PROMPTS)[: data * rows]
     mesh = make_mesh(data, model, rows=rows)
     pair = shard(transformer_pair, mesh)
-    job = Job.make(
-        pair=pair,
-        prompts=prompts,
-        max_new_tokens=16,
-        sampling=sampling,
-        draft_sampling=None,
-        drafter=None,
-        seed=0,
-        stop=None,
-        num_samples=1,
-        prompt_ids=None,
-        **CALL,
-    )
+    job = make_job(pair, prompts, 16, sampling)
 
     def call(weights):
         return pair.target(
@@ -108,7 +104,7 @@ def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
 
     logits_BTV = jax.jit(call)(job.weights.target).logits_BTV
     assert logits_BTV.addressable_shards[0].data.shape == (1, 4, 64)
-    state = job.loop.run(job.weights, job.request, job.prefill(), 9)
+    state = job.run(job.prefill(), 9)
     for leaf in jax.tree.leaves(dataclasses.replace(state, cache=None, drafter_state=None)):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
     made = generate(pair, prompts, 16, sampling=sampling, **CALL)
@@ -137,8 +133,8 @@ def test_logits_of_transformers(scheme, kv_heads, sizes):
     start_B = jnp.zeros(8, jnp.int32)
 
     def logits(model, params):
-        output = model(model.prepare(params, 16), tokens_BT, start_B, model.init_cache(8, 16))
-        return model(model.prepare(params, 16), tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
+        output = model(model.fit_slots(model.prepare(params), 16), tokens_BT, start_B, model.init_cache(8, 16))
+        return model(model.fit_slots(model.prepare(params), 16), tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
 
     expected = jax.jit(logits, static_argnums=0)(model, params)
     split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
@@ -151,19 +147,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
     """Parameters, weights, caches before and after the loop, and what comes out of it."""
     mesh = make_mesh(data, model, draft_model_parallelism=draft_model_parallelism)
     pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
-    job = Job.make(
-        pair=pair,
-        prompts=PROMPTS,
-        max_new_tokens=BUDGETS,
-        sampling=SAMPLING,
-        draft_sampling=None,
-        drafter=None,
-        seed=0,
-        stop=None,
-        num_samples=1,
-        prompt_ids=None,
-        **CALL,
-    )
+    job = make_job(pair, PROMPTS, BUDGETS, SAMPLING)
     over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
     over_draft = {None: over_model, 1: None, 2: "model"}[draft_model_parallelism]
     of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_model_parallelism != 2 else "model"
@@ -196,7 +180,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
         for counts in jax.tree.leaves(state.stats):
             check(counts, "data")
         if when == "before":
-            state = job.loop.run(job.weights, job.request, state, np.iinfo(np.int32).max)
+            state = job.run(state)
     assert (np.asarray(state.finish_B) == 2).all()
 
 
@@ -241,7 +225,7 @@ def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair):
 
 def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
     pair = shard(table_pair, make_mesh(8, 1))
-    with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shares"):
+    with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shards"):
         decoders(pair, {"x": (NgramDrafter(K=2), BlockRule())}, SAMPLING, Workload())
 
 

@@ -27,7 +27,7 @@ def test_pieces_give_the_logits_of_the_whole(batch, flat):
     params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}
     tokens_BT = jax.random.randint(jax.random.key(1), (batch, 12 + batch), 0, 40)
     whole = model.forward(params, tokens_BT).logits_BTV
-    weights, cache = model.prepare(params, SLOTS), model.init_cache(batch, SLOTS)
+    weights, cache = model.fit_slots(model.prepare(params), SLOTS), model.init_cache(batch, SLOTS)
     step = jax.jit(model.__call__)
     wrong_BT = (tokens_BT + 1) % 40
     for tokens, first, last in [(tokens_BT, 0, 5), (wrong_BT, 5, 9), (tokens_BT, 5, 6), (tokens_BT, 6, 12)]:

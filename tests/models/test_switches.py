@@ -96,7 +96,7 @@ def test_taking_tokens_back_equals_never_having_gone_there(config):
         straight[b, start : start + CHUNK] = other[b]
     expected = forward(TransformerLM(config), params, straight).logits_BTV
     for model in (TransformerLM(config), TransformerLM(config, flat=True)):
-        weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+        weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
         for start in range(0, LENGTH, CHUNK):
             cache = call(model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache).cache
         logits = call(model, weights, other, jnp.asarray(starts), cache).logits_BTV
@@ -137,7 +137,13 @@ def test_masked_rows_of_the_vocabulary_have_no_mass():
 def test_scratch_slots_beyond_learned_positions_do_no_harm():
     config = MODELS["gpt2"]
     model, tokens = TransformerLM(config), some_tokens(1, 8)
-    output = call(model, model.prepare(random_params(config), SLOTS), tokens, jnp.asarray([12]), stale_cache(model, 1))
+    output = call(
+        model,
+        model.fit_slots(model.prepare(random_params(config)), SLOTS),
+        tokens,
+        jnp.asarray([12]),
+        stale_cache(model, 1),
+    )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output))
 
 

@@ -72,7 +72,7 @@ def assert_close(actual, expected, atol=CLOSE):
 def test_one_cached_call_equals_the_uncached_pass(scheme, kv_heads):
     model, params = model_and_params(scheme, kv_heads)
     tokens = some_tokens(3, LENGTH)
-    output = call(model, model.prepare(params, SLOTS), tokens, at(0, 0, 0), stale_cache(model))
+    output = call(model, model.fit_slots(model.prepare(params), SLOTS), tokens, at(0, 0, 0), stale_cache(model))
     expected = forward(model, params, tokens)
     assert output.logits_BTV.shape == (3, LENGTH, 64) and output.logits_BTV.dtype == jnp.float32
     assert expected.cache is None and isinstance(output.cache, KVCache)
@@ -84,7 +84,7 @@ def test_one_cached_call_equals_the_uncached_pass(scheme, kv_heads):
 def test_token_by_token_equals_the_uncached_pass(scheme, kv_heads):
     model, params = model_and_params(scheme, kv_heads)
     tokens = some_tokens(3, LENGTH)
-    weights, cache, logits = model.prepare(params, SLOTS), stale_cache(model), []
+    weights, cache, logits = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model), []
     for t in range(LENGTH):
         output = call(model, weights, tokens[:, t : t + 1], at(t, t, t), cache)
         cache = output.cache
@@ -99,7 +99,7 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
     rng, rows = np.random.default_rng(44), np.arange(3)
     tokens = np.concatenate([some_tokens(3, LENGTH), some_tokens(3, SLOTS - LENGTH, seed=1)], axis=1)
     expected = np.asarray(forward(model, params, tokens[:, :LENGTH]).logits_BTV)
-    weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
     lengths, widths_seen, spreads = np.zeros(3, int), set(), set()
     while (lengths < LENGTH).any():
         width = int(rng.choice([1, CHUNK]))
@@ -121,7 +121,7 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
 def test_rolling_back_equals_never_having_gone_there(scheme, kv_heads):
     """Other tokens from an earlier start, at another place in each row: only the starts move."""
     model, params = model_and_params(scheme, kv_heads)
-    weights = model.prepare(params, SLOTS)
+    weights = model.fit_slots(model.prepare(params), SLOTS)
     first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
     cache = call(model, weights, first, at(0, 0, 0), stale_cache(model)).cache
     logits = call(model, weights, other, at(*starts), cache).logits_BTV
@@ -138,7 +138,7 @@ def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
     model, params = model_and_params(scheme, 2)
     tokens = some_tokens(3, LENGTH)
     changed = np.where(np.arange(LENGTH) < [[5], [13], [9]], tokens, (tokens + 1) % 64)
-    weights, cache = model.prepare(params, SLOTS), stale_cache(model)
+    weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
 
     def cached(tokens):
         return call(model, weights, tokens, at(0, 0, 0), cache).logits_BTV
@@ -173,7 +173,7 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     batch = MAX_UNROLLED_ROWS + 1
     length = layers.MAX_BATCHED_ROWS // batch + 1
     slots = length + batch
-    weights, tokens = model.prepare(params, slots), some_tokens(batch, length)
+    weights, tokens = model.fit_slots(model.prepare(params), slots), some_tokens(batch, length)
     starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
     together = call(model, weights, tokens, starts, cache)
     for rows in (slice(0, batch // 2 + 1), slice(batch // 2, batch)):
@@ -251,7 +251,7 @@ def test_one_layer_equals_the_naive_loop(scheme, kv_heads):
 def test_prepare_folds_the_relative_keys():
     """With the tables and without: the same logits; the D x D matrices are no longer among the weights."""
     model, params = model_and_params("relative", 2)
-    folded = model.prepare(params, SLOTS)
+    folded = model.fit_slots(model.prepare(params), SLOTS)
 
     def names(tree):
         return {path[-1].key for path, _ in jax.tree.leaves_with_path(tree)}
@@ -276,8 +276,8 @@ def test_flat_weights_give_the_same_logits(scheme, length):
     tokens, starts, cache = some_tokens(3, length), at(0, 6, 10), stale_cache(model)
     transposed = KVCache(keys=tuple(k.swapaxes(2, 3) for k in cache.keys), values=cache.values)
     assert jax.tree.map(jnp.shape, transposed) == jax.tree.map(jnp.shape, flat.init_cache(3, SLOTS))
-    expected = call(model, model.prepare(params, SLOTS), tokens, starts, cache)
-    got = call(flat, flat.prepare(params, SLOTS), tokens, starts, transposed)
+    expected = call(model, model.fit_slots(model.prepare(params), SLOTS), tokens, starts, cache)
+    got = call(flat, flat.fit_slots(flat.prepare(params), SLOTS), tokens, starts, transposed)
     assert_close(got.logits_BTV, expected.logits_BTV)
     for ours, theirs in zip(got.cache.keys, expected.cache.keys, strict=True):
         assert_close(ours.swapaxes(2, 3), theirs)
@@ -293,7 +293,7 @@ def test_only_flat_float32_models_ask_the_compiler_for_anything():
 
 def test_prepare_leaves_rotary_parameters_as_they_are():
     model, params = model_and_params("rotary")
-    weights = model.prepare(params, SLOTS)
+    weights = model.fit_slots(model.prepare(params), SLOTS)
     assert weights["relative_keys"] is None
     jax.tree.map(np.testing.assert_array_equal, weights["params"], params)
 
@@ -302,7 +302,11 @@ def test_the_number_of_slots_does_not_matter():
     model, params = model_and_params("relative", 2)
     few, many = (
         call(
-            model, model.prepare(params, slots), some_tokens(3, CHUNK), at(0, 0, 0), stale_cache(model, slots=slots)
+            model,
+            model.fit_slots(model.prepare(params), slots),
+            some_tokens(3, CHUNK),
+            at(0, 0, 0),
+            stale_cache(model, slots=slots),
         ).logits_BTV
         for slots in (CHUNK, SLOTS)
     )
@@ -330,7 +334,7 @@ def test_logits_are_the_same_wherever_equal_slots_begin(scheme):
     """A prompt that repeats one token shows each head the same keys at every distance, however long it is: only
     distance can tell its positions apart, and one token's own logits do not depend on where it stands."""
     model, params = model_and_params(scheme, 2)
-    weights, cache, token_B1 = model.prepare(params, SLOTS), stale_cache(model), some_tokens(3, 1)
+    weights, cache, token_B1 = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model), some_tokens(3, 1)
     one = call(model, weights, token_B1, at(0, 0, 0), cache).logits_BTV
     many = call(model, weights, token_B1.repeat(LENGTH, axis=1), at(0, 0, 0), cache).logits_BTV
     assert_close(many, jnp.broadcast_to(one, many.shape))
@@ -341,7 +345,7 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     """8 bits of mantissa: the error's root mean square is below 2% of the logits' own."""
     model, params = model_and_params(scheme, kv_heads, num_layers=1)
     half, _ = model_and_params(scheme, kv_heads, num_layers=1, dtype="bfloat16")
-    weights, tokens = half.prepare(params, SLOTS), some_tokens(3, LENGTH)
+    weights, tokens = half.fit_slots(half.prepare(params), SLOTS), some_tokens(3, LENGTH)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     output = call(half, weights, tokens, at(0, 0, 0), stale_cache(half))
     assert output.logits_BTV.dtype == jnp.float32
@@ -367,7 +371,7 @@ def test_hidden_layers_returns_what_is_asked():
         normed = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
         assert_close(np.asarray(normed) * scale @ embedding.T, expected)
     # A cached call returns the same.
-    weights = model.prepare(params, SLOTS)
+    weights = model.fit_slots(model.prepare(params), SLOTS)
     cached = call(model, weights, tokens, at(0, 0, 0), stale_cache(model), hidden_layers=(1, 0))
     for a, b in zip(cached.hidden, output.hidden, strict=True):
         assert_close(a, b)
@@ -379,7 +383,7 @@ def test_a_call_streams_the_same_bytes_in_both_layouts():
     streamed = []
     for flat in (False, True):
         model = TransformerLM(config, flat)
-        weights = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), SLOTS))
+        weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS))
         streamed.append(sum(4 * math.prod(x.shape) for x in model.streamed(weights)))
     scales = (2 * config.num_layers + 1) * config.width
     tables = 2 * config.ngram_rows * config.width

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
+from support.coupled_split import CoupledSplit
 from support.enumeration import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
 
 OPTIMISED = True
@@ -20,7 +22,7 @@ warp_and_normalise = jax.jit(log_probs, compiler_options=COMPILE_FAST)
 EXACT = 1e-12
 BIASED = 1e-3
 
-RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledSplit()}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 rules_with_coins = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
@@ -260,7 +262,7 @@ def broken(rule, **methods):
 
 BROKEN = {
     f"{rule.__name__}: {name}": broken(rule, **methods)
-    for rule in (TokenRule, BlockRule, CoupledRule)
+    for rule in (TokenRule, BlockRule, CoupledSplit)
     for name, methods in {
         "accepts always": {"acceptance": always(1)},
         "refuses always": {"acceptance": always(0)},
@@ -343,7 +345,7 @@ def test_block_rule_step_by_step():
     draft_laws, target_laws = (np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3)))
     acceptance, residual = split(BlockRule(), drafts, num_drafted, draft_laws, target_laws)
     with jax.enable_x64(True):
-        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BKV=draft_laws)
+        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BRV=draft_laws)
         c = np.exp(BlockRule().prefix_weights(draft, jnp.asarray(target_laws)))
     np.testing.assert_allclose(c, [[1, 0.5, 0.25], [1, 0.5, 1], [1, 1, 0.5], [1, 1, 1]], atol=EXACT)
     np.testing.assert_allclose(acceptance, [[0, 0.25], [0, 1], [1, 0.5], [1, 1]], atol=EXACT)
@@ -364,7 +366,7 @@ def test_coupled_rule_accepts_as_often_as_two_races_agree():
     rng = np.random.default_rng(9)
     q, p = rng.dirichlet(np.full(5, 0.7), size=(2, 300))
     q[0], p[0] = [0.6, 0.3, 0.1, 0, 0], [0.1, 0.3, 0.6, 0, 0]
-    accepted = enumerate_round(CoupledRule(), constant(q, 2), constant(p, 1), num_tokens=1).expected_accepted_SX[:, 0]
+    accepted = enumerate_round(CoupledSplit(), constant(q, 2), constant(p, 1), num_tokens=1).expected_accepted_SX[:, 0]
     with np.errstate(divide="ignore", invalid="ignore"):
         larger = np.fmax(q[:, None] / q[:, :, None], p[:, None] / p[:, :, None])  # [:, x, y]
         agree = np.nansum(1 / larger.sum(-1), axis=-1)

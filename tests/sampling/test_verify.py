@@ -11,9 +11,11 @@ import scipy.integrate
 import scipy.stats
 from scipy.special import log_softmax
 
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
-from specsamp.sampling.rules import BlockRule, CoupledRule, Draft, TokenRule
-from support.enumeration import COMPILE_FAST, enumerate_round, split
+from specsamp.sampling.rules import Draft
+from support.coupled_split import CoupledSplit
+from support.enumeration import COMPILE_FAST, Given, enumerate_round, split
 
 OPTIMISED = True
 
@@ -23,13 +25,17 @@ VOCAB_SIZE = 3
 FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has distributions of its own
 ALARM = 1e-6  # p-value: no false alarm in a million runs
 
-RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledSplit()}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def some_keys(rows, keys=RoundKeys):
     ids = jnp.arange(rows)
     return keys(rows_B=row_keys(20, ids, jnp.zeros_like(ids)), starts_B=3 + ids % 5)
+
+
+def draw_with(rule, keys, law_BV, *, node, depth):
+    return rule.sample(law_BV, keys, node=node, depth=depth)
 
 
 def drafted(draw, laws_KXV, rows):
@@ -39,7 +45,7 @@ def drafted(draw, laws_KXV, rows):
     def step(index_B, at):
         offset, laws_XV = at
         law_BV = laws_XV[index_B]
-        tokens_B = draw(law_BV, offset, 0)
+        tokens_B = draw(law_BV, node=offset, depth=offset)
         return index_B * vocab_size + tokens_B, (tokens_B, law_BV)
 
     index_B, rest = jax.lax.scan(step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), laws_KXV))
@@ -51,11 +57,11 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
     """Drafts and verifies one round in ROWS rows; counts [draft, n, appended token]."""
     num_tokens, _, vocab_size = draft_KXV.shape
     round_keys = some_keys(ROWS, keys)
-    index_B, tokens_BK, laws_BKV = drafted(drafted_by.draw_draft(round_keys), draft_KXV, ROWS)
-    log_probs_BKV = None if one_hot else laws_BKV
-    draft = Draft(tokens_BK=tokens_BK, num_drafted_B=stop_D[index_B], log_probs_BKV=log_probs_BKV)
+    index_B, tokens_BK, laws_BKV = drafted(functools.partial(draw_with, drafted_by, round_keys), draft_KXV, ROWS)
+    log_probs_BRV = None if one_hot else laws_BKV
+    draft = Draft(tokens_BK=tokens_BK, num_drafted_B=stop_D[index_B], log_probs_BRV=log_probs_BRV)
     scored = [target_TXV[i][index_B // vocab_size ** (num_tokens - i)] for i in range(num_tokens + 1)]
-    verdict = rule.verify(draft, jnp.stack(scored, axis=1), round_keys)
+    verdict = rule.verify(draft, Given(jnp.stack(scored, axis=1), draft), round_keys)
     n_B1 = verdict.num_accepted_B[:, None]
     last_B = jnp.take_along_axis(verdict.tokens_BT, n_B1, axis=1)[:, 0]
     positions = jnp.arange(num_tokens + 1)[None, :]
@@ -125,7 +131,7 @@ def some_laws(seed, depth, vocab_size=VOCAB_SIZE):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def verify(rule, draft, target, keys):
-    return rule.verify(draft, target, keys)
+    return rule.verify(draft, Given(target, draft), keys)
 
 
 def hostile_laws(rng, steps):
@@ -140,9 +146,9 @@ def hostile_laws(rng, steps):
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def draft_each_row(rule, laws_BKV, keys):
     """Tokens [B, K] from distributions that differ by row."""
-    draw = rule.draw_draft(keys)
+    draw = functools.partial(draw_with, rule, keys)
     by_step = laws_BKV.swapaxes(0, 1), jnp.arange(laws_BKV.shape[1])
-    return jax.lax.map(lambda at: draw(at[0], at[1], 0), by_step).T
+    return jax.lax.map(lambda at: draw(at[0], node=at[1], depth=at[1]), by_step).T
 
 
 TARGET, DRAFT = some_laws(0, NUM_TOKENS + 1), some_laws(1, NUM_TOKENS)
@@ -197,8 +203,8 @@ def accepts_always(self, draft, target_log_probs):
         (BlockRule(), {"rule": TokenRule(), "drafted_by": TokenRule()}),
         (TokenRule(), {"keys": ResidualReusesDraftNoise}),
         (TokenRule(), {"keys": AcceptReusesDraftNoise}),
-        (CoupledRule(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
-        (CoupledRule(), {"drafted_by": TokenRule()}),
+        (CoupledSplit(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
+        (CoupledSplit(), {"drafted_by": TokenRule()}),
     ],
 )
 def test_a_mistake_is_caught(rule, mistake):
@@ -284,7 +290,7 @@ def test_coupled_rule_splits_the_law_of_two_races():
     with np.errstate(divide="ignore"):
         for p, q in pairs_of_laws():
             target, draft = [np.log(q)[None, None], np.log(np.tile(q, (1, len(q), 1)))], [np.log(p)[None, None]]
-            rounds = enumerate_round(CoupledRule(), target, draft, num_tokens=1)
+            rounds = enumerate_round(CoupledSplit(), target, draft, num_tokens=1)
             joint = rounds.joint_SXDNV[0, 0]
             pair = joint[:, 0] + np.diag(joint[:, 1].sum(-1))
             np.testing.assert_allclose(pair, two_races(p, q), atol=1e-12)
@@ -292,7 +298,7 @@ def test_coupled_rule_splits_the_law_of_two_races():
 
 def count_pairs(target, draft, **kwargs):
     """What the draft and the target choose at the first position, [x, y]."""
-    counts = count(CoupledRule(), target, draft, **kwargs)
+    counts = count(CoupledSplit(), target, draft, **kwargs)
     vocab_size = counts.shape[-1]
     by_first = counts.reshape((vocab_size, -1) + counts.shape[1:]).sum(1)
     return by_first[:, 0] + np.diag(by_first[:, 1:].sum((1, 2)))
@@ -311,13 +317,13 @@ def test_coupled_rule_draws_two_races():
 def test_coupled_rule_emits_the_targets_own_choices():
     rng, keys = np.random.default_rng(3), some_keys(FEW_ROWS)
     target, laws = hostile_laws(rng, NUM_TOKENS + 1), hostile_laws(rng, NUM_TOKENS)
-    own = np.asarray(draft_each_row(CoupledRule(), target, keys))
+    own = np.asarray(draft_each_row(CoupledSplit(), target, keys))
     guesses = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS))
     tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(np.int32)
     for log_probs in (None, laws):
         num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
-        draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs)
-        verdict = verify(CoupledRule(), draft, target, keys)
+        draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
+        verdict = verify(CoupledSplit(), draft, target, keys)
         assert set(np.asarray(verdict.num_accepted_B)) == {0, 1, 2, 3}
         emitted = np.arange(NUM_TOKENS + 1) < np.asarray(verdict.num_emitted_B)[:, None]
         np.testing.assert_array_equal(verdict.tokens_BT, np.where(emitted, own, -1))
@@ -356,7 +362,7 @@ def test_greedy_targets(rule, laws):
     draft = Draft(
         tokens_BK=tokens_BK,
         num_drafted_B=np.tile(np.array([len(row[0]) for row in VECTORS], np.int32), often),
-        log_probs_BKV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[laws],
+        log_probs_BRV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[laws],
     )
     verdict = verify(rule, draft, one_hot(argmax_BT), some_keys(FEW_ROWS))
     np.testing.assert_array_equal(verdict.tokens_BT, emitted_BT)
@@ -388,7 +394,7 @@ def test_nothing_but_numbers_comes_out(rule, one_hot):
         assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
         assert np.all(np.isfinite(residual) & (residual >= 0))
     np.testing.assert_allclose(in_32[1], in_64[1], rtol=0, atol=1e-6)
-    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs)
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
     verdict = verify(rule, draft, target, keys)
     n, emitted = np.asarray(verdict.num_accepted_B), np.asarray(verdict.tokens_BT)
     assert np.all((0 <= n) & (n <= num_drafted))
@@ -403,9 +409,9 @@ def test_equal_laws_are_accepted_whatever_the_noise(rule):
     laws, keys = hostile_laws(np.random.default_rng(5), NUM_TOKENS + 1), some_keys(FEW_ROWS)
     draft_laws, num_drafted = laws[:, :NUM_TOKENS], np.full(FEW_ROWS, NUM_TOKENS, np.int32)
     tokens = np.asarray(draft_each_row(rule, draft_laws, keys))
-    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=draft_laws)
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_laws)
     assert np.all(verify(rule, draft, laws, keys).num_accepted_B == NUM_TOKENS)
-    if not isinstance(rule, CoupledRule):
+    if not isinstance(rule, CoupledSplit):
         acceptance, residual = split(rule, tokens, num_drafted, draft_laws, laws, np.float32)
         assert np.all(acceptance == 1)
         assert np.all(residual[:, :NUM_TOKENS] == 0)

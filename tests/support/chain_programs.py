@@ -10,6 +10,7 @@ Every checkout is asked by its own copy of this file, since names differ between
 
 import argparse
 import collections
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -29,12 +30,12 @@ sys.path.insert(0, str(ROOT))
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.types import Request, Weights
+from specsamp.decoding.state import Request, Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.rules import BlockRule, CoupledRule, TokenRule
-from specsamp.sampling.warp import chain, for_rows, temperature, top_p
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.warp import chain, temperature, top_p
 
 SLOTS, K = 64, 4
 METHODS = (
@@ -54,19 +55,13 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     name, rule = method
     drafter = {"model": ModelDrafter(draft, K), "ngram": NgramDrafter(K=K), "none": NoDrafter()}[name]
     loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True)
-    warp = for_rows(chain(temperature(0.8), top_p(0.9)), batch)
-    request = Request(
-        sampling=warp,
-        draft_sampling=warp,
-        limits_B=jnp.full((batch,), 40),
-        stop_ids=jnp.array([-1]),
-        row_keys_B=row_keys(0, jnp.arange(batch), jnp.zeros(batch, jnp.int32)),
-    )
+    warp = chain(temperature(0.8), top_p(0.9))
+    request = Request.create(sampling=warp, limits=[40] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
 
     def prepare(target_params, draft_params):
-        draft_weights = draft.prepare(draft_params, SLOTS) if name == "model" else None
-        return Weights(target=target.prepare(target_params, SLOTS), draft=draft_weights)
+        draft_weights = drafter.fit_slots(drafter.prepare(draft_params), SLOTS)
+        return Weights(target=target.fit_slots(target.prepare(target_params), SLOTS), draft=draft_weights)
 
     weights = jax.eval_shape(prepare, *params)
     tokens_BP, lengths_B = jnp.zeros((batch, 8), jnp.int32), jnp.full((batch,), 8)
@@ -74,7 +69,7 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     def prefill(weights):
         return loop._prefill(weights, request, tokens_BP, lengths_B, slots=SLOTS, num_samples=1)
 
-    state = jax.eval_shape(prefill, weights)
+    state = dataclasses.replace(jax.eval_shape(prefill, weights), request=None)
     return jax.jit(loop._run).lower(weights, request, state, jnp.int32(9)).as_text()
 
 

@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.rules import Draft, Rule
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions
+from specsamp.sampling.warp import chain
 
 Laws = Sequence[np.ndarray]
 
@@ -181,6 +182,16 @@ def enumerate_round(
     )
 
 
+class Given(TargetDistributions):
+    """Target distributions that are warped and normalised already."""
+
+    def __init__(self, target_log_probs: jax.Array, draft: Draft):
+        super().__init__(logits_BTV=target_log_probs, warp=chain(), draft=draft)
+
+    def all(self) -> jax.Array:
+        return self.logits_BTV
+
+
 def split(
     rule: Rule,
     tokens: np.ndarray,
@@ -191,7 +202,7 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in ``dtype``."""
     log_probs = None if log_probs is None else log_probs.astype(dtype)
-    draft, target = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BKV=log_probs), target.astype(dtype)
+    draft, target = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs), target.astype(dtype)
     rows = len(tokens)
     pieces = []
     with jax.enable_x64(True):

@@ -11,16 +11,16 @@ import scipy.stats
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import Output, Request, Weights
-from specsamp.sampling.rng import row_keys
-from specsamp.sampling.warp import for_rows, log_probs
+from specsamp.decoding.state import Request, Weights
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.warp import log_probs
 
 ORDER = 3  # tokens of context
 BYTES = 257  # the vocabulary of a ByteTokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class TableLM:
+class TableLM(LanguageModel):
     """Logits looked up by the last three tokens; all but the current call's are read from the cache.
 
     Weights are a table ``[V+1, V+1, V+1, V]``; index V stands for "before the text".
@@ -28,9 +28,6 @@ class TableLM:
 
     vocab_size: int
     max_positions: int | None = None
-
-    def prepare(self, params, slots):
-        return params
 
     def init_cache(self, batch, slots):
         return jnp.zeros((batch, slots), jnp.int32)
@@ -115,22 +112,20 @@ def decode(
     def repeat(x):
         return np.repeat(np.asarray(x, np.int32), samples)
 
-    request = Request(
-        sampling=for_rows(sampling, len(prompts), samples),
-        draft_sampling=for_rows(draft_sampling or sampling, len(prompts), samples),
-        row_keys_B=row_keys(
-            seed,
-            jnp.asarray(repeat(range(len(prompts)) if prompt_ids is None else prompt_ids)),
-            jnp.asarray(np.tile(np.arange(samples, dtype=np.int32), len(prompts))),
-        ),
-        limits_B=jnp.asarray(repeat(lengths + budgets)),
-        stop_ids=jnp.asarray(stop_ids, jnp.int32),
+    request = Request.create(
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+        limits=lengths + budgets,
+        seed=seed,
+        prompt_ids=prompt_ids,
+        num_samples=samples,
+        stop_ids=stop_ids,
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)
     state = loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
     while True:
-        state = loop.run(weights, request, state, slice_rounds)
+        state = loop.run(weights, state, slice_rounds)
         if not bool(jnp.any(state.running_B)):
             return Run(state=state, prompt_lengths=repeat(lengths))
 
@@ -174,15 +169,12 @@ def p_value(groups, powered=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class CountingLM:
+class CountingLM(LanguageModel):
     """Writes the successor of its last token: a -> b -> c ...; draws nothing."""
 
     vocab_size: int = BYTES
     max_positions: int | None = 64
     stumbles_at: int = -1  # predicts this token's successor wrongly
-
-    def prepare(self, params, slots):
-        return params
 
     def init_cache(self, batch, slots):
         return jnp.zeros((batch, 1))

@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.drafter import Sampler
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.sampling import rules
+from specsamp.sampling import rejection
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import BlockRule, TokenRule
 
 
 class AcceptAlways(TokenRule):
@@ -30,8 +31,8 @@ class SharedNoise(RoundKeys):
 
 
 class ResidualWithTheNoiseOfTheDraft(TokenRule):
-    def verify(self, draft, target_log_probs, keys):
-        return super().verify(draft, target_log_probs, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
+    def verify(self, draft, target, keys):
+        return super().verify(draft, target, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
 
 
 class ResidualOfTheNextPosition(TokenRule):
@@ -45,7 +46,7 @@ class COfTheNextIndex(BlockRule):
         log_c = self.prefix_weights(draft, target_log_probs)
         next_B = jnp.minimum(num_accepted_B + 1, log_c.shape[1] - 1)
         scale_B = jnp.exp(jnp.take_along_axis(log_c, next_B[:, None], axis=1)[:, 0])
-        return rules._residual(draft, target_log_probs, num_accepted_B, scale_B)
+        return rejection._residual(draft, target_log_probs, num_accepted_B, scale_B)
 
 
 class StopsAtTheFirstRefusal(BlockRule):
@@ -53,12 +54,14 @@ class StopsAtTheFirstRefusal(BlockRule):
         return TokenRule().num_accepted(passed_BK)
 
 
-class LawBeforeWarping(ModelDrafter):
-    def propose(self, weights, state, tokens_BS, lengths_B, cache, sample):
-        def drawn_from_another_law(logits_BV, offset, drafter=0):
-            return sample(logits_BV, offset, drafter)[0], jax.nn.log_softmax(logits_BV, axis=-1)
+class BeforeWarping(Sampler):
+    def __call__(self, logits_BV, node, **options):
+        return super().__call__(logits_BV, node, **options)[0], jax.nn.log_softmax(logits_BV, axis=-1)
 
-        return super().propose(weights, state, tokens_BS, lengths_B, cache, drawn_from_another_law)
+
+class LawBeforeWarping(ModelDrafter):
+    def propose(self, weights, state, prefix, cache, sample):
+        return super().propose(weights, state, prefix, cache, BeforeWarping(**vars(sample)))
 
 
 class HoleInTheCache(ModelDrafter):

@@ -8,16 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
-from specsamp.decoding.types import Draft, LanguageModel, Output, Sampler, Verdict, Weights
-from specsamp.models.interface import check_logits
+from specsamp.models.interface import LanguageModel, Output, check_logits
+from specsamp.sampling.rules import Draft
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array | None]  # draft cache, tokens, distributions
+_Carry = tuple[Any, Array, Array | None, Any]  # draft cache, tokens, log-probabilities, state of the warp
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with ``model``, whose weights are ``weights.draft``; its state is its cache.
 
     Attributes:
@@ -29,12 +31,18 @@ class ModelDrafter:
     model: LanguageModel
     K: int
     window: int = 1
-    exact = True
-    hidden_layers = ()
 
     def __post_init__(self):
         if self.K < 1 or self.window < 1:
             raise ValueError(f"K and window must be at least 1; got {self.K} and {self.window}")
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.model.max_positions
+
+    @property
+    def weights_key(self) -> LanguageModel:
+        return self.model
 
     @property
     def first_window(self) -> int:
@@ -45,42 +53,63 @@ class ModelDrafter:
         """
         return max(self.window, 2)
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        return self.model.prepare(params, slots)
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if self.model.vocab_size != target.vocab_size:
+            raise ValueError(f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}")
+        if draft_params is None:
+            raise ValueError("a ModelDrafter needs the pair's draft_params")
+        if draft not in (None, self.model):
+            raise ValueError(
+                f"the drafter's model is not the pair's draft, whose parameters it would get: {self.model!r} and "
+                f"{draft!r}; make the pair with the model that drafts"
+            )
 
-    def init(
-        self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
+    def prepare(self, params: Any) -> Any:
+        return self.model.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return self.model.fit_slots(weights, slots)
+
+    def init(self, batch: int, slots: int) -> Any:
+        return self.model.init_cache(batch, slots)
+
+    def read(
+        self,
+        weights: Weights,
+        state: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        target_output: Output,
+        cache: Any,
     ) -> tuple[Any, Any]:
-        empty = self.model.init_cache(tokens_BP.shape[0], slots)
-        return self.model(weights.draft, tokens_BP, jnp.zeros_like(lengths_B), empty).cache, cache
+        return self.model(weights.draft, tokens_BT, start_B, state).cache, cache
 
     def propose(
-        self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
+        lengths_B = prefix.lengths_B
+
         def step(carry: _Carry, offset: Array | int, width: int) -> _Carry:
-            state, tokens_BS, log_probs_BKV = carry
+            state, tokens_BS, log_probs_BRV, warp_state = carry
             end_B = lengths_B + offset
             start_B = jnp.maximum(end_B - width, 0)
             output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
             last_B11 = (end_B - 1 - start_B)[:, None, None]
             check_logits("draft", self.model, output)
             logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
-            tokens_B, log_probs_BV = sample(logits_BV, offset)
+            tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
             if log_probs_BV is not None:
-                if log_probs_BKV is None:
-                    log_probs_BKV = jnp.zeros((len(tokens_BS), self.K, self.model.vocab_size), log_probs_BV.dtype)
-                log_probs_BKV = jax.lax.dynamic_update_index_in_dim(log_probs_BKV, log_probs_BV, offset, axis=1)
-            return output.cache, write_tokens(tokens_BS, tokens_B[:, None], end_B), log_probs_BKV
+                if log_probs_BRV is None:
+                    log_probs_BRV = jnp.zeros((len(tokens_BS), self.K, self.model.vocab_size), log_probs_BV.dtype)
+                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
+            tokens_BS = write_tokens(tokens_BS, tokens_B[:, None], end_B)
+            return output.cache, tokens_BS, log_probs_BRV, sample.advance(warp_state, tokens_B)
 
-        carry = step((state, tokens_BS, None), 0, self.first_window)
-        state, tokens_BS, log_probs_BKV = jax.lax.fori_loop(
+        carry = step((state, prefix.tokens_BS, None, sample.warp_state), 0, self.first_window)
+        state, tokens_BS, log_probs_BRV, _ = jax.lax.fori_loop(
             1, self.K, lambda offset, carry: step(carry, offset, self.window), carry
         )
         tokens_BK = gather_tokens(tokens_BS, lengths_B, self.K)
         num_drafted_B = jnp.full_like(lengths_B, self.K)
-        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BKV=log_probs_BKV), state, cache
-
-    def commit(
-        self, weights: Weights, state: Any, draft: Draft, verdict: Verdict, target_output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        return state, cache
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV), state, cache

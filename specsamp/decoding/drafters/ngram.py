@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.types import Draft, Output, Sampler, Verdict, Weights
+from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.sampling.rules import Draft
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the last ``max_ngram`` tokens up in the row's own context, then fewer, down to ``min_ngram``.
 
     Attributes:
@@ -31,8 +33,6 @@ class NgramDrafter:
     K: int
     max_ngram: int = 3
     min_ngram: int = 1
-    exact = True
-    hidden_layers = ()
 
     def __post_init__(self):
         if self.K < 1:
@@ -40,17 +40,10 @@ class NgramDrafter:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
 
-    def prepare(self, params: Any, slots: int) -> Any:
-        return None
-
-    def init(
-        self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, target_output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        return (), cache
-
     def propose(
-        self, weights: Weights, state: Any, tokens_BS: Array, lengths_B: Array, cache: Any, sample: Sampler
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
+        tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
         ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
         best_B = jnp.zeros_like(lengths_B)
@@ -68,8 +61,3 @@ class NgramDrafter:
         tokens_BK = jnp.take_along_axis(tokens_BS, best_B[:, None] + copied_BK, axis=1)
         num_drafted_B = jnp.where(best_B > 0, self.K, 0).astype(jnp.int32)
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
-
-    def commit(
-        self, weights: Weights, state: Any, draft: Draft, verdict: Verdict, target_output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        return state, cache

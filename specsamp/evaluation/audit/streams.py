@@ -12,7 +12,7 @@ from specsamp.decoding.job import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Subject, Verdict
 from specsamp.evaluation.audit.teacher import Text, judge
-from specsamp.sampling.rules import CoupledRule
+from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.warp import Warp, chain
 
 ALONE = 4  # prompts that are also decoded alone

@@ -14,15 +14,17 @@ import numpy as np
 from scipy import stats
 
 from specsamp.decoding import checks
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
-from specsamp.decoding.types import Drafter, LanguageModel, Rule
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel
+from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rules import TokenRule
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, first_tokens, greedy
 
 # Two float32 computations of the same logits, in units of eps times the largest logit: farthest apart, with a

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.types import LanguageModel, Shares
+from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import Warp, for_rows, log_probs
 
@@ -54,7 +55,7 @@ def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """The target's logits after each text, ``[len(texts), V]`` float32."""
     slots, batches = _batches(pair, texts)
     weights = pair.weights(NoDrafter(), slots).target
-    read = functools.partial(_next_logits, pair.target, pair.shares, weights, slots=slots)
+    read = functools.partial(_next_logits, pair.target, pair.shards, weights, slots=slots)
     rows = [to_host(read(tokens_BT, lengths_B)) for tokens_BT, lengths_B, _ in batches]
     return np.concatenate(rows)[: len(texts)]
 
@@ -84,7 +85,7 @@ def judge(
         found = to_host(
             _judge(
                 pair.target,
-                pair.shares,
+                pair.shards,
                 weights,
                 tokens_BT,
                 starts_B,
@@ -107,7 +108,7 @@ def _batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tupl
     width = -(-max(map(len, texts)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     if pair.target.max_positions is not None:
         width = min(width, pair.target.max_positions)
-    rows = -(-min(TOGETHER, len(texts)) // pair.shares.ways) * pair.shares.ways
+    rows = -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
     batches = []
     for start in range(0, len(texts), rows):
         indices = [min(i, len(texts) - 1) for i in range(start, start + rows)]
@@ -125,21 +126,21 @@ def _read(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> A
     return output.logits_BTV.astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "shares", "slots"))
+@functools.partial(jax.jit, static_argnames=("model", "shards", "slots"))
 def _next_logits(
-    model: LanguageModel, shares: Shares, weights: Any, tokens_BT: Array, lengths_B: Array, *, slots: int
+    model: LanguageModel, shards: DataShards, weights: Any, tokens_BT: Array, lengths_B: Array, *, slots: int
 ) -> Array:
     def read(weights: Any, tokens_BT: Array, lengths_B: Array) -> Array:
         logits_BTV = _read(model, weights, tokens_BT, slots)
         return jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
 
-    return shares(read, (False, True, True))(weights, tokens_BT, lengths_B)
+    return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, lengths_B)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "shares", "slots", "num_tokens"))
+@functools.partial(jax.jit, static_argnames=("model", "shards", "slots", "num_tokens"))
 def _judge(
     model: LanguageModel,
-    shares: Shares,
+    shards: DataShards,
     weights: Any,
     tokens_BT: Array,
     starts_B: Array,
@@ -157,8 +158,8 @@ def _judge(
         noise_BNV = None if keys_B is None else _gumbels(keys_B, starts_B, logits_BNV)
         return _verdicts(logits_BNV, jnp.take_along_axis(tokens_BT, at_BN + 1, axis=1), warp, noise_BNV, tolerance)
 
-    by_rows = (False, True, True, True, True, False)
-    return shares(read, by_rows)(weights, tokens_BT, starts_B, warp, keys_B, tolerance)
+    specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, REPLICATED)
+    return shards.map(read, specs)(weights, tokens_BT, starts_B, warp, keys_B, tolerance)
 
 
 def _gumbels(keys_B: Array, starts_B: Array, like_BNV: Array) -> Array:

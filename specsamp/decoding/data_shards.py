@@ -1,0 +1,68 @@
+"""How the rows of a batch are split over the mesh axis ``data``.
+
+Rows know nothing of each other, so each shard runs the loop by itself, apart from agreeing on when to end: a
+collective of all devices (compilers make them of smaller ones) must find all of them in the same round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Array = jax.Array
+
+DATA = "data"
+BY_ROWS, REPLICATED = PartitionSpec(DATA), PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataShards:
+    """The shards of a mesh, or, without a mesh, one shard that is the whole batch. Static and hashable."""
+
+    mesh: Mesh | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of shards; batches are multiples of it."""
+        return 1 if self.mesh is None else self.mesh.shape[DATA]
+
+    def map(self, function: Callable, in_specs: tuple[PartitionSpec, ...]) -> Callable:
+        """Returns ``function`` applied to each shard; every leaf of its result must lead with the rows.
+
+        Args:
+          function: of arguments whose leaves lead with the rows (`BY_ROWS`) or are the same everywhere (`REPLICATED`).
+          in_specs: one of the two for each argument.
+        """
+        if self.count == 1:
+            return function
+        if jax.config.jax_disable_jit:
+            raise ValueError("rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use data=1")
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=BY_ROWS, axis_names={DATA}, check_vma=False
+        )
+
+    def any(self, shard: Array) -> Array:
+        """Returns, within such a function, whether a bool is true on any shard."""
+        return shard if self.count == 1 else jax.lax.pmax(shard.astype(jnp.int32), DATA) > 0
+
+    def sum(self, shard: Array) -> Array:
+        """Returns, within such a function, the sum of a number over all shards."""
+        return shard if self.count == 1 else jax.lax.psum(shard, DATA)
+
+    def replicate(self, tree: Any) -> Any:
+        """Gives, within such a function, all devices of a shard the same values; they may have sampled apart."""
+        if self.mesh is None:
+            return tree
+        return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
+
+
+def constrain(tree: Any, shardings: Any) -> Any:
+    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return jax.lax.with_sharding_constraint(tree, shardings)

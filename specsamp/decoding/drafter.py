@@ -1,0 +1,176 @@
+"""What the loop asks of a drafter. A new way to draft is one class derived from `Drafter`, in a file of its own.
+
+How drafters fit:
+
+*Inside the target* (early exit, EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
+keep, `read` sees them for the prompt, chunk by chunk, and `commit` for the accepted path; ``weights.target`` and the
+target's cache reach all three. A drafter that writes the target's cache hands it back.
+
+*Token trees*: a `Draft` with ``parents_BK`` and ``depth``; the loop gives the target a `Block`, the rule returns the
+accepted rows, and the target moves their slots together (`LanguageModel.compact`).
+
+*Voting* of several drafters: one drafter that holds them; its state is the tuple of theirs. It picks one *before*
+looking at what it sampled, and its draws are kept apart by the drafter's index: ``sample(logits_BV, i, drafter=1)``.
+
+*Adaptive length*: ``num_drafted_B`` is decided on device; shapes stay ``[B, K]``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.state import Weights
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.rules import Draft, Rule, Verdict
+from specsamp.sampling.warp import Chain, Greedy, Warp, log_probs
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last one is pending, what lies beyond is scratch."""
+
+    tokens_BS: Array  # int32
+    lengths_B: Array  # int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Turns a draft's logits into tokens, so that the distribution sampled is the distribution verified."""
+
+    warp: Warp
+    rule: Rule
+    keys: RoundKeys
+    warp_state: Any = ()  # of the context that ends with the pending token
+    any_shard: Callable[[Array], Array] = jnp.asarray
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether sampling is statically greedy: the distribution is its token, and need not be written out."""
+        warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
+        return any(isinstance(warp, Greedy) for warp in warps)
+
+    def __call__(
+        self,
+        logits_BV: Array,
+        node: Array | int,
+        *,
+        depth: Array | int | None = None,
+        drafter: int = 0,
+        warp_state: Any = None,
+    ) -> tuple[Array, Array | None]:
+        """Draws a token per row.
+
+        Args:
+          logits_BV: the draft's, before warping.
+          node: index of the drafted node, 0 for the first.
+          depth: drafted tokens before this one on its path; default ``node``, as in a chain.
+          drafter: index, where several draft in one round.
+          warp_state: from `advance`, along the path to this node; default that of the pending token.
+
+        Returns:
+          ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
+          is statically greedy, which makes the distribution one-hot (the default of `generate`).
+        """
+        warped_BV = log_probs(self.warp, logits_BV, self.warp_state if warp_state is None else warp_state)
+        if self.is_one_hot:
+            return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
+        depth = node if depth is None else depth
+        return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=drafter), warped_BV
+
+    def advance(self, warp_state: Any, tokens_B: Array) -> Any:
+        """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""
+        return self.warp.advance(warp_state, tokens_B)
+
+    def any(self, running_B: Array) -> Array:
+        """Returns whether any row of any data shard is true: the condition of a drafter's own `lax.while_loop`."""
+        return self.any_shard(jnp.any(running_B))
+
+
+class Drafter(abc.ABC):
+    """Proposes K nodes per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
+
+    ``K`` and `propose` must be given; the rest has defaults that suit a drafter without weights or state.
+    """
+
+    K: int  # nodes, the most that are ever proposed
+    exact: bool = True  # whether decoding stays lossless under a lossless rule
+    row_independent: bool = True  # whether a row's draft depends on nothing of other rows
+    hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs it reads
+    max_positions: int | None = None  # the longest text it can draft for; None: no limit
+
+    @property
+    def depth(self) -> int:
+        """The most tokens of a draft that can be accepted; fewer than K for trees."""
+        return self.K
+
+    @property
+    def weights_key(self) -> Hashable:
+        """What its prepared weights depend on: drafters with equal keys share them."""
+        return self
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        """Raises ValueError unless a pair of these parts has what this drafter needs."""
+
+    def prepare(self, params: Any) -> Any:
+        """Turns ``Pair.draft_params`` into ``weights.draft``, once."""
+        return None
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        """Adds to ``weights.draft`` what depends on the number of cache slots."""
+        return weights
+
+    def init(self, batch: int, slots: int) -> Any:
+        """Returns an empty state, whose every leaf has the batch as its leading axis."""
+        return ()
+
+    def read(
+        self,
+        weights: Weights,
+        state: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        target_output: Output,
+        cache: Any,
+    ) -> tuple[Any, Any]:
+        """Reads a chunk of the prompts after the target did; returns its state and the target's cache.
+
+        Args:
+          tokens_BT: right-padded, in slots ``start_B ..``; chunks come in order and T may differ.
+          start_B: int32, the first slot of the chunk.
+          lengths_B: int32, of the whole prompts: what lies beyond is padding.
+          target_output: of the same chunk.
+        """
+        return state, cache
+
+    @abc.abstractmethod
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        """Drafts a continuation of ``prefix``; returns the draft, its state and the target's cache.
+
+        A token that was sampled must be proposed: dropping it because of its value is biased. Whether token k is
+        submitted may depend on everything known before token k.
+        """
+
+    def commit(
+        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        """Learns what was accepted; returns its state and the target's cache.
+
+        Args:
+          prefix: as it was when the round began.
+          output: of the target, one row per position of the accepted path: ``[B, depth+1, ...]``. Row
+            ``verdict.num_accepted_B`` is the last token whose position the target has seen.
+        """
+        return state, cache

@@ -1,0 +1,45 @@
+"""How to decode: drafter, rule and sampling, as one value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.loop import Loop, decode_window
+from specsamp.decoding.pair import Pair
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp, greedy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to decode with a pair.
+
+    Attributes:
+      drafter: proposes tokens.
+      rule: verifies them.
+      sampling: the target's warp; its numbers are scalar or one per prompt.
+      draft_sampling: the draft's own warp; None: the target's.
+    """
+
+    drafter: Drafter
+    rule: Rule = TokenRule()
+    sampling: Warp = greedy()
+    draft_sampling: Warp | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether rule and drafter are lossless."""
+        return self.rule.exact and self.drafter.exact
+
+    def loop(self, pair: Pair, *, keep_log_probs: bool = False) -> Loop:
+        """Returns the loop that decodes with ``pair`` this way on the platform at hand."""
+        return Loop(
+            target=pair.target,
+            drafter=self.drafter,
+            rule=self.rule,
+            window=decode_window(),
+            keep_log_probs=keep_log_probs,
+            shards=pair.shards,
+        )

@@ -1,0 +1,163 @@
+"""What the loop carries and what a caller asks of it, as pytrees of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.sampling.rng import row_keys
+from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
+
+Array = jax.Array
+
+STOPS_MULTIPLE = 8  # stop ids are padded to a multiple of it, so that their number seldom causes a compilation
+
+
+class Finish(enum.IntEnum):
+    """Why a row ended."""
+
+    RUNNING = 0
+    STOP = 1  # a stop token was emitted
+    LENGTH = 2  # the row's budget is spent
+    INVALID = 3  # the target's logits held NaN or inf, or only -inf; nothing was emitted from there on
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Decode-time weights, which travel beside the static objects."""
+
+    target: Any
+    draft: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user may turn between calls without recompiling. Every leaf leads with the rows; constant in the loop."""
+
+    sampling: Warp  # numbers of shape [B]
+    draft_sampling: Warp  # numbers of shape [B]
+    row_keys_B: Array  # from sampling.rng.row_keys
+    limits_B: Array  # int32, the length at which each row's budget ends
+    stop_ids_BN: Array  # int32; -1 is never emitted
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        sampling: Warp,
+        limits: Sequence[int],
+        draft_sampling: Warp | None = None,
+        seed: int = 0,
+        prompt_ids: Sequence[int] | None = None,
+        num_samples: int = 1,
+        stop_ids: Sequence[int] = (),
+        num_tokens: int | None = None,
+    ) -> Request:
+        """Builds the request of some prompts, ``num_samples`` rows for each in a row.
+
+        Args:
+          sampling: numbers are scalars or have one value per prompt.
+          limits: per prompt, the length at which its budget ends.
+          draft_sampling: the draft's own warp; default the target's.
+          seed: in [0, 2**32).
+          prompt_ids: per prompt, its index in the caller's data set; default 0, 1, 2, ...
+          num_samples: rows per prompt.
+          stop_ids: tokens that end any row.
+          num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
+
+        Raises:
+          ValueError: a number of a warp has neither no axis nor one value per prompt.
+        """
+        count = len(limits)
+
+        def warp_rows(warp: Warp) -> Warp:
+            rows = for_rows(warp, count, num_samples)
+            if num_tokens is None:
+                return rows
+            return chain(for_rows(first_tokens(num_tokens), count, num_samples), rows)
+
+        def repeat(values: Any) -> Array:
+            return jnp.asarray(np.repeat(np.asarray(values, np.int32), num_samples))
+
+        ids = np.arange(count) if prompt_ids is None else prompt_ids
+        sample_ids = jnp.asarray(np.tile(np.arange(num_samples), count), jnp.int32)
+        sampling = warp_rows(sampling)
+        stops = sorted(stop_ids)
+        stops += [-1] * (max(-(-len(stops) // STOPS_MULTIPLE), 1) * STOPS_MULTIPLE - len(stops))
+        return cls(
+            sampling=sampling,
+            draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
+            row_keys_B=row_keys(seed, repeat(ids), sample_ids),
+            limits_B=repeat(limits),
+            stop_ids_BN=jnp.broadcast_to(jnp.asarray(stops, jnp.int32), (count * num_samples, len(stops))),
+        )
+
+    def with_idle_rows(self, count: int) -> Request:
+        """Appends ``count`` rows like the last one but without a budget: they are finished from the beginning."""
+
+        def repeat_last(x: Any) -> Any:
+            return x[np.minimum(np.arange(len(x) + count), len(x) - 1)]
+
+        padded = jax.tree.map(repeat_last, self)
+        return dataclasses.replace(padded, limits_B=padded.limits_B.at[-count:].set(0)) if count else self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Counts of what was emitted; positions cut off by a stop token or a budget do not count."""
+
+    rounds_B: Array  # int32, rounds that emitted something
+    emitted_B: Array  # int32 tokens
+    drafted_B: Array  # int32, drafted tokens that were verified or followed a verified rejection
+    num_verified_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
+    accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
+
+    @classmethod
+    def zeros(cls, batch: int, depth: int) -> Stats:
+        """Returns empty counts for drafts of which at most ``depth`` tokens can be accepted."""
+
+        def count(*shape: int) -> Array:
+            return jnp.zeros(shape, jnp.int32)
+
+        return cls(
+            rounds_B=count(batch),
+            emitted_B=count(batch),
+            drafted_B=count(batch),
+            num_verified_BK=count(batch, depth),
+            accepted_BT=count(batch, depth + 1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Everything about the rows of a batch; all of it but the request is the carry of the loop.
+
+    ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches
+    hold the positions before it. Every leaf leads with the rows, so rows can be inserted and extracted.
+    """
+
+    tokens_BS: Array  # int32, prompts and emitted tokens; beyond the length: scratch
+    lengths_B: Array  # int32, committed tokens, prompt included
+    finish_B: Array  # int32 Finish
+    from_draft_BS: Array  # bool, whether the emitted token had been drafted
+    log_probs_BS: Array | None  # float32, log-probability of emitted tokens under the target (unwarped)
+    cache: Any  # the target's
+    drafter_state: Any
+    stats: Stats
+    request: Request | None = None  # None only inside the loop, which closes over it
+    warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
+    draft_warp_state: Any = ()  # of request.draft_sampling
+
+    @property
+    def running_B(self) -> Array:
+        return self.finish_B == Finish.RUNNING

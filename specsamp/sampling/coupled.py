@@ -1,0 +1,49 @@
+"""The coupled rule: draft and target share their noise, so that the emitted stream does not depend on the draft.
+
+Draft and target take the argmax of their log-probabilities plus the *same* Gumbel noise, addressed by absolute
+position (Gumbel coupling; arXiv 2408.07978). What is emitted is always the target's own choice, so for one seed the
+speculative stream is the autoregressive one, whatever the draft; a drafted token is accepted when the two choices
+agree. It accepts less often than the token rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class CoupledRule:
+    """Accepts a drafted token where the target chooses it under the same noise; lossless."""
+
+    exact = True
+    trees = False
+
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws a drafted token per row under the noise that the target will use at that ``depth``."""
+        del node, drafter  # every draft of a position meets the target's noise
+        gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
+        return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
+
+    def num_accepted(self, agreed_BK: Array) -> Array:
+        """Returns the number of tokens before the first disagreement, ``[B]`` int32."""
+        return jnp.sum(jnp.cumprod(agreed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+    def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
+        """Draws the target's choices and keeps what agrees with them."""
+        target_log_probs = target.all()
+        num_rows, vocab_size = target_log_probs.shape[1:]
+        gumbels = [keys.position_gumbels(offset, vocab_size) for offset in range(num_rows)]
+        choices_BT = jnp.argmax(target_log_probs + jnp.stack(gumbels, axis=1), axis=-1).astype(jnp.int32)
+        num_accepted_B = self.num_accepted((choices_BT[:, :-1] == draft.tokens_BK) & draft.is_drafted_BK)
+        emitted = jnp.arange(num_rows)[None, :] <= num_accepted_B[:, None]
+        return Verdict(tokens_BT=jnp.where(emitted, choices_BT, -1), num_accepted_B=num_accepted_B)

@@ -1,0 +1,188 @@
+"""Lossless rejection rules for chains: token by token, and the block as a whole.
+
+Every rule here is split into
+
+* an acceptance distribution, ``acceptance(draft, q) -> [B, K]`` probabilities,
+* how independent yes/no answers with these probabilities become ``n``, ``num_accepted``,
+* a residual distribution, ``residual(draft, q, n) -> [B, V]`` weights of the appended token,
+* the draw, ``verify``, which adds the noise;
+
+so the tests can enumerate the joint distribution of what is emitted without drawing anything.
+
+**Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
+``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
+``norm((q_{n+1} - p_{n+1})+)``. With nothing left to subtract the same formula is the bonus, so
+residual and bonus are one computation.
+
+**Block rule** (Sun et al., arXiv 2403.10444, algorithm 2). Verifies the block as a whole and never
+keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))`` and
+``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, answer "is the prefix of length i kept?" with
+probability ``h_i = A_i / (A_i + 1 - c_i)``, at the end of the draft with ``c``; keep the *longest*
+prefix answered with yes, and append from ``norm((c_n q_{n+1} - p_{n+1})+)``.
+
+Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
+A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) = 1``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.sampling.draw import draw
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
+
+Array = jax.Array
+
+
+class RejectionRule(abc.ABC):
+    """Draws drafts independently, accepts or rejects them, and corrects with a draw from the residual."""
+
+    exact = True
+    trees = False
+
+    @abc.abstractmethod
+    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns the probability of "yes" for each drafted token, ``[B, K]``; 0 where nothing was drafted.
+
+        Args:
+          draft: a chain of K tokens.
+          target_log_probs: float32 ``[B, K+1, V]``, warped and normalised.
+        """
+
+    @abc.abstractmethod
+    def num_accepted(self, passed_BK: Array) -> Array:
+        """Returns how many tokens stay, ``[B]`` int32, given the answers."""
+
+    @abc.abstractmethod
+    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
+        """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted ones."""
+
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws a drafted token per row with noise addressed by ``node``."""
+        nodes_B1 = jnp.broadcast_to(jnp.asarray(node), (log_probs_BV.shape[0], 1))
+        uniforms_B2 = keys.uniforms(Purpose.DRAFT, nodes_B1, drafter)[:, 0]
+        return draw(jnp.exp(log_probs_BV), uniforms_B2)
+
+    def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
+        """Draws the answers and the appended token."""
+        target_log_probs = target.all()
+        batch, K = draft.tokens_BK.shape
+        offsets_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
+        uniforms_BK = keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
+        num_accepted_B = self.num_accepted(uniforms_BK < self.acceptance(draft, target_log_probs))
+        weights_BV = self.residual(draft, target_log_probs, num_accepted_B)
+        # Equal distributions leave no residual and are never rejected, except by rounding: then use the target's.
+        empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # also where the draft's distribution is NaN
+        weights_BV = jnp.where(empty_B1, jnp.exp(_at(target_log_probs, num_accepted_B)), weights_BV)
+        last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
+        positions = jnp.arange(K + 1)[None, :]
+        n_B1 = num_accepted_B[:, None]
+        tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
+        return Verdict(
+            tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT), num_accepted_B=num_accepted_B
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRule(RejectionRule):
+    """Verifies token by token, as speculative sampling was published; lossless."""
+
+    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns ``min(1, q(d) / p(d))`` per drafted token, ``[B, K]``; 0 where nothing was drafted."""
+        return jnp.where(draft.is_drafted_BK, jnp.exp(jnp.minimum(_log_ratios(draft, target_log_probs), 0)), 0)
+
+    def num_accepted(self, passed_BK: Array) -> Array:
+        """Returns the number of tokens before the first rejection, ``[B]`` int32."""
+        return jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
+        """Returns ``(q - p)+`` after ``num_accepted_B`` tokens, ``[B, V]``, not normalised."""
+        return _residual(draft, target_log_probs, num_accepted_B, scale_B=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRule(RejectionRule):
+    """Verifies the block as a whole; lossless, at least as many tokens in expectation as the token rule.
+
+    The same as the token rule for K = 1, under greedy decoding, and wherever the two distributions are equal.
+    """
+
+    def prefix_weights(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns ``log c_0 .. log c_K``, ``[B, K+1]``: c_i is the probability that at least i tokens are kept."""
+        log_ratios_BK = _log_ratios(draft, target_log_probs)
+        log_c = [jnp.zeros_like(target_log_probs[:, 0, 0])]
+        for i in range(log_ratios_BK.shape[1]):
+            log_c.append(jnp.minimum(log_c[-1] + log_ratios_BK[:, i], 0))
+        return jnp.stack(log_c, axis=1)
+
+    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns ``h_1 .. h_K`` of the module's docstring, ``[B, K]``; 0 where nothing was drafted."""
+        K = draft.tokens_BK.shape[1]
+        c_BK = jnp.exp(self.prefix_weights(draft, target_log_probs)[:, 1:])
+        if K == 0:
+            return c_BK
+        last = jnp.arange(1, K + 1)[None, :] == draft.num_drafted_B[:, None]
+        # A_i looks one position ahead, so it exists for every drafted token but the last.
+        mass = self._mass_ahead(draft, target_log_probs, c_BK[:, :-1])
+        mass_BK = jnp.pad(mass, ((0, 0), (0, 1)))
+        total_BK = mass_BK + (1 - c_BK)  # in this order: at c = 1 the prefix is kept for sure
+        h_BK = jnp.where(total_BK > 0, mass_BK / jnp.where(total_BK > 0, total_BK, 1), 1)
+        return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)
+
+    def num_accepted(self, passed_BK: Array) -> Array:
+        """Returns the length of the longest accepted prefix, ``[B]`` int32; earlier rejections do not end it."""
+        positions = jnp.arange(1, passed_BK.shape[1] + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(passed_BK, positions[None, :], 0), axis=1, initial=0)
+
+    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
+        """Returns ``(c_n q - p)+`` after ``n = num_accepted_B`` tokens, ``[B, V]``, not normalised."""
+        log_c = self.prefix_weights(draft, target_log_probs)
+        scale_B = jnp.exp(jnp.take_along_axis(log_c, num_accepted_B[:, None], axis=1)[:, 0])
+        return _residual(draft, target_log_probs, num_accepted_B, scale_B)
+
+    def _mass_ahead(self, draft: Draft, target_log_probs: Array, c: Array) -> Array:
+        """Returns ``A_1 .. A_{K-1}``, ``[B, K-1]``."""
+        target = target_log_probs[:, 1:-1]
+        if draft.log_probs_BRV is None:  # the draft's whole mass lies on one token
+            at_token = jnp.take_along_axis(target, draft.tokens_BK[:, 1:, None], axis=-1)[..., 0]
+            return c * -jnp.expm1(at_token)
+        return jnp.maximum(c[..., None] * jnp.exp(target) - jnp.exp(draft.log_probs_BRV[:, 1:]), 0).sum(-1)
+
+
+def _log_ratios(draft: Draft, target_log_probs: Array) -> Array:
+    """Returns ``log q_i(d_i) - log p_i(d_i)``, ``[B, K]``; ``-inf`` where the target excludes the token."""
+    tokens = draft.tokens_BK[..., None]
+    log_q = jnp.take_along_axis(target_log_probs[:, : tokens.shape[1]], tokens, axis=-1)[..., 0]
+    if draft.log_probs_BRV is None:
+        return log_q
+    log_p = jnp.take_along_axis(draft.log_probs_BRV, tokens, axis=-1)[..., 0]
+    return jnp.where(log_q == -jnp.inf, -jnp.inf, log_q - log_p)
+
+
+def _residual(draft: Draft, target_log_probs: Array, num_accepted_B: Array, scale_B: Array | None) -> Array:
+    """Returns ``(c q - p)+`` of the first position that was not accepted; q alone once the draft is used up."""
+    target_BV = jnp.exp(_at(target_log_probs, num_accepted_B))
+    K = draft.tokens_BK.shape[1]
+    if K == 0:
+        return target_BV
+    rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
+    index_B = jnp.minimum(num_accepted_B, K - 1)
+    if draft.log_probs_BRV is None:
+        token_B1 = jnp.take_along_axis(draft.tokens_BK, index_B[:, None], axis=1)
+        draft_BV = (jnp.arange(target_BV.shape[-1])[None, :] == token_B1).astype(target_BV.dtype)
+    else:
+        draft_BV = jnp.exp(_at(draft.log_probs_BRV, index_B))
+    scaled_BV = target_BV if scale_B is None else scale_B[:, None] * target_BV
+    return jnp.where(rejected_B1, jnp.maximum(scaled_BV - draft_BV, 0), target_BV)
+
+
+def _at(rows_BTV: Array, index_B: Array) -> Array:
+    """Returns row ``index_B`` of each batch entry, ``[B, V]``."""
+    return jnp.take_along_axis(rows_BTV, index_B[:, None, None], axis=1)[:, 0]
