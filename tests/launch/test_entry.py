@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from support.run_script import call, module
+from support.run_script import call, module, only_shared_flags
 
 TINY = "--config=configs/random_pair.py:tiny"
 
@@ -112,7 +112,7 @@ def status_of(entry):
 
     def status_of(main, *arguments):
         errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), only_shared_flags():
             status = entry.status_of(main, None, ["launch/x.py", *arguments])
         return status, errors.getvalue()
 
@@ -160,14 +160,12 @@ def test_text_cannot_steer_a_terminal(entry):
 
 
 def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
-    entry.flags.FLAGS.mark_as_parsed()
-    try:
+    with only_shared_flags():
+        entry.flags.FLAGS(["x"])
         assert not entry.make_console(force_terminal=True).no_color
         monkeypatch.setenv("NO_COLOR", "1")
         assert entry.make_console(force_terminal=True).no_color
         assert entry.make_console(file=io.StringIO()).width == entry.WIDTH_OF_FILES
-    finally:
-        entry.flags.FLAGS.unparse_flags()
 
 
 def test_what_is_generated_does_not_look_like_the_prompt():

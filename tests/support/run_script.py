@@ -42,7 +42,12 @@ def call(script, *arguments):
     """
     out, err = io.StringIO(), io.StringIO()
     try:
-        with _no_flags(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(ROOT):
+        with (
+            only_shared_flags(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            contextlib.chdir(ROOT),
+        ):
             argv, sys.argv = sys.argv, [f"launch/{script}.py", *map(str, arguments)]
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
@@ -54,12 +59,12 @@ def call(script, *arguments):
 
 def module(script):
     """The script as a module, whose flags no other one meets."""
-    with _no_flags(), contextlib.chdir(ROOT):
+    with only_shared_flags(), contextlib.chdir(ROOT):
         return types.SimpleNamespace(**runpy.run_path(f"launch/{script}.py", run_name=script))
 
 
 @contextlib.contextmanager
-def _no_flags():
+def only_shared_flags():
     """Inside, only the flags of all commands are defined, none is parsed; afterwards all is as it was."""
     shared = importlib.import_module("entry").SHARED_FLAGS
     others = {name: flags.FLAGS[name] for name in set(flags.FLAGS) - shared}  # of scripts that were imported
