@@ -32,7 +32,7 @@ from config_file import ConfigFlag
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.mesh import distributed
-from specsamp.tpu.topology import is_out_of_memory
+from specsamp.models.compiling import is_out_of_memory
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
 if importlib.util.find_spec("libtpu") and not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"):

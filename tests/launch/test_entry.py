@@ -102,7 +102,7 @@ def test_a_word_that_a_file_does_not_take(tmp_path):
 def test_help_lists_flags_and_fields():
     done = call("train", "--config=configs/python_pair.py:tiny_target", "--help")
     assert done.returncode == 0 and not done.stderr
-    for text in ("--workdir: ", "recipe.learning_rate = 0.003", "--config=FILE[:WORD]"):
+    for text in ("--workdir: ", "train.learning_rate = 0.003", "--config=FILE[:WORD]"):
         assert text in done.stdout
 
 
