@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 from rich.console import Console
-from specsamp.decoding.types import Rule
 
 import entry
 from config_file import require
@@ -35,6 +34,7 @@ from specsamp.analysis.machine import machine
 from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.

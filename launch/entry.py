@@ -161,8 +161,9 @@ def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: 
         lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
     for name in sorted(set(flags.FLAGS) - _OTHERS):
         flag = flags.FLAGS[name]
-        default = "" if flag.default is None else f" Default: {flag.default_as_str}"
-        lines.append(f"  --{name}: {flag.help}{default}")
+        if not name.startswith("experimental_orbax"):
+            default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
+            lines.append(f"  --{name}: {flag.help.partition(';' + chr(10))[0]}{default}")
     if config is not None:
         config.load([argument for argument in arguments[1:] if argument not in HELP])
         lines += ["", *config.describe()]
