@@ -3,36 +3,31 @@
 python launch/quality.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_quality.json
 """
 
-import sys
-
 from absl import flags
-from ml_collections import config_flags
 
 import entry
+from config_file import ConfigFlag
 from experiment import build, config_replica, headline
 from specsamp import generate
 from specsamp.evaluation.python_syntax import parses
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_CONFIG = ConfigFlag("configs/trained_pair.py")
 _COMPLETIONS = flags.DEFINE_integer("completions", 200, "How many, in equal parts for every prompt.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_OUTPUT = entry.define_output()
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
-        entry.check_output(_OUTPUT.value)
-        replica = config_replica(_CONFIG.value)
-        experiment = build(_CONFIG.value, mesh=None if replica.mesh.size == 1 else replica.mesh)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"--config: {error}")
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    replica = config_replica(_CONFIG.value)
+    experiment = build(_CONFIG.value, mesh=None if replica.mesh.size == 1 else replica.mesh)
     console.print(headline(experiment))
     pair, work = experiment.pair, experiment.workload
     if pair.tokenizer is None:
-        sys.exit("--config: a pair without a tokenizer writes no text")
+        raise ValueError("--config: a pair without a tokenizer writes no text")
     prompts = [pair.tokenizer.decode(prompt) for prompt in work.prompts]
     mine, per_prompt = replica.share(len(prompts)), -(-_COMPLETIONS.value // len(prompts))
-    with console.status("completing"):
+    with entry.progress(console, "completing"):
         completions = mine and generate(
             pair,
             [prompts[i] for i in mine],
@@ -63,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)
