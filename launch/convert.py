@@ -16,8 +16,7 @@ from absl import flags
 
 import entry
 from specsamp import storage
-from specsamp.checkpoints import orbax
-from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES, human_count
@@ -60,7 +59,7 @@ def main() -> None:
 
             params = read_params(checkpoint, model, show)
             status.update("writing")
-            orbax.write(checkpoint, params, _OUTPUT.value)
+            write_converted(checkpoint, params, _OUTPUT.value)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
     console.print(f"{_OUTPUT.value}: written in {time.perf_counter() - start:.0f} s")

@@ -15,7 +15,7 @@ BUCKETS = tuple(LIBRARIES)
 
 
 def place(path: str | os.PathLike) -> epath.Path:
-    """A path of either kind; ``~`` is the user's home.
+    """Returns a path of either kind; ``~`` is the user's home.
 
     Raises:
       ValueError: a scheme that is not known, or whose library is not installed.
@@ -35,7 +35,7 @@ def place(path: str | os.PathLike) -> epath.Path:
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """All of it or nothing, creating the folder: a reader, or a crash, never sees half a file."""
+    """Writes a file whole or not at all, creating its folder: a reader, or a crash, never sees half of it."""
     path = place(path)
     content = content.encode() if isinstance(content, str) else content
     if os.fspath(path).startswith(BUCKETS):
@@ -51,6 +51,11 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Writes a JSON document for people to read, whole or not at all; see `write`."""
+    write(path, json.dumps(content, indent=2) + "\n")
 
 
 def is_regular_file(path: str | os.PathLike) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint
-from specsamp.checkpoints.orbax import read_params
+from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
