@@ -27,7 +27,7 @@ import entry
 from experiment import RULES, choose, make_model, make_sampling
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.layout import Layout
@@ -133,7 +133,7 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
     made = []
     for name in (config.hugging_face.target, config.hugging_face.draft):
         if (path := pathlib.Path(name, "config.json")).exists():
-            shape = config_of(name, json.loads(path.read_text(encoding="utf-8")), config.hugging_face.dtype)[1]
+            shape = parse_config(name, json.loads(path.read_text(encoding="utf-8")), config.hugging_face.dtype)[1]
         elif name in CONFIGS:
             shape = published_config(name, config.hugging_face.dtype)
         else:

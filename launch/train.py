@@ -158,7 +158,7 @@ def make_tokenizer(
         if path != given[0] or path.exists():
             return JsonTokenizer(path, config.data.eos)
     trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
-    return JsonTokenizer.of(trained, config.data.eos)
+    return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
 def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:

@@ -27,7 +27,7 @@ from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.export import describe
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import INDEX
-from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
@@ -139,7 +139,7 @@ def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
     rng, weight_map = np.random.default_rng(0), {}
     shapes = flatten_dict(jax.eval_shape(TransformerLM(config).init, jax.random.key(0)), sep="/")
     for number, (name, leaf) in enumerate(shapes.items()):
-        source = source_of(name, names)
+        source = find_source(name, names)
         values = rng.normal(size=source.shape(sizes(config))[-1:]).astype(np.float32)
         values = np.broadcast_to(values.astype(jax.numpy.bfloat16), source.shape(sizes(config)))
         file = f"model-{number:05}.safetensors"

@@ -14,10 +14,11 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.architectures import ACTIVATIONS, FAMILIES, config_of
+from specsamp.checkpoints.architectures import FAMILIES, parse_config
+from specsamp.checkpoints.fields import ACTIVATIONS
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
-from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
@@ -52,7 +53,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     for file, shard in zip(files, shards):
         tensors = {}
         for name in shard:
-            source = source_of(name, names)
+            source = find_source(name, names)
             tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config)))
             weight_map[source.tensor] = file
         storage.write(place / file, save(tensors, metadata={"format": "pt"}))
@@ -93,7 +94,7 @@ def describe(config: TransformerConfig, eos_id: int | None) -> dict:
         "bos_token_id": None,
         "eos_token_id": eos_id,
     }
-    _, read = config_of("config.json", content, config.dtype)
+    _, read = parse_config("config.json", content, config.dtype)
     different = [
         f"{field.name} = {getattr(config, field.name)!r}"
         for field in dataclasses.fields(config)

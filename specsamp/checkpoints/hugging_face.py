@@ -30,11 +30,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specsamp import storage
 from specsamp.checkpoints import orbax
-from specsamp.checkpoints.architectures import Family, config_of
+from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
 from specsamp.checkpoints.params import MOST_SHOWN
 from specsamp.checkpoints.safetensors_io import DTYPES, INDEX, Tensor, are_equal, find_tensors
-from specsamp.checkpoints.tensor_names import BUFFERS, Source, sizes, source_of
+from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import TransformerConfig
@@ -67,7 +67,7 @@ class Checkpoint:
         """
         if self.is_converted or not self.described.tied:
             return self.described
-        names = (source_of(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
+        names = (find_source(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
         embedding, output = map(self._found.get, names)
         if embedding is None or output is None or are_equal(embedding, output):
             return self.described
@@ -112,7 +112,7 @@ class Checkpoint:
     def sources(self) -> dict[str, Source]:
         """Returns which tensor holds each parameter, by the parameter's name."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
-        return {name: source_of(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
+        return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 
 def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Checkpoint:
@@ -129,7 +129,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     """
     folder, from_hub = find_folder(os.fspath(name))
     content = storage.read_json(folder / "config.json")
-    family, config = config_of(str(folder / "config.json"), content, dtype)
+    family, config = parse_config(str(folder / "config.json"), content, dtype)
     beside = folder / "generation_config.json"
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
@@ -270,7 +270,7 @@ def _check_tensors(found: dict[str, Tensor], checkpoint: Checkpoint) -> None:
     there = {name: found[name] for name in wanted if name in found}
     unread = {name for name in found.keys() - wanted.keys() if not BUFFERS.search(name)}
     if config.tied:  # some files repeat the embedding, see `Checkpoint.config`
-        unread -= {source_of("output_embedding", checkpoint.family.names).tensor}
+        unread -= {find_source("output_embedding", checkpoint.family.names).tensor}
 
     def where(name: str) -> str:
         return f"{name} {found[name].shape} in {found[name].file.name}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.pair import load_pair
@@ -81,7 +81,7 @@ def read_there(content):
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_a_key_that_is_left_out_means_what_it_means_there(name):
     """Or is asked for; also a null, where transformers takes it."""
-    content, read = golden.read(name).config, lambda content: config_of("config.json", content, "float32")[1]
+    content, read = golden.read(name).config, lambda content: parse_config("config.json", content, "float32")[1]
     for key in content.keys() - {"architectures", "model_type"}:
         without = {other: value for other, value in content.items() if other != key}
         for changed in (without, without | {key: None}):
