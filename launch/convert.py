@@ -19,8 +19,9 @@ from specsamp import storage
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.config import DTYPES, human_count
+from specsamp.models.config import DTYPES
 from specsamp.models.transformer import TransformerLM
+from specsamp.text_format import human_count
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A folder, a gs:// folder or an id of the hub.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://.", required=True)

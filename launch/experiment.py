@@ -30,6 +30,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
+from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints
 
 PRESETS = {
@@ -165,7 +166,7 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     pair, work = experiment.pair, experiment.workload
 
     def count(model):
-        return f"{models.human_count(model.config.num_parameters)} parameters"
+        return f"{human_count(model.config.num_parameters)} parameters"
 
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
     random = (

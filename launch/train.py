@@ -22,9 +22,10 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
-from specsamp.models.config import TransformerConfig, human_count
+from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
+from specsamp.text_format import human_count
 from specsamp.training import run
 from specsamp.training.data import (
     Corpus,
