@@ -75,6 +75,7 @@ def _usual(fields: Fields) -> dict:
 
 
 def _llama(fields: Fields) -> dict:
+    """Reads a LlamaForCausalLM."""
     return _like_llama(fields) | rotary_fields(fields, rope_parameters(fields), _usual(fields))
 
 
@@ -92,18 +93,21 @@ def _like_llama(fields: Fields) -> dict:
 
 
 def _arcee(fields: Fields) -> dict:
+    """Reads a ArceeForCausalLM, which is Llama without a gate."""
     return _llama(fields) | dict(
         gated=False, activation=fields.activation("hidden_act", "relu2"), norm_epsilon=fields("rms_norm_eps", 1e-5)
     )
 
 
 def _mistral(fields: Fields) -> dict:
+    """Reads a MistralForCausalLM."""
     return _llama(fields) | dict(
         window=fields.or_null("sliding_window", 4096), num_kv_heads=fields.or_null("num_key_value_heads", 8)
     )
 
 
 def _qwen2(fields: Fields) -> dict:
+    """Reads a Qwen2ForCausalLM, whose window holds from a layer on."""
     window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
     first = fields("max_window_layers", 28)
     kinds = [
@@ -118,6 +122,7 @@ def _qwen2(fields: Fields) -> dict:
 
 
 def _qwen3(fields: Fields) -> dict:
+    """Reads a Qwen3ForCausalLM."""
     bias = fields("attention_bias", False)
     return _qwen2(fields) | dict(
         attention_bias=bias, output_bias=bias, query_key_norm=True, head_size=fields("head_dim", 128)
@@ -125,6 +130,7 @@ def _qwen3(fields: Fields) -> dict:
 
 
 def _gpt2(fields: Fields) -> dict:
+    """Reads a GPT2LMHeadModel."""
     for key, allowed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
@@ -150,6 +156,7 @@ def _gpt2(fields: Fields) -> dict:
 
 
 def _gpt_neox(fields: Fields) -> dict:
+    """Reads a GPTNeoXForCausalLM."""
     usual, bias = _usual(fields), fields("attention_bias", True)
     rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
     rotary |= rope_parameters(fields)
@@ -170,6 +177,7 @@ def _gpt_neox(fields: Fields) -> dict:
 
 
 def _gemma2(fields: Fields) -> dict:
+    """Reads a Gemma2ForCausalLM, in which every other layer has a window."""
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields.count("num_hidden_layers"))]
     rotary = rotary_fields(fields, rope_parameters(fields), _usual(fields))
     return (
@@ -184,6 +192,7 @@ def _gemma2(fields: Fields) -> dict:
 
 
 def _gemma3(fields: Fields) -> dict:
+    """Reads a Gemma3ForCausalLM, whose layers with a window have rotary positions of their own."""
     fields.require("attn_logit_softcapping", None)  # which transformers reads, but does not apply
     every, num_layers = fields("sliding_window_pattern", 6), fields.count("num_hidden_layers")
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
