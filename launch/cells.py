@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import json
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -230,10 +231,13 @@ def run_cells(
         return {"command": entry.command(), "environment": report.environment()}
 
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
+    start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:
         measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=header, progress=say)
     if not entry.is_first():
         return
+    if measured:
+        console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
     entry.show([tables.grid_table(title, rows)], console)

@@ -57,7 +57,8 @@ def main() -> None:
         raise ValueError(str(error)) from error
     known = [cell["name"] for cell in document["cells"]]
     missing = [cell for cell in cells if cell.name not in known]
-    with Progress(console=console, transient=True) as progress:
+    kept = f"the answers so far are in {_OUTPUT.value}; the same command goes on"
+    with entry.keeps(kept), Progress(console=console, transient=True) as progress:
         task = progress.add_task(_STUDY.value, total=len(missing))
         for cell in missing:
             progress.update(task, description=", ".join(f"{key} {value}" for key, value in cell.name.items()))

@@ -127,7 +127,7 @@ def status_of(entry):
         (IsADirectoryError(21, "Is a directory", "/tmp"), 2, "/tmp: Is a directory"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
         (MemoryError(), 2, "out of memory: MemoryError"),
-        (KeyboardInterrupt(), 130, "interrupted; nothing was written"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("a \x1b]0;title\x07 tensor"), 2, "a ␛]0;title␇ tensor"),
     ],
 )
