@@ -20,7 +20,7 @@ from configs import common
 from specsamp.mesh import slices
 
 PAPER = "v4-32"  # 16 chips; the name counts TensorCores
-DRAFT_HEADS, TARGET_WAYS = 48, 64  # heads of the draft; heads of the target are the most devices for one copy
+DRAFT_HEADS, MOST_DEVICES = 48, 64  # heads of the draft; heads of the target are the most devices for one copy
 WEIGHT_BYTES = 2 * 74.2e9  # of both, in bfloat16
 
 
@@ -35,17 +35,17 @@ def get_config(argument: str = PAPER) -> ConfigDict:
         raise ValueError(f"batch must be a positive integer; got {batches[0]!r}")
     found = None if tiny else slices.find(names[0] if names else PAPER)
     devices = 1 if found is None else found.devices
-    ways = math.gcd(devices, TARGET_WAYS)
-    if found is not None and WEIGHT_BYTES / ways > 0.95 * found.hbm_bytes * found.chips / found.devices:
+    per_copy = math.gcd(devices, MOST_DEVICES)
+    if found is not None and WEIGHT_BYTES / per_copy > 0.95 * found.hbm_bytes * found.chips / found.devices:
         raise ValueError(
             f"{found.name} cannot hold {WEIGHT_BYTES / 1e9:.0f} GB of weights in {devices} x "
             f"{found.hbm_bytes * found.chips / found.devices / 2**30:.0f} GiB: take a larger slice"
         )
-    batch = int(batches[0]) if batches else devices // ways
-    if batch % (devices // ways):
+    batch = int(batches[0]) if batches else devices // per_copy
+    if batch % (devices // per_copy):
         raise ValueError(
-            f"batch {batch} does not divide over {devices // ways} copies of the target: a copy takes {ways} devices "
-            "at most, so a larger slice wants a larger batch"
+            f"batch {batch} does not divide over {devices // per_copy} copies of the target: a copy takes {per_copy} "
+            "devices at most, so a larger slice wants a larger batch"
         )
 
     config = ConfigDict()
@@ -54,7 +54,7 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config.checkpoints = ConfigDict()
     config.checkpoints.target = ""  # folder of a training run, local or gs://; "" is random weights
     config.checkpoints.draft = ""
-    draft_ways = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
+    draft_devices = math.gcd(DRAFT_HEADS, per_copy)  # a draft of 48 heads goes on 16 devices, but not on 64
     common.add_decoding(
         config,
         draft_length=4,
@@ -64,9 +64,9 @@ def get_config(argument: str = PAPER) -> ConfigDict:
         batch=batch,
         temperature=0.0 if greedy else 1.0,
         top_p=1.0 if greedy else 0.8,  # the paper's nucleus, on XSum
-        data=devices // ways,
-        model=ways,
-        draft_model_parallelism=0 if draft_ways == ways else draft_ways,
+        data=devices // per_copy,
+        model=per_copy,
+        draft_model_parallelism=0 if draft_devices == per_copy else draft_devices,
     )
     return config
 

@@ -39,9 +39,9 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
-LAW = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 TURNED = {"draft_length", "drafter", "rule", "batch", "repeats", "draft_temperature", "synthetic_acceptance"}
-TURNED |= {f"sampling.{name}" for name in LAW}
+TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
@@ -129,7 +129,7 @@ def _setting(config: ConfigDict) -> Setting:
         "drafter": "none" if plain else config.drafter,
         "rule": "token" if plain else config.rule,
         "batch": integer("batch", config.batch, 1),
-        **{name: fields[name] for name in LAW},
+        **{name: fields[name] for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else draft_temperature,
     }
     integer("repeats", config.repeats, 1)
