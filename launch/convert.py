@@ -56,7 +56,8 @@ def main() -> None:
         console.print(entry.visible(note), markup=False)
     console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
     start = time.perf_counter()
-    with entry.progress(console, "reading") as say:
+    unfinished = f"delete {_OUTPUT.value} before you start again, it may hold a part"
+    with entry.keeps(unfinished), entry.progress(console, "reading") as say:
 
         def show(name, done, total):
             return say(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")

@@ -23,10 +23,12 @@ from specsamp.analysis import grid, hyper, tables
 from specsamp.analysis.hyper import Point
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
-_POD = flags.DEFINE_string("pod", None, "Print a command for each point on this slice, and measure nothing.")
+_POD = flags.DEFINE_string(
+    "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
+)
 _GATHER = flags.DEFINE_multi_string("gather", [], "Show the cells of this file, and measure nothing; may be repeated.")
 _OUTPUT = entry.define_output()
-_AGAIN = flags.DEFINE_bool("again", False, "Measure cells once more that the file holds, and replace them.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
 def main() -> None:

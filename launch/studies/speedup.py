@@ -1,6 +1,6 @@
 """Speedup of a trained pair over draft lengths and rules, greedy and sampled, with what theory allows beside it.
 
-python launch/studies/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+python launch/studies/speedup.py --config=configs/trained_pair.py --output=runs/python_pair_speedup.json
 """
 
 import dataclasses
