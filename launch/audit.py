@@ -14,19 +14,19 @@ why).
 """
 
 import dataclasses
-import sys
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 import entry
 from cells import make_cells, read_prompts
+from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline
 from specsamp import use_compilation_cache
-from specsamp.analysis import report, tables
+from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_CONFIG = ConfigFlag("configs/trained_pair.py")
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
 _DETECT = flags.DEFINE_float(
     "detect",
@@ -53,35 +53,30 @@ _ROWS = flags.DEFINE_integer(
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "File of prompts, as JSON or one in each line. By default the prompts that come with the pair."
 )
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the result. By default nothing is written.")
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text, without colours.")
+_OUTPUT = entry.define_output()
 
-FAILED, UNUSABLE = 1, 2
+FAILED = 1
 
 
-def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+def main() -> int:
+    console = entry.make_console()
     config = _CONFIG.value
-    try:
-        entry.check_output(_OUTPUT.value)
-        settings = Settings(
-            checks=tuple(_CHECKS.value),
-            detect=_DETECT.value,
-            samples=_SAMPLES.value,
-            false_alarm=_FALSE_ALARM.value,
-            distribution_prompts=_DISTRIBUTION_PROMPTS.value,
-            rows=_ROWS.value,
-        )
-        experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
-        subject = make_subject(config, experiment, _COUNT.value)
-        use_compilation_cache()
-        console.print(headline(experiment))
-        with console.status("starting") as status:
-            found = audit(subject, settings, progress=lambda text: status.update(text))
-    except (ValueError, OSError) as error:
-        print(f"nothing was audited: {error}", file=sys.stderr)
-        sys.exit(UNUSABLE)
-    report.show([tables.audit_table(found)], console, _PLAIN.value)
+    entry.check_output(_OUTPUT.value)
+    settings = Settings(
+        checks=tuple(_CHECKS.value),
+        detect=_DETECT.value,
+        samples=_SAMPLES.value,
+        false_alarm=_FALSE_ALARM.value,
+        distribution_prompts=_DISTRIBUTION_PROMPTS.value,
+        rows=_ROWS.value,
+    )
+    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
+    subject = make_subject(config, experiment, _COUNT.value)
+    use_compilation_cache()
+    console.print(headline(experiment))
+    with entry.progress(console, "starting") as say:
+        found = audit(subject, settings, progress=say)
+    entry.show([tables.audit_table(found)], console)
     console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True)
     document = {
         "config": config.to_dict(),
@@ -91,8 +86,7 @@ def main() -> None:
         **dataclasses.asdict(found),
     }
     entry.write_result(_OUTPUT.value, document, console)
-    if not found.passed:
-        sys.exit(FAILED)
+    return 0 if found.passed else FAILED
 
 
 def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subject:
@@ -118,4 +112,4 @@ def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subj
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

@@ -1,4 +1,4 @@
-"""From a configuration and points of a sweep to cells, and the run that launch/benchmark and launch/sweep share."""
+"""Turns a configuration and points of a sweep into cells, and measures them for launch/benchmark and launch/sweep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import copy
 import dataclasses
 import json
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +15,27 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
-from experiment import RULES, Experiment, choose, make_drafter, make_sampling
+from config_file import require
+from experiment import (
+    DRAFTERS,
+    EXPERIMENT_FIELDS,
+    RULES,
+    Experiment,
+    choose,
+    make_drafter,
+    make_sampling,
+)
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.decoder import check_fits
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.hyper import Point, product, sweep
+from specsamp.analysis.machine import machine
 from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.sampling.warp import chain, temperature
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
 LAW = ("temperature", "top_k", "top_p", "min_p")
@@ -34,7 +44,7 @@ TURNED |= {f"sampling.{name}" for name in LAW}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
-    """``["draft_length=0,1,4", "rule=token,block"]`` -> every combination.
+    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination.
 
     Raises:
       ValueError: a text is no list of values.
@@ -57,7 +67,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 
 
 def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experiment) -> list[Cell]:
-    """A cell for each point, the first of equal ones; all are checked before any is measured.
+    """Returns a cell for each point, the first of equal ones; all are checked before any is measured.
 
     Raises:
       ValueError: a field that does not exist or cannot be turned, a value out of range.
@@ -83,50 +93,98 @@ def _turned(config: ConfigDict, point: Point) -> ConfigDict:
     return turned
 
 
-def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Holds what a point says of its cell, without a model."""
+
+    key: dict[str, Any]
+    draft_length: int  # 0: plain decoding
+    drafter: str
+    rule: Rule
+    sampling: Warp
+    draft_sampling: Warp | None  # None: the target's
+
+
+def check_points(config: ConfigDict, points: Sequence[Point]) -> None:
+    """Checks what can be known before weights are read.
+
+    Raises:
+      ValueError: a field that does not exist or cannot be turned, a value out of range.
+    """
+    for point in points or [{}]:
+        _setting(_turned(config, point))
+
+
+def _setting(config: ConfigDict) -> Setting:
+    require(config, EXPERIMENT_FIELDS, "this command")
     K = integer("draft_length", config.draft_length, 0)
     plain = K == 0 or config.drafter == "none"
-    law, heat, rate = config.sampling, config.get("draft_temperature"), config.get("synthetic_acceptance")
+    choose("drafter", config.drafter, DRAFTERS)
     rule = choose("rule", config.rule, RULES)()
-    drafter = make_drafter(config.drafter, experiment.pair, K)  # checks the name
+    fields, draft_temperature = config.sampling, config.get("draft_temperature")
+    rate = config.get("synthetic_acceptance")
     key = {
         "draft_length": 0 if plain else K,
         "drafter": "none" if plain else config.drafter,
         "rule": "token" if plain else config.rule,
         "batch": integer("batch", config.batch, 1),
-        **{name: law[name] for name in LAW},
-        "draft_temperature": None if plain else heat,
+        **{name: fields[name] for name in LAW},
+        "draft_temperature": None if plain else draft_temperature,
     }
-    if rate is not None and not plain:
-        key["synthetic_acceptance"] = rate
-        rule = SyntheticAcceptance(rule, rate)
-    work = {"batch": config.batch, "repeats": config.repeats}
-    draft_law = law
-    if heat is not None:
-        temperature(heat)  # out of range? said with the value
-        draft_law = ConfigDict({**law.to_dict(), "temperature": float(heat)})
-
-    # Temperatures are data and 0 is greedy: a chain keeps one program for all of them.
-    def warm(fields):
-        return make_sampling(fields) if fields.temperature else chain(temperature(0.0))
-
-    mixed = heat is not None and (heat == 0) != (law.temperature == 0)
-    return Cell(
+    integer("repeats", config.repeats, 1)
+    if rate is not None:
+        synthetic = SyntheticAcceptance(rule, rate)  # out of range? said with the value
+        if not plain:
+            key["synthetic_acceptance"], rule = rate, synthetic
+    sampling, draft_sampling = _samplings(fields, draft_temperature)
+    return Setting(
         key=key,
-        drafter=NoDrafter() if plain else drafter,
+        draft_length=0 if plain else K,
+        drafter=config.drafter,
         rule=rule,
-        sampling=warm(law) if mixed else make_sampling(law),
-        draft_sampling=None if heat is None else warm(draft_law) if mixed else make_sampling(draft_law),
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+    )
+
+
+def _samplings(fields: ConfigDict, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
+    """Returns the target's warp, and the draft's if it has a temperature of its own.
+
+    Temperatures are data and 0 is greedy: if only one of the two is greedy, both become chains of one structure.
+    """
+    if draft_temperature is None:
+        return make_sampling(fields), None
+    temperature(draft_temperature)  # out of range? said with the value
+    draft_fields = ConfigDict({**fields.to_dict(), "temperature": float(draft_temperature)})
+    if (draft_temperature == 0) == (fields.temperature == 0):
+        return make_sampling(fields), make_sampling(draft_fields)
+    return tuple(make_sampling(one) if one.temperature else chain(temperature(0.0)) for one in (fields, draft_fields))
+
+
+def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
+    setting = _setting(config)
+    plain = setting.draft_length == 0
+    work = {"batch": config.batch, "repeats": config.repeats}
+    return Cell(
+        key=setting.key,
+        drafter=NoDrafter() if plain else make_drafter(setting.drafter, experiment.pair, setting.draft_length),
+        rule=setting.rule,
+        sampling=setting.sampling,
+        draft_sampling=setting.draft_sampling,
         workload=dataclasses.replace(experiment.workload, **work),
     )
 
 
 def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
-    """What all cells of a file share."""
+    """Returns what all cells of a file share.
+
+    On a CPU the machine is part of it. An accelerator is the same in whatever machine it sits, and a slice that was
+    taken away and ordered again goes on with its file.
+    """
     device, work = jax.devices()[0], experiment.workload
     fields = {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}}
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
-    return {
+    identity = {
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
@@ -136,6 +194,7 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }
+    return identity | ({"machine": machine()} if device.platform == "cpu" else {})
 
 
 def run_cells(
@@ -144,7 +203,6 @@ def run_cells(
     experiment: Experiment,
     output: str | None,
     console: Console,
-    plain: bool,
     again: bool = False,
 ) -> None:
     """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
@@ -152,17 +210,14 @@ def run_cells(
     Args:
       again: measures what it does hold, too.
     """
-    try:
-        cells = make_cells(config, points, experiment)
-        for cell in cells:
-            check_fits(experiment.pair, [cell.drafter], cell.workload)
+    cells = make_cells(config, points, experiment)
+    for cell in cells:
+        check_fits(experiment.pair, [cell.drafter], cell.workload)
 
-        def say(text):
-            return console.print(text, style="yellow", soft_wrap=True)
+    def say(text):
+        return console.print(text, style="yellow", soft_wrap=True)
 
-        results = Results.open(output, identity_of(config, experiment), say)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    results = Results.open(output, identity_of(config, experiment), say)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
     if made_up:
         console.print("[bold red]SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not.[/]")
@@ -174,42 +229,40 @@ def run_cells(
     def header():
         return {"command": entry.command(), "environment": report.environment()}
 
-    with console.status("starting") as status:
-        try:
-            measured = grid.measure_cells(
-                experiment.pair, cells, results, again=again, header=header, progress=status.update
-            )
-        except ValueError as error:
-            sys.exit(str(error))
+    kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
+    with entry.keeps(kept), entry.progress(console, "starting") as say:
+        measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=header, progress=say)
     if not entry.is_first():
         return
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    report.show([tables.grid_table(title, rows)], console, plain)
+    entry.show([tables.grid_table(title, rows)], console)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)
-        report.show(report.result_tables(measured[0][1], label), console, plain)
-    if output:
+        entry.show(report.result_tables(measured[0][1], label), console)
+    if output and not storage.is_stream(output):
         console.print(f"\nwritten to {output}", soft_wrap=True)
 
 
 def read_prompts(path: str) -> list[str]:
-    """Prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line, \\n for a break.
+    """Returns the prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line.
+
+    In a line, \\n stands for a line break.
 
     Raises:
-      ValueError: there are none, or one is empty.
-      FileNotFoundError: there is no such file.
+      ValueError: there are none, one is empty, or the file is damaged.
+      OSError: the file cannot be read.
     """
-    text = storage.place(path).read_text()
+    text = storage.read_text(path)
     if path.endswith(".json"):
         try:
-            listed = json.loads(text)
+            listed = storage.read_json_value(path)
             listed = listed["prompts"] if isinstance(listed, dict) else listed
             prompts = [one if isinstance(one, str) else one["text"] for one in listed]
             if not isinstance(listed, list) or not all(isinstance(prompt, str) for prompt in prompts):
                 raise TypeError("not a list of texts")
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{path} is no JSON list of prompts ({type(error).__name__}: {error})") from error
     else:
         prompts = [line.replace("\\n", "\n") for line in text.splitlines()]

@@ -12,23 +12,20 @@ the target together. Everything printed is a compiler estimate: nothing runs.
 """
 
 import dataclasses
-import json
 import math
-import pathlib
-import sys
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 import entry
-from experiment import RULES, choose, make_model, make_sampling
+from config_file import ConfigFlag, require
+from experiment import EXPERIMENT_FIELDS, RULES, choose, known_models, make_sampling
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.checkpoints.architectures import config_of
-from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.checkpoints.published import CONFIGS
 from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
@@ -39,69 +36,69 @@ from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", lock_config=True)
+_CONFIG = ConfigFlag("configs/chinchilla.py")
 _TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
 _SLOTS = flags.DEFINE_integer("slots", 2048, "Of the caches.", lower_bound=16)
 _WEIGHTS = flags.DEFINE_enum("weights", None, ["int8"], "As shapes, of the matrices of the layers; default bfloat16.")
 _ACCEPTANCE = flags.DEFINE_multi_float("acceptance", [0.6, 0.7, 0.8, 0.9], "For ms per token; may be repeated.")
 _FITS = flags.DEFINE_bool("fits", False, "Print how many sequences fit, over batch and context, and compile nothing.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+_OUTPUT = entry.define_output()
 
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
 
 
 def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    console = entry.make_console()
     config = _CONFIG.value
+    entry.check_output(_OUTPUT.value)
+    require(config, EXPERIMENT_FIELDS, "a report")
+    if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
+        raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
+    if config.drafter != "model":
+        raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
+    target, draft = models_of(config)
+    chip, sizes = parse(_TOPOLOGY.value)
+    model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
+    ways = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, model_ways)
+    fewer = not config.mesh.draft_model_parallelism and ways < model_ways
+    ways = None if ways == model_ways else ways
+    num_kv_heads = target.config.num_kv_heads
+    rows = config.batch // max(config.mesh.data, 1)
     try:
-        entry.check_output(_OUTPUT.value)
-        if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
-            raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
-        if config.drafter != "model":
-            raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
-        target, draft = models_of(config)
-        chip, sizes = parse(_TOPOLOGY.value)
-        model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-        ways = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, model_ways)
-        fewer = not config.mesh.draft_model_parallelism and ways < model_ways
-        ways = None if ways == model_ways else ways
-        num_kv_heads = target.config.num_kv_heads
-        rows = config.batch // max(config.mesh.data, 1)
         mesh = described_mesh(
             _TOPOLOGY.value, config.mesh.data, draft_model_parallelism=ways, num_kv_heads=num_kv_heads, rows=rows
         )
-        if fewer:
-            console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
-        target = shard_model(target, Layout.tensor_parallel(mesh))
-        draft = shard_model(draft, draft_layout(mesh, ways))
-        programs = Programs(
-            target=target,
-            draft=draft,
-            mesh=mesh,
-            sampling=make_sampling(config.sampling),
-            batch=config.batch,
-            slots=_SLOTS.value,
-            weight_dtype=_WEIGHTS.value,
+    except RuntimeError as error:  # no libtpu
+        raise ValueError(str(error)) from error
+    if fewer:
+        console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
+    target = shard_model(target, Layout.tensor_parallel(mesh))
+    draft = shard_model(draft, draft_layout(mesh, ways))
+    programs = Programs(
+        target=target,
+        draft=draft,
+        mesh=mesh,
+        sampling=make_sampling(config.sampling),
+        batch=config.batch,
+        slots=_SLOTS.value,
+        weight_dtype=_WEIGHTS.value,
+    )
+    if _FITS.value:
+        grid = fits(programs, chip.hbm_bytes // chip.devices)
+        entry.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console)
+        document = {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}
+        entry.write_result(_OUTPUT.value, document, console)
+        return
+    with entry.progress(console, "compiling") as say:
+        report = compile_report(
+            programs,
+            topology=_TOPOLOGY.value,
+            draft_length=config.draft_length,
+            rule=choose("rule", config.rule, RULES)(),
+            progress=lambda text: say(f"compiling: {text}"),
         )
-        if _FITS.value:
-            grid = fits(programs, chip.hbm_bytes // chip.devices)
-            tables.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console, _PLAIN.value)
-            document = {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}
-            entry.write_result(_OUTPUT.value, document, console)
-            return
-        with console.status("compiling") as status:
-            report = compile_report(
-                programs,
-                topology=_TOPOLOGY.value,
-                draft_length=config.draft_length,
-                rule=choose("rule", config.rule, RULES)(),
-                progress=lambda text: status.update(f"compiling: {text}"),
-            )
-    except (ValueError, RuntimeError) as error:
-        sys.exit(str(error))
     shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value)
-    tables.show(shown, console, _PLAIN.value)
+    entry.show(shown, console)
     document = {
         "kind": "compiler estimate",
         "config": config.to_dict(),
@@ -123,26 +120,20 @@ def main() -> None:
 
 
 def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
-    """Target and draft, as shapes: presets, or public checkpoints of which nothing but the shape is needed.
+    """Returns target and draft as shapes: presets, or public checkpoints of which nothing but the shape is needed.
 
     Raises:
-      ValueError: a public model whose shape is not known here.
+      ValueError: a model whose shape is not known here.
     """
-    if "hugging_face" not in config:
-        return make_model(config.target), make_model(config.draft)
-    made = []
-    for name in (config.hugging_face.target, config.hugging_face.draft):
-        if (path := pathlib.Path(name, "config.json")).exists():
-            shape = config_of(name, json.loads(path.read_text(encoding="utf-8")), config.hugging_face.dtype)[1]
-        elif name in CONFIGS:
-            shape = published_config(name, config.hugging_face.dtype)
-        else:
+    known = known_models(config)
+    for side in ("target", "draft"):
+        if side not in known and "hugging_face" in config:
             raise ValueError(
-                f"the shape of {name!r} is not known here: give a folder with its config.json, or one of "
-                f"{', '.join(CONFIGS)}"
+                f"the shape of {config.hugging_face[side]!r} is not known here: give a folder with its config.json, or "
+                f"one of {', '.join(CONFIGS)}"
             )
-        made.append(TransformerLM(shape))
-    return made[0], made[1]
+    require(config, () if known else ("target", "draft"), "a report")
+    return known["target"], known["draft"]
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:
@@ -167,4 +158,4 @@ def fits(programs: Programs, capacity: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

@@ -8,7 +8,6 @@
 With --model=N the devices of the mesh hold the parameters between reading and writing; without it one does.
 """
 
-import sys
 import time
 
 import jax
@@ -30,39 +29,34 @@ _MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters toge
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
-        output = storage.place(_OUTPUT.value)
-        if (output / "run.json").exists():
-            raise ValueError(f"--output={_OUTPUT.value} holds a model already: choose another folder")
-        if (output / "checkpoints" / "0").exists():
-            raise ValueError(
-                f"--output={_OUTPUT.value} holds parameters of a conversion that did not end: delete the folder, or "
-                "choose another"
-            )
-        entry.check_output(f"{_OUTPUT.value}/config.json")
-        checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value)
-        if checkpoint.is_converted:
-            raise ValueError(f"{_CHECKPOINT.value} is converted already")
-        model = TransformerLM(checkpoint.config)
-        if _MODEL.value > 1:
-            model = shard_model(
-                model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value))
-            )
-        for note in checkpoint.notes:
-            console.print(note)
-        console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
-        start = time.perf_counter()
-        with console.status("reading") as status:
+    console = entry.make_console()
+    output = storage.place(_OUTPUT.value)
+    if (output / "run.json").exists():
+        raise ValueError(f"--output={_OUTPUT.value} holds a model already: choose another folder")
+    if (output / "checkpoints" / "0").exists():
+        raise ValueError(
+            f"--output={_OUTPUT.value} holds parameters of a conversion that did not end: delete the folder, or "
+            "choose another"
+        )
+    entry.check_output(f"{_OUTPUT.value}/config.json")
+    checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value)
+    if checkpoint.is_converted:
+        raise ValueError(f"{_CHECKPOINT.value} is converted already")
+    model = TransformerLM(checkpoint.config)
+    if _MODEL.value > 1:
+        model = shard_model(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
+    for note in checkpoint.notes:
+        console.print(entry.visible(note), markup=False)
+    console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
+    start = time.perf_counter()
+    with entry.progress(console, "reading") as say:
 
-            def show(name, done, total):
-                return status.update(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")
+        def show(name, done, total):
+            return say(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")
 
-            params = read_params(checkpoint, model, show)
-            status.update("writing")
-            orbax.write(checkpoint, params, _OUTPUT.value)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+        params = read_params(checkpoint, model, show)
+        say("writing")
+        orbax.write(checkpoint, params, _OUTPUT.value)
     console.print(f"{_OUTPUT.value}: written in {time.perf_counter() - start:.0f} s")
 
 

@@ -1,35 +1,40 @@
-"""Speculative decoding in a minute: a trained pair writes Python, every token coloured by who wrote it.
+"""Shows speculative decoding in a minute: a trained pair writes Python, every token coloured by who wrote it.
 
-bash launch/demo.sh
-python launch/demo.py --prompt='def fibonacci(n):'
-python launch/demo.py --plain
-JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
+    bash launch/demo.sh
+    python launch/demo.py --prompt='def fibonacci(n):'
+    python launch/demo.py --plain
+    JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
+
+Where there are no colours (--plain, NO_COLOR, a pipe or a file) the target's own tokens stand in brackets.
 """
 
 import functools
+import itertools
 import operator
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 from rich.console import Console
 from rich.text import Text
 
 import entry
-from experiment import Experiment, build, headline
+from config_file import ConfigFlag
+from experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import phases, report
 from specsamp.analysis.decoder import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "To complete; \\n for a line break, not at the end; may be repeated.")
-_PLAIN = flags.DEFINE_bool("plain", False, "No colours: the target's own tokens stand in brackets.")
-_PASSES = flags.DEFINE_integer("passes", 3, "How often every prompt is decoded by each side.", lower_bound=1)
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_PROMPT = flags.DEFINE_multi_string(
+    "prompt", [], "A text to complete; \\n stands for a line break, and none ends it; may be repeated."
+)
+_PASSES = flags.DEFINE_integer(
+    "passes", 3, "How often each side decodes every prompt; more make the times steadier.", lower_bound=1
+)
 
 NUM_PROMPTS = 3
 DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
@@ -37,76 +42,90 @@ BRACKETS = "⟦", "⟧"
 
 
 def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False, soft_wrap=True)
-    try:
-        experiment = build(_CONFIG.value, [text.replace("\\n", "\n") for text in _PROMPT.value])
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"--config: {error}")
-    if _PROMPT.value and experiment.pair.tokenizer is None:
-        sys.exit("--prompt: this pair has no tokenizer")
-    console.print(headline(experiment))
-    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
+    console = entry.make_console(soft_wrap=True)
+    config = _CONFIG.value
+    refuse(config, "draft_temperature", "synthetic_acceptance")
+    if _PROMPT.value and "pair" not in config and "hugging_face" not in config:
+        raise ValueError("--prompt: this pair has no tokenizer")
+    with entry.progress(console, "reading the pair"):
+        experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value], mesh=config_mesh(config))
+    console.print(headline(experiment), markup=False)
+    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", markup=False)
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
     # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
-    laws = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
+    warps = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
-    try:
-        sides = {law: decoders(experiment.pair, contenders, warp, experiment.workload) for law, warp in laws.items()}
-    except ValueError as error:
-        sys.exit(str(error))
-    with console.status("compiling"):
-        for side in sides["greedy"].values():
-            side.decode(0)
-    timings = {(law, name): [] for law in laws for name in contenders}
-    for number in range(_PASSES.value):
-        for prompt in range(prompts):
-            for law, name in timings:
-                timings[law, name].append(sides[law][name].decode(prompt))
+    sides = {name: decoders(experiment.pair, contenders, warp, experiment.workload) for name, warp in warps.items()}
+    compile_all(sides["greedy"], console)
+    timings = {(distribution, name): [] for distribution in warps for name in contenders}
+    with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
+        for number, prompt in itertools.product(range(_PASSES.value), range(prompts)):
+            for distribution, name in timings:
+                say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {distribution}, {name}")
+                timings[distribution, name].append(sides[distribution][name].decode(prompt))
             if number == 0:
                 show_text(experiment, prompt, timings["sampled", "speculative"][-1], console)
     show_agreement(experiment, prompts, timings, console)
-    share = None if jax.config.jax_disable_jit else streaming_share(sides["greedy"]["autoregressive"])
-    if share is None:
+    if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    report.show([speed_table(timings, share, experiment)], console, _PLAIN.value)
+    with entry.progress(console, "timing how fast the weights are read"):
+        share = streaming_share(sides["greedy"]["autoregressive"])
+    entry.show([speed_table(timings, share, experiment)], console)
+
+
+def compile_all(sides: dict[str, Decoder], console: Console) -> None:
+    """Decodes the first prompt with each side, which compiles its programs, and says how long that took."""
+    start = time.perf_counter()
+    with entry.progress(console, "compiling") as say:
+        for name, side in sides.items():
+            say(f"compiling the {name} side")
+            side.decode(0)
+    done = "ran once without compiling" if jax.config.jax_disable_jit else "compiled"
+    console.print(f"{done} in {time.perf_counter() - start:.1f} s", style="dim")
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """The prompt and what followed, each token by who wrote it; of a batch, its first row."""
+    """Prints the prompt and what followed, each token by who wrote it; of a batch, its first row."""
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
+    coloured = console.color_system is not None and not console.no_color
     console.print(
         f"\n[bold]prompt {prompt}[/bold], sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
         Text("drafted and accepted", style=DRAFTED),
         ", ",
-        own("the target's own"),
+        own("the target's own", coloured),
         sep="",
     )
     if tokenizer is None:
-        console.print(Text().join(Text("█", style=DRAFTED) if d else Text("░") for d in drafted))
+        console.print(Text().join(Text("█", style=DRAFTED) if by_draft else Text("░") for by_draft in drafted))
         return
-    text = Text(tokenizer.decode(work.prompts[prompt * work.batch % len(work.prompts)]), style=PROMPT)
-    pieces = TextStream(tokenizer)
+    pieces, parts = TextStream(tokenizer), []
     for i, by_draft in enumerate(drafted):
         if tokens[i] == tokenizer.eos_id:
-            text.append(" ■ end of file", style="bold")
+            parts.append(Text(" ■ end of file", style="bold"))
             break
-        piece = pieces.push(list(tokens[: i + 1]), finished=i + 1 == len(tokens))
-        text.append_text(Text(piece, style=DRAFTED) if by_draft else own(piece))
-    console.print(text)
+        piece = entry.visible(pieces.push(list(tokens[: i + 1]), finished=i + 1 == len(tokens)))
+        parts.append(Text(piece, style=DRAFTED) if by_draft else own(piece, coloured))
+    shown = tokenizer.decode(work.prompts[prompt * work.batch % len(work.prompts)])
+    console.print(prompt_and(entry.visible(shown), parts))
 
 
-def own(piece: str) -> Text:
-    """A token of the target. Line breaks keep the background short of the margin."""
-    if _PLAIN.value:
+def prompt_and(prompt: str, parts: list[Text]) -> Text:
+    """Returns the prompt, dim, and the parts after it, each in its own style."""
+    return Text().append(prompt, style=PROMPT).append_text(Text().join(parts))
+
+
+def own(piece: str, coloured: bool) -> Text:
+    """Returns a token of the target: on a background, or in brackets. Line breaks keep the background off the margin."""
+    if not coloured:
         return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
     head, line_break, tail = piece.partition("\n")
     return Text.assemble((head + ("↵" if line_break else ""), OWN), line_break, (tail, OWN))
 
 
 def show_agreement(experiment: Experiment, prompts: int, timings: dict, console: Console) -> None:
-    """Greedy decoding has one right answer: with and without a draft the tokens must be equal."""
+    """Prints whether greedy text with a draft is that without: greedy decoding has one right answer."""
     pairs = list(zip(timings["greedy", "autoregressive"][:prompts], timings["greedy", "speculative"][:prompts]))
     gaps = [first_gap(experiment, i, plain, drafted) for i, (plain, drafted) in enumerate(pairs)]
     equal, tokens = gaps.count(None), sum(plain.stats.emitted for plain, _ in pairs)
@@ -120,7 +139,7 @@ def show_agreement(experiment: Experiment, prompts: int, timings: dict, console:
 
 
 def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timing) -> str | None:
-    """Where two greedy texts part, and by how little the target prefers one token there."""
+    """Returns where two greedy texts part, and by how little the target prefers one token there; None if nowhere."""
     for row, (one, other) in enumerate(zip(plain.texts, drafted.texts, strict=True)):
         if one == other:
             continue
@@ -135,7 +154,7 @@ def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timin
 
 
 def streaming_share(side: Decoder) -> float:
-    """Time of plain products over the target's matrices / time of an autoregressive step, measured in turn."""
+    """Measures the time of plain products with the target's matrices over that of an autoregressive step, in turn."""
     request = side.request(0)
     board = phases.first_board(side.loop, side.weights, request, side.warm_state())
     matrices = phases.matrices_of(side.loop.target, side.weights.target)
@@ -152,8 +171,10 @@ def streaming_share(side: Decoder) -> float:
 
 
 def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:
-    def column(law: str) -> list[str]:
-        plain, drafted = timings[law, "autoregressive"], timings[law, "speculative"]
+    """Returns the table of both sides, greedy and sampled; ``share`` is what `streaming_share` measured."""
+
+    def column(distribution: str) -> list[str]:
+        plain, drafted = timings[distribution, "autoregressive"], timings[distribution, "speculative"]
 
         def per_token(runs):
             return [t.loop_seconds / t.stats.emitted * 1e3 for t in runs]
@@ -173,7 +194,7 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
         "autoregressive, ms per token",
         f"speculative, K = {experiment.drafter.K}, ms per token",
         "speedup",
-        "acceptance, of judged tokens",
+        "acceptance, of verified tokens",
         "emitted per round",
         "autoregressive step: plain products' share of its time",
     )
@@ -185,4 +206,4 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

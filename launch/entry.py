@@ -1,100 +1,293 @@
-"""What all entry points share: flags for many processes, quiet logs, errors as one line.
+"""What all commands share: flags, errors as one line, the console, progress, and results that are written.
 
-python launch/quality.py --distributed                                   # on every worker of a TPU pod
-python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
+    python launch/quality.py --distributed                                   # on every worker of a TPU pod
+    python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
+
+Exit status of every command: 0, done; 1, a check or a computation failed; 2, what was asked for cannot be done, said in
+one line; 130, interrupted.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
 import shlex
 import sys
+import threading
+import time
+import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 from jax.experimental import multihost_utils
 from rich.console import Console
+from rich.markup import escape
 
+from config_file import ConfigFlag
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.mesh import distributed
+from specsamp.models.compiling import is_out_of_memory
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
 if importlib.util.find_spec("libtpu") and not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"):
     if not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
         jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 
-_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other processes of this pod, which it finds itself.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, where nothing finds it itself.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many take part, with --coordinator.", lower_bound=1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, with --coordinator.", lower_bound=0)
+UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
+WIDTH_OF_FILES = 160  # columns of what is no terminal
+SAY_EVERY_SECONDS = 20.0
+
+_OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which nobody needs here
+_PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the whole traceback of an error instead of its one line.")
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Join the other processes of this pod, which finds out by itself who takes part."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "The address host:port of process 0, where processes do not find each other by themselves."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "How many processes take part; goes with --coordinator.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Which of the processes this one is, counted from 0; goes with --coordinator.", lower_bound=0
+)
+SHARED_FLAGS = frozenset(flags.FLAGS)  # of the libraries and of all commands
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parses flags, joins other processes if asked to, and calls ``main``."""
+def define_output(
+    help: str = "Write the result as JSON to this file, local or gs://; by default nothing is written.",
+    *,
+    default: str | None = None,
+    required: bool = False,
+) -> flags.FlagHolder:
+    """Defines --output."""
+    return flags.DEFINE_string("output", default, help, required=required)
 
-    def start(argv: list[str]) -> None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unexpected argument {argv[1]!r}")
+
+def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:
+    """Parses the flags, joins other processes if asked to, calls ``main`` and ends the process with its status.
+
+    Args:
+      main: returns the exit status, or None for 0.
+      config: the command's --config, if it has one; its ``value`` is there when ``main`` is called.
+    """
+    sys.exit(status_of(main, config, sys.argv))
+
+
+def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
+    """Does what `run` does, and returns the exit status.
+
+    What a user can get wrong (ValueError, OSError, a wrong flag or configuration), memory that runs out and an
+    interrupt become one line on stderr. Everything else is a mistake in this program, and keeps its traceback.
+    """
+    try:
+        if any(argument in HELP for argument in arguments[1:]):
+            print(_help(main, config, arguments))
+            return 0
+        _parse(config, arguments)
+        logging.use_absl_handler()
         logging.set_verbosity(logging.ERROR)
-        numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-        if _DISTRIBUTED.value or any(number is not None for number in numbers):
-            try:
-                distributed.start(*numbers)
-            except (ValueError, ConnectionError, RuntimeError) as error:
-                sys.exit(f"joining other processes: {error}")
-        try:
-            main()
-            if jax.process_count() > 1:  # else the first would end the others while it is still writing
-                multihost_utils.sync_global_devices("the end")
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
-                raise
+        _join()
+        status = main() or 0
+        if jax.process_count() > 1:  # else the first would end the others while it is still writing
+            multihost_utils.sync_global_devices("the end")
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt as interrupt:
+        return _end(interrupt, f"interrupted; {str(interrupt) or 'nothing was written'}", INTERRUPTED)
+    except (ValueError, OSError, FloatingPointError, flags.Error) as error:
+        return _end(error, _in_words(error), UNUSABLE)
+    except MemoryError as error:
+        return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() > 1:
             distributed.end_now(
                 f"a computation of {jax.process_count()} processes failed; has one of them died? {error}"
             )
+        if not is_out_of_memory(error):
+            raise
+        return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
 
-    app.run(start)
+
+def _parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
+    rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
+    try:
+        left = flags.FLAGS([arguments[0], *rest])
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"--config.FIELD=VALUE: {error}") from error
+    if len(left) > 1:
+        raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
+
+
+def _join() -> None:
+    numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if _DISTRIBUTED.value or any(number is not None for number in numbers):
+        try:
+            distributed.start(*numbers)
+        except (ValueError, ConnectionError, RuntimeError) as error:
+            raise ValueError(f"joining other processes: {error}") from error
+
+
+def _end(error: BaseException, line: str, status: int) -> int:
+    if flags.FLAGS.is_parsed() and _TRACEBACK.value:
+        traceback.print_exception(error)
+    else:
+        print(visible(line), file=sys.stderr)
+    return status
+
+
+def _in_words(error: BaseException) -> str:
+    """Returns an error's message in one line; of an OSError with the file first."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
+    """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
+    lines = [(main.__globals__.get("__doc__") or "").strip(), "", "Flags:"]
+    if config is not None:
+        lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
+    for name in sorted(set(flags.FLAGS) - _OTHERS):
+        flag = flags.FLAGS[name]
+        if not name.startswith("experimental_orbax"):
+            default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
+            lines.append(f"  --{name}: {flag.help.partition(';' + chr(10))[0]}{default}")
+    if config is not None:
+        config.load([argument for argument in arguments[1:] if argument not in HELP])
+        lines += ["", *config.describe()]
+    return "\n".join(lines)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Returns whether this process is the one that prints and writes."""
     return jax.process_index() == 0
 
 
+def is_plain() -> bool:
+    """Returns whether --plain asks for text without colours."""
+    return _PLAIN.value
+
+
 def make_console(**options: Any) -> Console:
-    return Console(quiet=not is_first(), **options)
+    """Returns where a command prints: without colours after --plain or NO_COLOR, and wide where no terminal is."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        options = {"width": WIDTH_OF_FILES, **options}
+    return Console(quiet=not is_first(), no_color=_PLAIN.value or None, highlight=False, **options)
+
+
+def show(tables: Sequence[report.Table], console: Console) -> None:
+    """Prints tables, as aligned text after --plain."""
+    report.show(tables, console, _PLAIN.value)
+
+
+@contextlib.contextmanager
+def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is going on while the block runs: a spinner on a terminal, a line now and then on stderr elsewhere.
+
+    Args:
+      doing: what is shown until the function that the block gets is called with something else.
+    """
+    start, now, ended = time.monotonic(), [doing], threading.Event()
+
+    def tell(show: Callable[[str], None], every: float) -> None:
+        while not ended.wait(every):
+            show(escape(f"{visible(now[0])}, {time.monotonic() - start:.0f} s"))
+
+    def say(text: str) -> None:
+        now[0] = text
+
+    with contextlib.ExitStack() as stack:
+        if console.is_terminal and not console.quiet:
+            show, every = stack.enter_context(console.status(doing)).update, 0.2
+        else:
+            show, every = Console(stderr=True, quiet=console.quiet, soft_wrap=True).print, SAY_EVERY_SECONDS
+        watcher = threading.Thread(target=tell, args=(show, every), daemon=True)
+        watcher.start()
+        try:
+            yield say
+        finally:
+            ended.set()
+            watcher.join()
+
+
+@contextlib.contextmanager
+def keeps(what: str) -> Iterator[None]:
+    """Lets an interrupt within the block say what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(what) from error
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turns what a damaged document leads to within the block into a ValueError that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} is damaged, or of another kind: {type(error).__name__} {error}") from error
+
+
+def visible(text: str) -> str:
+    """Returns ``text`` with its control characters as signs, so that no text can steer a terminal.
+
+    Line breaks and tabs stay. Others below 32 become the signs of U+2400; the rest, and the marks that turn the
+    direction of writing, become their number.
+    """
+    return "".join(_sign(character) for character in text)
+
+
+_TURNS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
+
+
+def _sign(character: str) -> str:
+    code = ord(character)
+    if code < 32 and character not in "\n\t":
+        return chr(0x2400 + code)
+    if 127 <= code < 160 or character in _TURNS:
+        return f"<U+{code:04X}>"
+    return character
 
 
 def command() -> str:
-    """As it was typed."""
+    """Returns the command line as it was typed."""
     return shlex.join(["python", *sys.argv])
 
 
 def check_output(path: str | None, flag: str = "output") -> None:
-    """Refuses a place that cannot be written, or is a folder: now, not after an hour of measuring.
+    """Refuses a place that cannot be written: now, not after an hour of measuring.
 
     Raises:
-      ValueError: with the reason.
+      ValueError: with the reason: a folder, a pipe, a place where nothing may be written.
     """
-    if path and is_first():
-        if storage.place(path).is_dir():
-            raise ValueError(f"--{flag}={path} is a folder: name a file in it")
-        probe = f"{path}.probe"
-        try:
-            storage.write(probe, "")
-            storage.place(probe).unlink()
-        except OSError as error:
-            raise ValueError(f"--{flag}={path} cannot be written: {error}") from error
+    if not path or not is_first() or storage.is_stream(path):
+        return
+    if storage.place(path).is_dir():
+        raise ValueError(f"--{flag}={path} is a folder: name a file in it")
+    probe = f"{path}.probe"
+    try:
+        storage.check_regular(path)
+        storage.write(probe, " ")
+        storage.place(probe).unlink()
+    except OSError as error:
+        raise ValueError(f"--{flag}={path} cannot be written: {_in_words(error)}") from error
 
 
 def write_result(path: str | None, document: dict, console: Console) -> None:
-    """As JSON, with the command and the environment in front; once, whatever the number of processes."""
+    """Writes a result as JSON, after the command and the environment; once, whatever the number of processes."""
     if path and is_first():
         report.write_json(path, {"command": command(), "environment": report.environment()} | document)
-        console.print(f"\nwritten to {path}", soft_wrap=True)
+        if not storage.is_stream(path):
+            console.print(f"\nwritten to {path}", soft_wrap=True, markup=False)

@@ -1,9 +1,10 @@
-"""From a configuration to objects. Beyond this file there is no ConfigDict and no choice by name."""
+"""Turns a configuration into objects. Beyond this folder there is no ConfigDict and no choice by name."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,16 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
+import entry
+from config_file import require
 from specsamp import storage
 from specsamp.analysis.decoder import Workload
+from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.checkpoints.architectures import config_of
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.decoding.checks import integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -44,9 +51,13 @@ DRAFTERS = {
 }
 
 
+_WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
+EXPERIMENT_FIELDS = ("rule", "drafter", "draft_length", "sampling", "mesh", *_WORKLOAD)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Experiment:
-    """What a configuration such as configs/random_pair.py describes."""
+    """Holds what a configuration such as configs/random_pair.py describes."""
 
     pair: Pair
     pair_name: str | None  # None: random parameters
@@ -58,7 +69,7 @@ class Experiment:
 
 
 def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = None) -> Experiment:
-    """Loads the pair, or makes one with random parameters, and checks every field.
+    """Checks every field, then loads the pair, or makes one with random parameters.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
@@ -68,12 +79,20 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
       FileNotFoundError: there is no such pair.
     """
+    require(config, EXPERIMENT_FIELDS, "this command")
     rule = choose("rule", config.rule, RULES)()
-    choose("drafter", config.drafter, DRAFTERS)  # before models are made
+    choose("drafter", config.drafter, DRAFTERS)
     sampling = make_sampling(config.sampling)
+    if config.get("draft_temperature") is not None:
+        temperature(config.draft_temperature)
+    if config.get("synthetic_acceptance") is not None:
+        SyntheticAcceptance(rule, config.synthetic_acceptance)
+    integer("seed", config.seed, 0, 2**32)
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
+    for side, model in known_models(config).items():
+        check_positions(side, model, workload, config.draft_length)
     name = config.get("pair")
     if "hugging_face" in config:
         pair = read_public_pair(config, mesh)
@@ -110,14 +129,16 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
 
 
 def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
-    """That of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
+    """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
     last = [0]
 
     def progress(name: str, done: int, total: int) -> None:
         if done // 1e9 != last[0] or done == total:
             last[0] = done // 1e9
-            console.print(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}", style="dim")
+            console.print(
+                entry.visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False
+            )
 
     return read_pair(
         config.hugging_face.target,
@@ -126,11 +147,45 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
         mesh=mesh,
         draft_model_parallelism=draft_model_parallelism(config),
         progress=progress,
-        say=console.print,
+        say=lambda text: console.print(entry.visible(text), markup=False, soft_wrap=True),
     )
 
 
-_WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
+def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
+    """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
+    if "hugging_face" not in config:
+        return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
+    models = {}
+    for side in ("target", "draft"):
+        name = config.hugging_face[side]
+        if (path := pathlib.Path(name, "config.json")).is_file():
+            shape = config_of(name, storage.read_json(path), config.hugging_face.dtype)[1]
+        elif name in CONFIGS:
+            shape = published_config(name, config.hugging_face.dtype)
+        else:
+            continue
+        models[side] = TransformerLM(shape)
+    return models
+
+
+def check_positions(side: str, model: TransformerLM, workload: Workload, draft_length: int) -> None:
+    """Refuses a workload that is too long for a model, before its weights are read.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    if model.max_positions is None:
+        return
+    if workload.longest > model.max_positions:
+        raise ValueError(
+            f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
+            f"{workload.longest} positions, but the {side} has {model.max_positions}"
+        )
+    if draft_length >= model.max_positions:
+        raise ValueError(
+            f"draft_length {draft_length} must be below the {side}'s {model.max_positions} positions: a few drafted "
+            "tokens pay, such as 4"
+        )
 
 
 def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
@@ -150,7 +205,7 @@ def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
 
 
 def make_sampling(fields: ConfigDict) -> Warp:
-    """The warp; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
+    """Returns the warp; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
     if fields.temperature == 0:
         return greedy()
     filters = [make(fields[name]) for name, make, off in _FILTERS if fields[name] != off]
@@ -161,11 +216,15 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
-    """Three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
+    """Returns three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
     pair, work = experiment.pair, experiment.workload
 
     def count(model):
-        return f"{models.human_count(model.config.num_parameters)} parameters"
+        stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
+        told = f"{models.human_count(stored)} parameters"
+        if looked_up:
+            told += f" (a step streams {models.human_count(stored - looked_up)}: the rest are tables of n-grams)"
+        return told
 
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
     random = (
@@ -183,6 +242,11 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     )
 
 
+def looked_up_parameters(config: models.TransformerConfig) -> int:
+    """Returns how many parameters are tables of n-grams, of which a step reads a few rows."""
+    return config.num_ngram_tables * config.ngram_rows * config.width
+
+
 def bare_pair(
     target: TransformerLM,
     draft: TransformerLM,
@@ -192,9 +256,9 @@ def bare_pair(
     draft_model_parallelism: int | None = None,
     runs: tuple[str, str] = ("", ""),
 ) -> Pair:
-    """Two models without a tokenizer, their parameters of training runs, or random where a name is empty.
+    """Makes a pair without a tokenizer, its parameters of training runs, or random where a name is empty.
 
-    In the compute dtype and where they belong from the start: a large model fits nowhere else.
+    They are in the compute dtype and where they belong from the start: a large model fits nowhere else.
     """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
@@ -217,7 +281,7 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
 
 
 def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
-    """Of the last checkpoint of a training run, whatever the mesh it was saved from."""
+    """Reads the parameters of the last checkpoint of a training run, whatever the mesh it was saved from."""
     place = storage.place(folder) / "checkpoints"
     if not place.exists():
         raise FileNotFoundError(f"no training run at {folder!r}: it has no checkpoints")
@@ -226,22 +290,24 @@ def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
 
 
 def config_mesh(config: ConfigDict) -> Mesh | None:
-    """The mesh of ``config.mesh`` over all devices of all processes; None for a single device.
+    """Returns the mesh of ``config.mesh`` over all devices of all processes; None for a single device.
 
     Raises:
       ValueError: it does not match the devices, with both numbers.
     """
+    require(config, EXPERIMENT_FIELDS, "this command")
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         return None
     return make_mesh(config.mesh.data, config.mesh.model, **mesh_parts(config))
 
 
 def config_replica(config: ConfigDict) -> Replica:
-    """The mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models.
+    """Returns the mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models.
 
     Raises:
       ValueError: a single process whose mesh does not match its devices, or a model axis that does not divide.
     """
+    require(config, EXPERIMENT_FIELDS, "this command")
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         one = make_mesh(1, 1, devices=jax.devices()[:1])
         return Replica(mesh=one, index=0, count=1)
@@ -251,7 +317,7 @@ def config_replica(config: ConfigDict) -> Replica:
 
 
 def mesh_parts(config: ConfigDict) -> dict[str, int | None]:
-    """What the model axis of the mesh may be made of, see `make_mesh`."""
+    """Returns what the model axis of the mesh may be made of, see `make_mesh`."""
     rows = config.get("batch", 1) // max(config.mesh.data, 1)  # 0 is refused with the mesh
     return {
         "draft_model_parallelism": draft_model_parallelism(config),
@@ -265,14 +331,14 @@ def draft_model_parallelism(config: ConfigDict) -> int | None:
 
 
 def num_kv_heads(config: ConfigDict) -> int | None:
-    """Of the target, where the configuration says it."""
+    """Returns the kv heads of the target, where the configuration says them."""
     if "hugging_face" in config:
         return config.mesh.num_kv_heads or None
     return make_model(config.target).config.num_kv_heads if "target" in config else None
 
 
 def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
-    """``known[name]``.
+    """Returns ``known[name]``.
 
     Raises:
       ValueError: there is no such name; the message lists those there are.
@@ -283,7 +349,7 @@ def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
 
 
 def refuse(config: ConfigDict, *names: str) -> None:
-    """Fields that a script does not heed must not be set.
+    """Refuses fields that a command does not heed.
 
     Raises:
       ValueError: one is.

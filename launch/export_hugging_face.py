@@ -4,8 +4,6 @@ python launch/export_hugging_face.py --run=runs/target --output=exported/target
 python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
 """
 
-import sys
-
 from absl import flags
 
 import entry
@@ -22,28 +20,24 @@ _OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://."
 
 def main() -> None:
     if (_RUN.value is None) == (_PAIR.value is None):
-        sys.exit("give either --run or --pair")
-    try:
-        if _RUN.value is not None:
-            trained = open_trained(_RUN.value)
-            config, params = trained.config, trained.params
-            if "data" not in trained.run_config():
-                raise ValueError(f"--run={_RUN.value} was converted from a public checkpoint: export that one's folder")
+        raise ValueError("give either --run or --pair")
+    if _RUN.value is not None:
+        trained = open_trained(_RUN.value)
+        config, params = trained.config, trained.params
+        if "data" not in trained.run_config():
+            raise ValueError(f"--run={_RUN.value} was converted from a public checkpoint: export that one's folder")
+        with entry.reading(f"{_RUN.value}/run.json"):
             eos = trained.run_config()["data"]["eos"]
-            tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
-        else:
-            pair = load_pair(_PAIR.value)
-            model, params, tokenizer = (
-                getattr(pair, _SIDE.value),
-                getattr(pair, f"{_SIDE.value}_params"),
-                pair.tokenizer,
-            )
-            config = model.config
-        export(_OUTPUT.value, config, params, tokenizer)
-    except KeyError as error:
-        sys.exit(f"{_RUN.value}/run.json does not say {error}: launch/train.py did not write it")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+        tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
+    else:
+        pair = load_pair(_PAIR.value)
+        model, params, tokenizer = (
+            getattr(pair, _SIDE.value),
+            getattr(pair, f"{_SIDE.value}_params"),
+            pair.tokenizer,
+        )
+        config = model.config
+    export(_OUTPUT.value, config, params, tokenizer)
     print(f"written to {_OUTPUT.value}")
 
 

@@ -5,7 +5,6 @@ python launch/export_pair.py --target=runs/target --draft=runs/draft --output=ru
 
 import json
 import pathlib
-import sys
 
 from absl import flags
 from rich.console import Console
@@ -28,13 +27,9 @@ MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
+    console = entry.make_console()
+    with entry.reading(f"the JSON of {_TARGET.value} or {_DRAFT.value}"):
         export(_TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console)
-    except KeyError as error:
-        sys.exit(f"{_TARGET.value} or {_DRAFT.value} lacks {error} in its JSON files: launch/train.py did not write it")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
 
 
 def export(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
@@ -96,7 +91,7 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
             ),
         }
 
-    with console.status("measuring on held-out text"):
+    with entry.progress(console, "measuring on held-out text"):
         measured = {
             "float32": measure(target.params, draft.params),
             "int8": measure(stored.target_params, stored.draft_params),

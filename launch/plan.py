@@ -1,4 +1,4 @@
-"""Whether speculation pays, and with which K: from acceptance and costs, without decoding anything.
+"""Forecasts whether speculation pays, and with which K: from acceptance and costs, without decoding anything.
 
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
@@ -11,15 +11,14 @@ number of accepted tokens (0, 1, ..., K). Costs are milliseconds per call, what 
 a roofline of the configuration's models on a chip. What launch/benchmark.py or launch/sweep.py measured gives both.
 """
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from rich.console import Console
 
 import entry
+from config_file import ConfigFlag
 from experiment import make_model
 from specsamp import storage
 from specsamp.analysis import grid, report
@@ -29,30 +28,61 @@ from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.roofline import Model, Roofline
 from specsamp.tpu.topology import CHIPS
 
-_ACCEPTANCE = flags.DEFINE_float("acceptance", None, "Chance of every drafted token.")
-_BY_POSITION = flags.DEFINE_list("by_position", None, "Chances by drafted position; the last one holds on.")
-_HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted tokens, 0 .. K.")
-_TARGET_MS = flags.DEFINE_float("target_ms", None, "Of a call of the target, at the batch and context that are meant.")
-_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Of a call of the draft, likewise.")
-_COMPILE_REPORT = flags.DEFINE_string("compile_report", None, "JSON of launch/compile_report.py.")
-_LATENCY = flags.DEFINE_float(
-    "latency_us", None, "Of a collective, with --compile_report; default: calibrated.", lower_bound=0
+_ACCEPTANCE = flags.DEFINE_float(
+    "acceptance", None, "The chance that a drafted token is accepted, from 0 to 1, the same at every position."
 )
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/chinchilla.py", "Models, with --chip.", lock_config=True)
-_CHIP = flags.DEFINE_enum("chip", None, sorted(CHIPS), "For a roofline.")
-_DEVICES = flags.DEFINE_integer("devices", 1, "Chips that hold the models together, with --chip.", lower_bound=1)
-_CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant time of a call, with --chip.", lower_bound=0)
-_MEASURED = flags.DEFINE_string("measured", None, "JSON of launch/benchmark.py: costs, and acceptance if none is given")
-_RULE = flags.DEFINE_string("rule", "token", "Cells to take, with --measured.")
-_DRAFTER = flags.DEFINE_string("drafter", "model", "Cells to take, with --measured.")
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "Cells to take, with --measured; needed if there are several.")
-_SYNTHETIC = flags.DEFINE_bool("synthetic", False, "With --measured, cells of made-up acceptance: costs alone.")
-_BATCH = flags.DEFINE_multi_integer("batch", [1], "Rows decoded together; may be repeated.", lower_bound=1)
-_CONTEXT = flags.DEFINE_multi_integer("context", [], "Slots of the caches; may be repeated.", lower_bound=1)
-_NEW_TOKENS = flags.DEFINE_integer("new_tokens", None, "Of every row; default: rows never end.", lower_bound=1)
-_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+_BY_POSITION = flags.DEFINE_list(
+    "by_position",
+    None,
+    "The chances that drafted tokens are accepted, by position, as 0.85,0.8; the last one holds on.",
+)
+_HISTOGRAM = flags.DEFINE_list(
+    "histogram", None, "Counts of rounds by the number of accepted tokens, 0 to K, as 40,25,15,20."
+)
+_TARGET_MS = flags.DEFINE_float(
+    "target_ms", None, "Milliseconds of a call of the target, at the batch and context that are meant."
+)
+_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Milliseconds of a call of the draft, at the same batch and context.")
+_COMPILE_REPORT = flags.DEFINE_string(
+    "compile_report", None, "Take costs from this file, which launch/compile_report.py wrote."
+)
+_LATENCY = flags.DEFINE_float(
+    "latency_us",
+    None,
+    "Microseconds that a collective waits, for --compile_report; by default the calibrated ones.",
+    lower_bound=0,
+)
+_CONFIG = ConfigFlag("configs/chinchilla.py")
+_CHIP = flags.DEFINE_enum(
+    "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
+)
+_DEVICES = flags.DEFINE_integer(
+    "devices", 1, "How many chips hold the models together; goes with --chip.", lower_bound=1
+)
+_CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant milliseconds of every call; goes with --chip.", lower_bound=0)
+_MEASURED = flags.DEFINE_string(
+    "measured", None, "Take costs, and acceptance if none is given, from this file of launch/benchmark.py."
+)
+_RULE = flags.DEFINE_string("rule", "token", "Take measured cells of this acceptance rule; goes with --measured.")
+_DRAFTER = flags.DEFINE_string("drafter", "model", "Take measured cells of this drafter; goes with --measured.")
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature", None, "Take measured cells of this temperature, needed if there are several; goes with --measured."
+)
+_SYNTHETIC = flags.DEFINE_bool(
+    "synthetic", False, "Take the costs of cells of made-up acceptance; goes with --measured."
+)
+_BATCH = flags.DEFINE_multi_integer("batch", [1], "How many rows are decoded together; may be repeated.", lower_bound=1)
+_CONTEXT = flags.DEFINE_multi_integer(
+    "context",
+    [],
+    "How many slots the caches have; goes with --chip or --compile_report; may be repeated.",
+    lower_bound=1,
+)
+_NEW_TOKENS = flags.DEFINE_integer(
+    "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1
+)
+_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
+_OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
 MIRRORED = (
@@ -62,28 +92,25 @@ MIRRORED = (
 
 
 def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
-    try:
-        entry.check_output(_OUTPUT.value)
-        cells = measured_cells() if _MEASURED.value else []
-        if cells and _CONTEXT.value:
-            raise ValueError("--context: measured cells know the context they were measured in: leave it out")
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    check_heeded()
+    with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
+        cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs = acceptance(cells), round_costs(cells)
-        plans = [
-            make_plan(
-                accepted,
-                costs,
-                draft_lengths=range(_LONGEST.value + 1),
-                batch=batch,
-                context=context,
-                new_tokens=_NEW_TOKENS.value,
-            )
-            for context in _CONTEXT.value or [None]
-            for batch in _BATCH.value
-        ]
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
-    report.show([plan_table(plan) for plan in plans], console, _PLAIN.value)
+    plans = [
+        make_plan(
+            accepted,
+            costs,
+            draft_lengths=range(_LONGEST.value + 1),
+            batch=batch,
+            context=context,
+            new_tokens=_NEW_TOKENS.value,
+        )
+        for context in _CONTEXT.value or [None]
+        for batch in _BATCH.value
+    ]
+    entry.show([plan_table(plan) for plan in plans], console)
     if cells and _NEW_TOKENS.value and max(_BATCH.value) > 1:
         console.print("Measured cells count all texts together: where they differ, the slowest row takes longer.")
     for plan in plans:
@@ -96,8 +123,32 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def measured_cells() -> list[Mapping[str, Any]]:
-    """Those of one rule, drafter and distribution; a draft with a temperature of its own is another drafter."""
+GOES_WITH = {
+    "context": ("chip", "compile_report"),
+    "devices": ("chip",),
+    "call_ms": ("chip",),
+    "latency_us": ("compile_report",),
+    **dict.fromkeys(("rule", "drafter", "temperature", "synthetic"), ("measured",)),
+}
+
+
+def check_heeded() -> None:
+    """Refuses a flag that goes with another way of giving costs.
+
+    Raises:
+      ValueError: with both flags.
+    """
+    for name, others in GOES_WITH.items():
+        if flags.FLAGS[name].present and all(flags.FLAGS[other].value is None for other in others):
+            others = " or ".join(f"--{other}" for other in others)
+            raise ValueError(f"--{name} would not be heeded: it goes with {others}")
+
+
+def measured_cells(console: Console) -> list[Mapping[str, Any]]:
+    """Reads the cells of one rule, drafter and distribution, and says where they were measured.
+
+    A draft with a temperature of its own is another drafter.
+    """
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None}
     if _TEMPERATURE.value is not None:
         wanted["temperature"] = _TEMPERATURE.value
@@ -108,23 +159,20 @@ def measured_cells() -> list[Mapping[str, Any]]:
     def fits(cell):
         return cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
 
-    cells = [cell for cell in grid.chosen(grid.read_document(_MEASURED.value)["cells"], **wanted) if fits(cell)]
+    document = grid.read_document(_MEASURED.value)
+    console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
+    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell)]
     laws = sorted({grid.law_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if len(laws) != 1:
         known = "; ".join(laws) or "none"
-        raise ValueError(f"--measured: choose cells of one law with --temperature; {_MEASURED.value} has {known}")
+        raise ValueError(
+            f"--measured: choose cells of one distribution with --temperature; {_MEASURED.value} has {known}"
+        )
     return [cell for cell in cells if grid.law_of(cell["key"]) == laws[0] or _SYNTHETIC.value]
 
 
-def read_json(path: str) -> dict[str, Any]:
-    try:
-        document = json.loads(storage.place(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    return document if isinstance(document, dict) else {}
-
-
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
+    """Returns the acceptance that the flags give, or that of the measured cells."""
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
     if not given and cells and not _SYNTHETIC.value:
         return grid.measured_acceptance(cells)
@@ -138,6 +186,7 @@ def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
 
 
 def numbers(flag: str, texts: list[str], kind: type) -> list:
+    """Returns the values of a list, each as ``kind``."""
     try:
         return [kind(text) for text in texts]
     except ValueError as error:
@@ -145,6 +194,7 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 
 def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
+    """Returns what rounds cost by the one way that the flags give."""
     calls = (_TARGET_MS.value, _DRAFT_MS.value)
     given = [calls != (None, None), _COMPILE_REPORT.value is not None, _CHIP.value is not None, bool(cells)]
     if sum(given) != 1 or None in calls and given[0]:
@@ -156,7 +206,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if given[0]:
         return PerCall(*calls)
     if given[1]:
-        return compiled_costs(read_json(_COMPILE_REPORT.value).get("report", {}), _LATENCY.value)
+        return compiled_costs(storage.read_json(_COMPILE_REPORT.value)["report"], _LATENCY.value)
     config = _CONFIG.value
     if "target" not in config:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
@@ -173,7 +223,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
 
 
 def roofline_model(config) -> Model:
-    """All parameters are streamed, in the compute dtype."""
+    """Returns a model for the roofline: all its parameters are streamed, in the compute dtype."""
     return Model(
         weight_bytes=config.num_parameters * config.compute_dtype.itemsize,
         parameters=config.num_parameters,
@@ -211,9 +261,12 @@ def plan_table(plan: Plan) -> report.Table:
 
 
 def block_mirrored(draft_length: int) -> float:
-    """Tokens per round where the rule gains much, though not all that it could; see `mirrored_block_survival`."""
+    """Returns the tokens per round where the block rule gains much, though not all that it could.
+
+    See `mirrored_block_survival`.
+    """
     return 1 + float(mirrored_block_survival(_ACCEPTANCE.value, draft_length).sum())
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

@@ -9,16 +9,16 @@ refused.
 Exit status: 0, all completions are counted; 2, the configuration or the output cannot be used (stderr says why).
 """
 
-import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 import entry
+from config_file import ConfigFlag
 from experiment import Experiment, build, config_replica, headline
 from specsamp import generate
 from specsamp.analysis import report
@@ -26,7 +26,7 @@ from specsamp.analysis.grid import Results
 from specsamp.evaluation.python_syntax import parses
 from specsamp.mesh.distributed import Replica, gather_objects
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_CONFIG = ConfigFlag("configs/trained_pair.py")
 _COMPLETIONS = flags.DEFINE_integer(
     "completions",
     200,
@@ -40,42 +40,35 @@ _ROWS = flags.DEFINE_integer(
     "memory. A prompt's completions are never divided.",
     lower_bound=1,
 )
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the result. By default nothing is written.")
-
-UNUSABLE = 2
+_OUTPUT = entry.define_output()
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
+    console = entry.make_console()
     config = _CONFIG.value
-    try:
-        entry.check_output(_OUTPUT.value)
-        replica = config_replica(config)
-        experiment = build(config, mesh=None if replica.mesh.size == 1 else replica.mesh)
-        if experiment.pair.tokenizer is None:
-            raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
-        per_prompt = -(-_COMPLETIONS.value // len(experiment.workload.prompts))
-        results = Results.open(
-            _OUTPUT.value,
-            identity_of(config, experiment, per_prompt),
-            say=lambda text: console.print(text, style="yellow", soft_wrap=True),
-        )
-    except (ValueError, FileNotFoundError) as error:
-        print(f"nothing was completed: {error}", file=sys.stderr)
-        sys.exit(UNUSABLE)
+    entry.check_output(_OUTPUT.value)
+    replica = config_replica(config)
+    experiment = build(config, mesh=None if replica.mesh.size == 1 else replica.mesh)
+    if experiment.pair.tokenizer is None:
+        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     num_prompts = len(experiment.workload.prompts)
+    per_prompt = -(-_COMPLETIONS.value // num_prompts)
+    results = Results.open(
+        _OUTPUT.value,
+        identity_of(config, experiment, per_prompt),
+        say=lambda text: console.print(text, style="yellow", soft_wrap=True),
+    )
     console.print(headline(experiment, task=f"{per_prompt} completions of each of {num_prompts} prompts"))
     if results.cells:
         told = (
             f"{len(results.cells)} of {num_prompts} prompts are in {_OUTPUT.value} already and are not completed again"
         )
-        console.print(told, soft_wrap=True)
-    try:
-        with console.status("completing") as status:
-            complete(config, experiment, replica, per_prompt, results, say=status.update)
-    except KeyboardInterrupt:
-        kept = f"{len(results.cells)} prompts are kept in {_OUTPUT.value}: the same command goes on"
-        sys.exit(f"interrupted; {kept if _OUTPUT.value else 'nothing is kept without --output'}")
+        console.print(told, soft_wrap=True, markup=False)
+    kept = "nothing is kept without --output"
+    if _OUTPUT.value:
+        kept = f"what was counted is kept in {_OUTPUT.value}, and the same command goes on"
+    with entry.keeps(kept), entry.progress(console, "completing") as say:
+        complete(config, experiment, replica, per_prompt, results, say)
     found = summary(config, results, experiment, per_prompt)
     console.print(f"{found['parse']} of {found['completions']} completions parse: {found['share']:.1%}")
     if _OUTPUT.value:
@@ -155,4 +148,4 @@ def complete(
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

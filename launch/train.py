@@ -5,7 +5,6 @@ python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draf
 """
 
 import os
-import sys
 
 import jax
 import numpy as np
@@ -13,10 +12,11 @@ from absl import flags
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
+from config_file import ConfigFlag
 from specsamp import storage
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -42,15 +42,12 @@ from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/python_pair.py:tiny_target", lock_config=True)
+_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
 
 
 def main() -> None:
-    try:
-        start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        sys.exit(str(error))
+    start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
 
 
 def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
@@ -267,4 +264,4 @@ def mixed_temperatures(fields: ConfigDict) -> list[float]:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
-import tempfile
+import secrets
+import stat
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -15,7 +20,7 @@ BUCKETS = tuple(LIBRARIES)
 
 
 def place(path: str | os.PathLike) -> epath.Path:
-    """A path of either kind; ``~`` is the user's home.
+    """Returns ``path`` as a path on a disk or in a bucket; ``~`` is the user's home.
 
     Raises:
       ValueError: a scheme that is not known, or whose library is not installed.
@@ -34,23 +39,109 @@ def place(path: str | os.PathLike) -> epath.Path:
     return epath.Path(text)
 
 
-def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """All of it or nothing, creating the folder: a reader, or a crash, never sees half a file."""
+def is_stream(path: str | os.PathLike) -> bool:
+    """Returns whether ``path`` is a device such as /dev/null or an open stream such as /dev/stdout.
+
+    Such a path is written to directly, and nothing is ever read from it.
+    """
+    text = os.fspath(path)
+    if text.startswith(BUCKETS):
+        return False
+    text = os.path.abspath(os.path.expanduser(text))
+    if text in ("/dev/stdout", "/dev/stderr") or text.startswith(("/dev/fd/", "/proc/self/fd/")):
+        return True
+    try:
+        return stat.S_ISCHR(os.stat(text).st_mode)
+    except OSError:
+        return False
+
+
+def check_regular(path: str | os.PathLike) -> None:
+    """Refuses to replace what exists and is no regular file: a folder, a pipe, a socket or a block device.
+
+    Raises:
+      IsADirectoryError, OSError: with the path and what it is.
+    """
     path = place(path)
+    if os.fspath(path).startswith(BUCKETS) or not os.path.exists(path):
+        return
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder: name a file in it", os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file and is left alone: choose another", os.fspath(path))
+
+
+def write(path: str | os.PathLike, content: str | bytes) -> None:
+    """Writes all of ``content`` or nothing, creating the folder: a reader, or a crash, never sees half a file.
+
+    A new file gets the permissions that the umask leaves, one that is replaced keeps its own. A symbolic link stays,
+    its target is replaced. A device or a stream, see `is_stream`, is written to as it is.
+
+    Raises:
+      OSError: it cannot be written, or something is there that is no regular file.
+    """
     content = content.encode() if isinstance(content, str) else content
+    if is_stream(path):
+        with open(os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(content)
+        return
+    path = place(path)
     if os.fspath(path).startswith(BUCKETS):
         path.write_bytes(content)  # an object appears when it is complete
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    check_regular(path)
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, 0o644)  # temporary files are private
-        os.replace(temporary, path)
+        if os.path.exists(target):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike) -> Iterator[None]:
+    """Holds a lock on ``path`` while the block runs: another process that asks for it waits.
+
+    The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one machine, and on
+    shared disks that know ``flock``. A bucket and a stream have no lock: there, of two writers the last one wins.
+    """
+    if is_stream(path) or os.fspath(place(path)).startswith(BUCKETS):
+        yield
+        return
+    folder, name = os.path.split(os.path.realpath(place(path)))
+    os.makedirs(folder, exist_ok=True)
+    lock = os.path.join(folder, f".{name[:100]}.lock")
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if _is_open_file(lock, handle):
+                break
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # the one who held it before has removed it
+    try:
+        yield
+    finally:
+        os.unlink(lock)
+        os.close(handle)
+
+
+def _is_open_file(path: str, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def is_regular_file(path: str | os.PathLike) -> bool:
@@ -59,28 +150,51 @@ def is_regular_file(path: str | os.PathLike) -> bool:
     return path.is_file() if os.fspath(path).startswith(BUCKETS) else os.path.isfile(path)
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """Returns the JSON object that a file holds.
+def read_text(path: str | os.PathLike) -> str:
+    """Returns the text of a file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no regular file (a pipe would be waited for), or holds no JSON object in UTF-8, or one that is
-        nested too deep to be read.
+      ValueError: it is no regular file (a pipe would be waited for), or is not UTF-8; the message names it.
     """
     path = place(path)
     if path.exists() and not is_regular_file(path):
         raise ValueError(f"{path} is no regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of the first kind are wrong UTF-8, wrong JSON and endless numbers
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start})") from error
+
+
+def read_json_value(path: str | os.PathLike) -> Any:
+    """Returns what a JSON file holds: an object, a list or anything else.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: as `read_text`, or it holds no JSON, or one that is nested too deep to be read.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # of the first kind are wrong JSON and endless numbers
+        raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Returns the JSON object that a file holds.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: as `read_json_value`, or it holds something else than an object.
+    """
+    content = read_json_value(path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ValueError(f"{os.fspath(path)} is no JSON object")
     return content
 
 
 class Lines:
-    """A growing text file; in a bucket it is written anew with every line."""
+    """Keeps a text file that grows line by line; in a bucket it is written anew with every line."""
 
     def __init__(self, path: Any, lines: list[str]):
         self._path, self._lines = place(path), list(lines)

@@ -1,9 +1,11 @@
 """The launch boundary: what is wrong in a configuration is named, and the demo runs without compiling."""
 
+import importlib
 import json
 import os
 import sys
 
+import jax
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -14,7 +16,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from support.run_script import ROOT, run, save_tiny_pair
+from support.run_script import ROOT, call, save_tiny_pair
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -111,7 +113,8 @@ def test_every_size_describes_a_pair(size):
 
 def test_the_demo_runs_without_jit():
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    done = run("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields, JAX_DISABLE_JIT="1")
+    with jax.disable_jit():
+        done = call("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields)
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" in done.stdout
@@ -121,15 +124,10 @@ def test_the_demo_shows_a_pair_with_a_single_prompt(tmp_path):
     """As one of a small corpus has it: once, not an error at the second."""
     save_tiny_pair(tmp_path, prompts=["def f"])
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    done = run(
-        "demo",
-        f"--config=configs/trained_pair.py:{tmp_path}",
-        "--passes=1",
-        "--plain",
-        *fields,
-        JAX_DISABLE_JIT="1",
-    )
+    with jax.disable_jit():
+        done = call("demo", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", *fields)
     assert done.returncode == 0, done.stderr
+    assert "⟦" in done.stdout and "\x1b" not in done.stdout  # no terminal: brackets instead of colours
     assert "greedy, speculative = autoregressive: 1 of 1 prompts, 2 tokens" in done.stdout
 
 
@@ -137,14 +135,14 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     output = tmp_path / "result.json"
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
     fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
-    done = run(
-        "benchmark",
-        "--config=configs/random_pair.py:tiny",
-        f"--output={output}",
-        "--plain",
-        *(f"--config.{name}={value}" for name, value in fields.items()),
-        JAX_DISABLE_JIT="1",
-    )
+    with jax.disable_jit():
+        done = call(
+            "benchmark",
+            "--config=configs/random_pair.py:tiny",
+            f"--output={output}",
+            "--plain",
+            *(f"--config.{name}={value}" for name, value in fields.items()),
+        )
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["result.json"]
     document = json.loads(output.read_text(encoding="utf-8"))
@@ -166,6 +164,42 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     ],
 )
 def test_a_wrong_configuration_ends_the_command_with_its_message(argument, message):
-    done = run("benchmark", "--config=configs/random_pair.py:tiny", argument)
-    assert done.returncode == 1
-    assert message in done.stderr and "Traceback" not in done.stderr
+    done = call("benchmark", "--config=configs/random_pair.py:tiny", argument)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--grid=draft_lenght=1"], "'draft_lenght' makes another pair"),
+        (["--grid=rule=lucky"], "no rule 'lucky'"),
+        (["--grid=sampling.top_p=0.0"], "top_p must lie in"),
+        (["--grid=draft_temperature=-1.0"], "temperature must be >= 0"),
+        (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be a chance"),
+        (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
+        (["--config.draft_length=4000"], "draft_length 4000 must be below the target's"),
+        (["--config.seed=4294967296"], "seed must be an integer >= 0 and below 4294967296"),
+        (["--memory", "--grid=draft_length=1"], "--memory has a grid of its own"),
+    ],
+)
+def test_what_is_wrong_is_found_before_weights_are_made(monkeypatch, arguments, message):
+    def never(*_, **__):
+        raise AssertionError("weights were made")
+
+    monkeypatch.setattr(importlib.import_module("experiment"), "bare_pair", never)
+    done = call("benchmark", "--config=configs/random_pair.py:tiny", *arguments)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--config.draft_temperature=0.5", "draft_temperature = 0.5 would not be heeded here"),
+        ("--config.synthetic_acceptance=0.7", "synthetic_acceptance = 0.7 would not be heeded here"),
+        ("--config.mesh.model=3", "3 "),
+        ("--config.mesh.data=0", "0"),
+    ],
+)
+def test_the_demo_heeds_or_refuses_what_is_set(argument, message):
+    done = call("demo", "--config=configs/random_pair.py:tiny", argument)
+    assert done.returncode == 2 and message in done.stderr, done.stderr

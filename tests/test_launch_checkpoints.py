@@ -12,7 +12,7 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.data import EOS, train_tokenizer
 from specsamp.training.run import open_trained
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import run
+from support.run_script import call
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +37,22 @@ def test_two_names_become_an_experiment(folder, capsys):
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
-    done = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
+    done = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
     target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
     assert target.config == CONFIG and "data" not in target.run_config()
     jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
-    again = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
-    assert again.returncode == 1 and "holds a model already: choose another folder" in again.stderr
+    again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    assert again.returncode == 2 and "holds a model already: choose another folder" in again.stderr
     (tmp_path / "orbax" / "run.json").unlink()
-    again = run("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
-    assert again.returncode == 1 and "a conversion that did not end: delete the folder" in again.stderr
+    again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    assert again.returncode == 2 and "a conversion that did not end: delete the folder" in again.stderr
 
 
 def test_exporting_the_shipped_target(tmp_path):
-    done = run("export_hugging_face", "--pair=python", f"--output={tmp_path}")
+    done = call("export_hugging_face", "--pair=python", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensors and checkpoint.config.activation == "gelu"

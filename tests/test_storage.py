@@ -1,6 +1,8 @@
 """Whole or not there at all, on a disk and in a bucket (whose library is stood in for: there is no network here)."""
 
 import os
+import stat
+import threading
 
 import fsspec
 import numpy as np
@@ -44,7 +46,83 @@ def test_a_file_is_written_with_its_folder(tmp_path):
     storage.write(tmp_path / "a" / "b.txt", b"new")
     assert (tmp_path / "a" / "b.txt").read_bytes() == b"new"
     assert os.listdir(tmp_path / "a") == ["b.txt"]
-    assert (tmp_path / "a" / "b.txt").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_a_new_file_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        storage.write(tmp_path / "new", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == mode
+
+
+def test_what_is_replaced_keeps_its_permissions_and_links_stay(tmp_path):
+    private, link = tmp_path / "private", tmp_path / "link"
+    private.write_text("old")
+    private.chmod(0o600)
+    link.symlink_to("private")
+    storage.write(link, "new")
+    assert link.is_symlink() and private.read_text() == "new"
+    assert private.stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(tmp_path)) == ["link", "private"]
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        storage.write(tmp_path / "pipe", "x")
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        storage.write(tmp_path, "x")
+    assert os.listdir(tmp_path) == ["pipe"] and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_devices_and_streams_are_written_to_directly(tmp_path):
+    storage.write("/dev/null", "x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    with pytest.raises(OSError, match="No space left"):
+        storage.write("/dev/full", "x")
+    reading, writing = os.pipe()
+    storage.write(f"/dev/fd/{writing}", "a document")
+    assert os.read(reading, 100) == b"a document"
+    os.close(reading)
+    os.close(writing)
+    assert storage.is_stream("/dev/stdout") and not storage.is_stream(tmp_path / "new")
+
+
+def test_a_lock_makes_the_second_writer_wait(tmp_path):
+    path = tmp_path / "counted"
+    storage.write(path, "0")
+
+    def add():
+        for _ in range(20):
+            with storage.locked(path):
+                count = int(path.read_text())
+                os.sched_yield()
+                storage.write(path, str(count + 1))
+
+    writers = [threading.Thread(target=add) for _ in range(3)]  # flock tells open files apart, not processes
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert path.read_text() == "60" and os.listdir(tmp_path) == ["counted"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "is no JSON"),
+        (b"\xff\xfe", "is no text in UTF-8"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[]", "is no JSON object"),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, content, message):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"x.json {message}"):
+        storage.read_json(tmp_path / "x.json")
 
 
 def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):

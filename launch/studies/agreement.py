@@ -8,16 +8,16 @@ four; the same command goes on where it was interrupted. The configuration's own
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 import _launch  # noqa: F401, the folder of entry
 import entry
 from cells import identity_of, read_prompts
+from config_file import ConfigFlag
 from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, headline, refuse
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report, tables
@@ -26,50 +26,43 @@ from specsamp.analysis.grid import Results, law_of, outcome_of
 from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
+_CONFIG = ConfigFlag("configs/trained_pair.py")
 _PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
 _FIT = flags.DEFINE_multi_integer("fit", [1, 4, 8], "K whose rounds are timed; may be repeated.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to forecast.", lower_bound=1)
 _BATCHES = flags.DEFINE_multi_integer("batch", [1, 8], "The smallest and largest to fit.", lower_bound=1)
 _CHECK_BATCH = flags.DEFINE_integer("check_batch", 4, "To forecast from them; 0 leaves that out.", lower_bound=0)
 _PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
+_OUTPUT = entry.define_output()
 
 ALLOWED = 0.10  # what the forecasts are meant to keep
 
 
 def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    console = entry.make_console()
     config = _CONFIG.value
-    try:
-        entry.check_output(_OUTPUT.value)
-        refuse(config, "draft_temperature", "synthetic_acceptance")
-        if config.drafter == "none":
-            raise ValueError("without a drafter there is nothing to forecast")
-        if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
-            raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
-        experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
-        choose("drafter", config.drafter, DRAFTERS)
-        if not experiment.workload.prompts:
-            raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
-        results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    entry.check_output(_OUTPUT.value)
+    refuse(config, "draft_temperature", "synthetic_acceptance")
+    if config.drafter == "none":
+        raise ValueError("without a drafter there is nothing to forecast")
+    if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
+        raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
+    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
+    choose("drafter", config.drafter, DRAFTERS)
+    if not experiment.workload.prompts:
+        raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
+    results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
     use_compilation_cache()
     console.print(headline(experiment, task(config, experiment)))
     laws = {"greedy": greedy(), law_in_words(config): experiment.sampling}
-    with console.status("starting") as status:
+    with entry.progress(console, "starting") as say:
         for (law, warp), batch in itertools.product(laws.items(), fit_batches()):
-            try:
-                found = compare(config, experiment, results, warp, {"law": law, "batch": batch}, status.update)
-            except ValueError as error:
-                sys.exit(str(error))
+            found = compare(config, experiment, results, warp, {"law": law, "batch": batch}, say)
             if isinstance(found, str):
                 console.print(found, soft_wrap=True)
             else:
                 table = tables.agreement_table(f"{law}, batch {batch}", found, ALLOWED)
-                report.show([table], console, _PLAIN.value)
+                entry.show([table], console)
     if _OUTPUT.value and entry.is_first():
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
 
@@ -140,4 +133,4 @@ def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

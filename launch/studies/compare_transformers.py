@@ -7,43 +7,38 @@ Their model has random weights: the time of a token does not depend on which one
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 
-import sys
 import time
 
 import numpy as np
 import torch
 import transformers
-from absl import flags
-from ml_collections import config_flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+from config_file import ConfigFlag
 from experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy
 from specsamp.analysis.decoder import decoders
 from specsamp.analysis.spread import Spread
 from specsamp.models.config import TransformerConfig
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/trained_pair.py", lock_config=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_OUTPUT = entry.define_output()
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
-        entry.check_output(_OUTPUT.value)
-        experiment = build(_CONFIG.value)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"--config: {error}")
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    experiment = build(_CONFIG.value)
     console.print(headline(experiment))
     work = experiment.workload
     if not work.prompts or work.batch != 1:
-        sys.exit("--config: compare a pair with prompts, at batch 1")
+        raise ValueError("--config: compare a pair with prompts, at batch 1")
     ours = decoders(experiment.pair, {"ours": (NoDrafter(), TokenRule())}, greedy(), work)["ours"]
     theirs = same_shape(experiment.pair.target.config)
     parameters, own = sum(p.numel() for p in theirs.parameters()), experiment.pair.target.config.num_parameters
     if abs(parameters - own) > own / 100:  # their norms have biases
-        sys.exit(f"--config: {own} parameters, but theirs of this shape has {parameters}: nothing to compare")
+        raise ValueError(f"--config: {own} parameters, but theirs of this shape has {parameters}: nothing to compare")
     ms: dict[str, list[float]] = {"ours": [], "transformers": []}
     for repeat in range(-1, work.repeats):  # the first one warms up
         prompt = work.prompts[max(repeat, 0) % len(work.prompts)]
@@ -101,4 +96,4 @@ def complete(model: transformers.Starcoder2ForCausalLM, prompt: tuple[int, ...],
 
 
 if __name__ == "__main__":
-    entry.run(main)
+    entry.run(main, _CONFIG)

@@ -12,9 +12,7 @@ to an hour on two cores; nothing runs on a TPU.
 
 import dataclasses
 import io
-import json
 import math
-import sys
 import time
 
 import jax
@@ -44,20 +42,19 @@ _OUTPUT = flags.DEFINE_string(
 _FIGURE = flags.DEFINE_string(
     "figure", None, f"PNG file for a figure of the answers, for {' and '.join(sorted(PICTURES))}."
 )
-_PLAIN = flags.DEFINE_bool("plain", False, "Print tables as plain text.")
 
 
 def main() -> None:
-    console = entry.make_console(no_color=_PLAIN.value, highlight=False)
+    console = entry.make_console()
+    if _FIGURE.value and _STUDY.value not in PICTURES:
+        raise ValueError(f"--study={_STUDY.value} has no figure; {', '.join(sorted(PICTURES))} have")
+    entry.check_output(_OUTPUT.value)
+    entry.check_output(_FIGURE.value, "figure")
+    document = read(_OUTPUT.value, _STUDY.value)
     try:
-        if _FIGURE.value and _STUDY.value not in PICTURES:
-            raise ValueError(f"--study={_STUDY.value} has no figure; {', '.join(sorted(PICTURES))} have")
-        entry.check_output(_OUTPUT.value)
-        entry.check_output(_FIGURE.value, "figure")
-        document = read(_OUTPUT.value, _STUDY.value)
         cells = STUDIES[_STUDY.value]()
-    except (ValueError, RuntimeError) as error:
-        sys.exit(str(error))
+    except RuntimeError as error:  # no libtpu
+        raise ValueError(str(error)) from error
     known = [cell["name"] for cell in document["cells"]]
     missing = [cell for cell in cells if cell.name not in known]
     with Progress(console=console, transient=True) as progress:
@@ -71,7 +68,7 @@ def main() -> None:
             document = head(_STUDY.value) | {"cells": answered}
             tables.write_json(_OUTPUT.value, document)
             progress.advance(task)
-    tables.show([table(document)], console, _PLAIN.value)
+    entry.show([table(document)], console)
     if _FIGURE.value:
         picture = io.BytesIO()
         PICTURES[_STUDY.value](document["cells"]).savefig(picture, format="png", dpi=140)
@@ -104,11 +101,11 @@ def read(path: str, study: str) -> dict:
         return (document["libtpu"], document["environment"]["jax"])
 
     try:
-        found = json.loads(place.read_text())
+        found = storage.read_json(path)
         names, asked = [cell["name"] for cell in found["cells"]], [cell.name for cell in STUDIES[study]()]
         complete = all(name in names for name in asked)  # then nothing is compiled
         same = found["study"] == study and (complete or versions(found) == versions(here))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no answers of a study ({error!r}): choose another --output") from error
     if not same:
         raise ValueError(

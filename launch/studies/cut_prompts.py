@@ -8,7 +8,6 @@ The files are those of the running Python, so the result depends on its version,
 import json
 import pathlib
 import platform
-import sys
 import sysconfig
 
 from absl import flags
@@ -27,17 +26,14 @@ _OUTPUT = flags.DEFINE_string("output", None, "Where to write them as JSON.", re
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
-        entry.check_output(_OUTPUT.value)
-        held_out = json.loads((pair_folder(_PAIR.value) / "prompts.json").read_text(encoding="utf-8"))["prompts"]
-        library = pathlib.Path(sysconfig.get_path("stdlib"))
-        files = sorted({prompt["file"] for prompt in held_out if (library / prompt["file"]).is_file()})
-        prompts = cut_prompts(
-            library, files, load_pair(_PAIR.value).tokenizer, _COUNT.value, longest=_LONGEST.value, seed=_SEED.value
-        )
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    held_out = json.loads((pair_folder(_PAIR.value) / "prompts.json").read_text(encoding="utf-8"))["prompts"]
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = sorted({prompt["file"] for prompt in held_out if (library / prompt["file"]).is_file()})
+    prompts = cut_prompts(
+        library, files, load_pair(_PAIR.value).tokenizer, _COUNT.value, longest=_LONGEST.value, seed=_SEED.value
+    )
     source = f"held-out files of the Python {platform.python_version()} standard library (PSF licence version 2)"
     document = {"command": entry.command(), "source": source, "prompts": prompts}
     storage.write(_OUTPUT.value, json.dumps(document, indent=1) + "\n")

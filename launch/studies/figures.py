@@ -8,9 +8,9 @@ Ours are lines, with quartiles; the points are those of Chen et al. Nothing is m
 
 import io
 import os
-import sys
 
 from absl import flags
+from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
 import entry
@@ -27,28 +27,33 @@ _LENGTHS = flags.DEFINE_multi_integer("draft_length", [], "K in the figure by ba
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
+    console = entry.make_console()
+    cells = [cell for path in _CELLS.value for cell in grid.read_document(path)["cells"]]
     try:
-        cells = [cell for path in _CELLS.value for cell in grid.read_document(path)["cells"]]
-        curves = figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
-        drawn = {"figure_1": figures.draw_paper(curves)}
-        wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
-        shown = [cell for cell in cells if wanted.items() <= cell["key"].items()]
-        shown = [cell for cell in shown if not _LENGTHS.value or cell["key"]["draft_length"] in _LENGTHS.value]
-        try:
-            drawn["speedup_by_batch"] = figures.draw_batches(figures.batch_curves(shown))
-        except ValueError as error:
-            console.print(f"speedup_by_batch is left out: {error}")
+        with entry.reading(" or ".join(_CELLS.value)):
+            drawn = draw(cells, console)
     except ModuleNotFoundError as error:
-        sys.exit(f"{error}: pip install -e .[figures]")
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        sys.exit(f"--cells: {type(error).__name__}: {error}")
+        raise ValueError(f"{error}: pip install -e .[figures]") from error
     for name, figure in drawn.items():
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=140)
         path = os.path.join(_OUTPUT.value, f"{name}.png")
         storage.write(path, picture.getvalue())
         console.print(f"written to {path}", soft_wrap=True)
+
+
+def draw(cells: list[dict], console: Console) -> dict:
+    """Returns the figures by name; one that these cells do not give is left out, and that is said."""
+    curves = figures.curves(cells, batch=_BATCH.value, rule=_RULE.value, drafter=_DRAFTER.value)
+    drawn = {"figure_1": figures.draw_paper(curves)}
+    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value}
+    shown = [cell for cell in cells if wanted.items() <= cell["key"].items()]
+    shown = [cell for cell in shown if not _LENGTHS.value or cell["key"]["draft_length"] in _LENGTHS.value]
+    try:
+        drawn["speedup_by_batch"] = figures.draw_batches(figures.batch_curves(shown))
+    except ValueError as error:
+        console.print(f"speedup_by_batch is left out: {error}")
+    return drawn
 
 
 if __name__ == "__main__":

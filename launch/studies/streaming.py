@@ -9,7 +9,6 @@ host's: what the process must hold is its part of the parameters, and the figure
 
 import json
 import pathlib
-import sys
 import tempfile
 import threading
 import time
@@ -38,21 +37,18 @@ _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A checkpoint to read; by 
 _GIGABYTES = flags.DEFINE_float("gigabytes", 3.0, "Size of the one that is made, in bfloat16.", lower_bound=0.01)
 _MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters together.", lower_bound=1)
 _CONVERT = flags.DEFINE_bool("convert", False, "Also write them as an Orbax folder and read that.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write the result as JSON; nothing is written by default.")
+_OUTPUT = entry.define_output()
 
 VOCABULARY, WIDTH = 32_000, 2048
 EVERY_SECONDS = 0.01
 
 
 def main() -> None:
-    console = entry.make_console(highlight=False)
-    try:
-        entry.check_output(_OUTPUT.value)
-        with tempfile.TemporaryDirectory() as folder:
-            place = _CHECKPOINT.value or make_checkpoint(pathlib.Path(folder) / "synthetic", console)
-            measured = measure(place, pathlib.Path(folder) / "converted")
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    with tempfile.TemporaryDirectory() as folder:
+        place = _CHECKPOINT.value or make_checkpoint(pathlib.Path(folder) / "synthetic", console)
+        measured = measure(place, pathlib.Path(folder) / "converted")
     for name, value in measured.items():
         console.print(f"{name:52} {value:8.1f} MB" if name.endswith("MB") else f"{name:52} {value}")
     entry.write_result(_OUTPUT.value, {"measured": measured}, console)

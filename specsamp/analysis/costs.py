@@ -136,7 +136,8 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
     """
     try:
         programs = tuple(Program(**entry) for entry in report["programs"])
-        compiled = Report(**{**report, "programs": programs})
+        fields = {_OLD_FIELDS.get(name, name): value for name, value in report.items()}
+        compiled = Report(**{**fields, "programs": programs})
         named = {name: compiled[name] for name in ("target step", "round")}
     except (KeyError, TypeError, StopIteration) as error:
         told = f"{type(error).__name__}: {error}"
@@ -154,6 +155,9 @@ def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> C
     return CostTable(
         rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
     )
+
+
+_OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
 
 
 def _between(name: str, value: int, known: dict[int, Any]) -> float:

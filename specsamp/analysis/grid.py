@@ -1,12 +1,12 @@
-"""Many cells, one file: what is measured is written at once, and a run that was interrupted goes on.
+"""Measures many cells into one file: each is written when it is done, and a run that was interrupted goes on.
 
     results = Results.open("results.json", {"pair": ..., "config": ...})
     measure_cells(pair, cells, results)
 
-A file belongs to one identity: pair, configuration, device. Cells are told apart by their key; a cell that is
+A file belongs to one identity: pair, configuration, device, machine. Cells are told apart by their key; a cell that is
 already there is not measured again, whatever run it comes from, so a grid may be measured in several runs, unless it
-is asked for: then it takes the place of the old one. A file that cannot be read is set aside under another name. A cell
-that runs out of memory is recorded as such.
+is asked for: then it takes the place of the old one. A damaged file whose name ends in .json is set aside under another
+name; any other file that holds no cells is refused and left alone. A cell that runs out of memory is recorded as such.
 """
 
 from __future__ import annotations
@@ -77,15 +77,30 @@ class Results:
         """
         identity = json.loads(report.to_json(identity))
         fresh = cls(path=path, document={"identity": identity, "cells": []})
-        if path is None or jax.process_index() or not storage.place(path).exists():
+        if path is None or jax.process_index() or storage.is_stream(path) or not storage.place(path).exists():
             return fresh  # the first process writes, and says to all which cells are missing
+        storage.check_regular(path)
+        if not (content := storage.place(path).read_bytes()).strip():
+            return fresh
+        try:
+            json.loads(content)
+        except (ValueError, RecursionError) as error:
+            if not os.fspath(path).endswith(".json"):
+                raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
+            say(f"{path} is no JSON that can be read: set aside as {set_aside(path)}")
+            return fresh
         try:
             document = read_document(path)
         except ValueError as error:
-            say(f"{error}: set aside as {set_aside(path)}")
-            return fresh
+            raise ValueError(f"{error}: it is left alone. Give another --output") from error
         known = document["identity"]
         there, here = _flat(known), _flat(identity)
+        if "machine" in identity and known.get("machine") != identity["machine"]:
+            theirs = "another machine" if "machine" in known else "a machine that they do not name"
+            raise ValueError(
+                f"{path} holds cells of {theirs}: their times are not those of this one, and the two are not mixed. "
+                "Give another --output"
+            )
         changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
         if changed:
             told = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
@@ -102,22 +117,29 @@ class Results:
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         """Keeps the cell, instead of one with its key, and writes all of them; ``header`` goes before.
 
-        What another run has added to the file since it was read is kept, too.
+        What another run has added to the file since it was read is kept, too: a lock keeps the two apart, on a local
+        disk. In a bucket there is no lock, and two runs that add in the same moment lose a cell: give each its file.
 
         Raises:
-          ValueError: the file has come to hold cells of another identity; it is left alone.
+          ValueError: the file has come to hold cells of another identity, or something else; it is left alone.
         """
-        identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
-        added = Results.open(self.path, identity).cells if writes else []
-
-        def name(one):
-            return json.dumps(one["key"], sort_keys=True)
-
+        identity = self.document["identity"]
         last = json.loads(report.to_json(cell))
-        cells = {name(one): one for one in [*self.cells, *added, last]}  # of equal keys the last
-        self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
-        if writes:
+
+        def keep(added):
+            cells = {_name(one): one for one in [*self.cells, *added, last]}  # of equal keys the last
+            self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
+
+        if self.path is None or jax.process_index():
+            keep([])
+            return
+        with storage.locked(self.path):
+            keep(Results.open(self.path, identity).cells)
             report.write_json(self.path, self.document)
+
+
+def _name(cell: Mapping[str, Any]) -> str:
+    return json.dumps(cell["key"], sort_keys=True)
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
@@ -128,14 +150,23 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
       FileNotFoundError: there is none.
     """
     try:
-        document = json.loads(storage.place(path).read_text())
+        document = storage.read_json(path)
         keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
         sound = all(isinstance(key, dict) and ended for key, ended in keys)
         if not (isinstance(document["identity"], dict) and sound):
-            raise ValueError("cells without key or result")
+            raise TypeError("cells without key or result")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
     return document
+
+
+def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
+    """Returns a line on where and when the cells of a document were measured, as far as it says."""
+    known = document.get("environment")
+    known = known if isinstance(known, Mapping) else {}
+    names = {"cpu": "{}", "device_kind": "{}", "cores": "{} cores", "jax": "JAX {}", "date": "on {:.10}"}
+    said = [form.format(known[name]) for name, form in names.items() if known.get(name)]
+    return f"{path}: {len(document['cells'])} cells, measured with {', '.join(said) or 'what it does not say'}"
 
 
 def measure_cells(

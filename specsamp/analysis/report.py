@@ -20,6 +20,7 @@ from rich.text import Text
 from specsamp import storage
 from specsamp.analysis.acceptance import Band
 from specsamp.analysis.benchmark import Acceptance, Percentiles, Result
+from specsamp.analysis.machine import machine
 from specsamp.analysis.memory import LoopMemory
 from specsamp.analysis.speedup import Curve, Point
 from specsamp.analysis.split import PhaseTime, RoundSplit
@@ -42,7 +43,7 @@ class Table:
 def environment() -> dict[str, Any]:
     """Versions, device and date, for a result that is kept."""
     device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    here = machine()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -50,8 +51,11 @@ def environment() -> dict[str, Any]:
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "cores": cores,
+        "machine": here["platform"],
+        "cpu": here["cpu"],
+        "cores": here["cores"],
+        "memory_gib": here["memory_gib"],
+        "machine_id": here["id"],
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import threading
 
 import jax
 import numpy as np
@@ -123,7 +124,7 @@ def test_two_runs_that_add_to_one_file_keep_what_the_other_measured(tmp_path, be
     assert sorted(cell["result"]["n"] for cell in stored(path)["cells"]) == [1, 2, 9]
 
 
-@pytest.mark.parametrize("text", ['{"cells": [', "[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}', ""])
+@pytest.mark.parametrize("text", ['{"cells": [', "half a fi", "[" * 100_000])
 def test_a_malformed_file_is_set_aside_and_never_overwritten(tmp_path, benchmarks, text):
     path = tmp_path / "grid.json"
     path.write_text(text, encoding="utf-8")
@@ -136,6 +137,56 @@ def test_a_malformed_file_is_set_aside_and_never_overwritten(tmp_path, benchmark
     assert (tmp_path / "grid.json.aside-1").read_text() == "older"
     assert (tmp_path / "grid.json.aside-2").read_text() == text
     assert len(stored(path)["cells"]) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    """A sound result of another tool, or a text: never moved, never written to."""
+    for name, content in (("audit.json", text), ("README.md", "# A text\n")):
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="it is left alone. Give another --output"):
+            grid.Results.open(str(path), IDENTITY)
+        assert path.read_text(encoding="utf-8") == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "audit.json"]
+
+
+def test_an_empty_file_and_a_device_hold_nothing_yet(tmp_path):
+    (tmp_path / "empty").touch()
+    for path in (str(tmp_path / "empty"), "/dev/null"):
+        results = grid.Results.open(path, IDENTITY)
+        results.add({"key": key(), "result": {"n": 1}}, {})
+        assert len(results.cells) == 1
+    assert len(stored(tmp_path / "empty")["cells"]) == 1 and not pathlib.Path("/dev/null").is_file()
+
+
+def test_two_writers_at_once_lose_no_cell(tmp_path):
+    path = str(tmp_path / "grid.json")
+
+    def add(first):
+        results = grid.Results.open(path, IDENTITY)
+        for batch in range(first, first + 15):
+            results.add({"key": key(batch=batch), "result": {}}, {})
+
+    writers = [threading.Thread(target=add, args=(first,)) for first in (100, 200, 300)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(stored(path)["cells"]) == 45
+
+
+def test_cells_of_another_machine_are_refused(tmp_path):
+    """And those of before results knew their machine: their times are nobody's here."""
+    path = str(tmp_path / "grid.json")
+    grid.Results.open(path, IDENTITY).add({"key": key(), "result": {}}, {})
+    with pytest.raises(ValueError, match="cells of a machine that they do not name"):
+        grid.Results.open(path, IDENTITY | {"machine": {"id": "b"}})
+    other = str(tmp_path / "other.json")
+    grid.Results.open(other, IDENTITY | {"machine": {"id": "a"}}).add({"key": key(), "result": {}}, {})
+    with pytest.raises(ValueError, match="cells of another machine: their times are not those of this one"):
+        grid.Results.open(other, IDENTITY | {"machine": {"id": "b"}})
+    assert grid.Results.open(other, IDENTITY | {"machine": {"id": "a"}}).find(key())
 
 
 def test_cells_of_another_run_are_refused_and_left_alone(tmp_path, benchmarks):

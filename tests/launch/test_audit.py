@@ -2,7 +2,7 @@
 
 import json
 
-from support.run_script import run
+from support.run_script import call
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
 TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]
@@ -10,7 +10,7 @@ TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--
 
 def test_a_sound_pair(tmp_path):
     output = tmp_path / "audit.json"
-    done = run("audit", "--plain", *TINY, f"--output={output}")
+    done = call("audit", "--plain", *TINY, f"--output={output}")
     assert done.returncode == 0, done.stderr
     assert "1 of 1 checks passed" in done.stdout and "acceptance  PASSED" in done.stdout
     document = json.loads(output.read_text(encoding="utf-8"))
@@ -20,12 +20,12 @@ def test_a_sound_pair(tmp_path):
 
 
 def test_a_lossy_setting_of_the_configuration():
-    done = run("audit", "--plain", *TINY, "--config.synthetic_acceptance=0.5")
+    done = call("audit", "--plain", *TINY, "--config.synthetic_acceptance=0.5")
     assert done.returncode == 1, done.stderr
     assert "1 of 1 checks failed: acceptance" in done.stdout
 
 
 def test_what_cannot_be_audited():
-    done = run("audit", "--plain", "--config=configs/trained_pair.py:nothing")
-    assert done.returncode == 2 and "nothing was audited: no pair 'nothing'" in done.stderr
+    done = call("audit", "--plain", "--config=configs/trained_pair.py:nothing")
+    assert done.returncode == 2 and "no pair 'nothing'" in done.stderr
     assert "Traceback" not in done.stderr

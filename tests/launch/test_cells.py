@@ -100,14 +100,16 @@ def test_a_grid_is_checked_before_anything_is_measured(experiment, texts, messag
         ("prompts.txt", "one\n\ntwo", "prompt 2 of .* is empty"),
         ("prompts.json", "[]", "holds no prompts"),
         ("prompts.json", '["a", ""]', "prompt 2 of .* is empty"),
-        ("prompts.json", '["a"', "is no JSON list of prompts"),
+        ("prompts.json", '["a"', "is no JSON: "),
+        ("prompts.txt", "\xff".encode("latin-1"), "prompts.txt is no text in UTF-8"),
+        ("prompts.json", "\xff".encode("latin-1"), "prompts.json is no text in UTF-8"),
         ("prompts.json", '{"texts": []}', "is no JSON list of prompts"),
         ("prompts.json", '"def f():"', "is no JSON list of prompts"),
         ("prompts.json", '[{"text": 3}]', "is no JSON list of prompts"),
     ],
 )
 def test_files_of_prompts_that_hold_none(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         cells.read_prompts(str(tmp_path / name))
 

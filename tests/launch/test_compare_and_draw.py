@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.run_script import run, save_tiny_pair
+from support.run_script import call, save_tiny_pair
 
 TINY = "--config=configs/random_pair.py:tiny"
 
@@ -26,13 +26,13 @@ TINY = "--config=configs/random_pair.py:tiny"
     ],
 )
 def test_what_is_refused(script, arguments, message):
-    done = run(script, *arguments)
-    assert done.returncode == 1
+    done = call(script, *arguments)
+    assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_figures_are_drawn_from_the_committed_results(tmp_path):
-    done = run("studies/figures", f"--output={tmp_path}")
+    done = call("studies/figures", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     for name in ("figure_1", "speedup_by_batch"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -44,13 +44,13 @@ def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     save_tiny_pair(folder, prompts=["a b", "c", "d e f", "b"])
     asked = [f"--config=configs/trained_pair.py:{folder}", "--config.max_new_tokens=4", "--check_batch=0", "--plain"]
     asked += ["--fit=1", "--longest=1", "--config.prompt_length=8", f"--output={output}"]
-    done = run("studies/agreement", *asked)
+    done = call("studies/agreement", *asked)
     assert done.returncode == 0, done.stderr
     document = json.loads(output.read_text(encoding="utf-8"))
     assert [cell["key"]["law"] for cell in document["cells"]] == ["greedy", "T = 0.8, top_p 0.95"]
     assert [check["draft_length"] for check in document["cells"][0]["result"]["checks"]] == [0, 1]
-    again = run("studies/agreement", *asked)
+    again = call("studies/agreement", *asked)
     assert again.returncode == 0 and again.stdout.count("already, worst error") == 2
     assert json.loads(output.read_text(encoding="utf-8")) == document
-    other = run("studies/agreement", *asked, "--longest=2")
-    assert other.returncode == 1 and "asked.longest was 1, is 2. Give another --output" in other.stderr
+    other = call("studies/agreement", *asked, "--longest=2")
+    assert other.returncode == 2 and "asked.longest was 1, is 2. Give another --output" in other.stderr

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from support.run_script import ROOT, run
+from support.run_script import ROOT, call, run
 
 RESULTS = ROOT / "notebooks" / "results"
 
@@ -55,8 +55,8 @@ def test_what_fits(tmp_path):
     ],
 )
 def test_what_has_no_report(arguments, message):
-    done = run("compile_report", "--plain", *arguments)
-    assert done.returncode == 1 and message in done.stderr, done.stderr
+    done = call("compile_report", "--plain", *arguments)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -64,8 +64,8 @@ def test_answers_to_another_study_are_left_alone(tmp_path):
     """And nobody is told to remove them."""
     output = tmp_path / "compile_slices.json"
     shutil.copy(RESULTS / output.name, output)
-    done = run("studies/compile_study", "--plain", "--study=shapes", f"--output={output}")
-    assert done.returncode == 1 and "answers to 'slices'" in done.stderr and "remove" not in done.stderr, done.stderr
+    done = call("studies/compile_study", "--plain", "--study=shapes", f"--output={output}")
+    assert done.returncode == 2 and "answers to 'slices'" in done.stderr and "remove" not in done.stderr, done.stderr
     assert output.read_bytes() == (RESULTS / output.name).read_bytes()
 
 
@@ -84,12 +84,12 @@ def test_a_figure_of_complete_answers_is_drawn_whatever_compiler_gave_them(tmp_p
 
 
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
-    done = run(
+    done = call(
         "studies/compile_study",
         "--plain",
         "--study=shapes",
         f"--output={tmp_path / 'shapes.json'}",
         "--figure=/proc/none/x.png",
     )
-    assert done.returncode == 1 and "--figure=/proc/none/x.png cannot be written" in done.stderr, done.stderr
+    assert done.returncode == 2 and "--figure=/proc/none/x.png cannot be written" in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,9 +1,17 @@
-"""What all entry points share."""
+"""What all commands share: flags and configurations that are wrong, errors, interrupts, and what reaches a terminal."""
 
+import contextlib
 import importlib
+import io
 import sys
 
 import pytest
+from rich.console import Console
+from rich.text import Text
+
+from support.run_script import call, module, only_shared_flags
+
+TINY = "--config=configs/random_pair.py:tiny"
 
 
 @pytest.fixture
@@ -13,6 +21,7 @@ def entry():
 
 def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path):
     entry.check_output(None)
+    entry.check_output("/dev/null")
     entry.check_output(str(tmp_path / "new" / "result.json"))
     assert list((tmp_path / "new").iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -24,6 +33,144 @@ def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path):
         entry.check_output("ftpx://bucket/result.json")
 
 
+def test_a_full_disk_is_found_before_the_work(entry, tmp_path, monkeypatch):
+    """A probe without content fits a full disk."""
+
+    def full(path, content):
+        if content:
+            raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(entry.storage, "write", full)
+    with pytest.raises(ValueError, match="cannot be written: .*No space left on device"):
+        entry.check_output(str(tmp_path / "result.json"))
+
+
 def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch/x.py", "--prompt=a b"])
     assert entry.command() == "python launch/x.py '--prompt=a b'"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([TINY, "--config.draft_lenght=1"], "has no field 'draft_lenght'; did you mean draft_length"),
+        (["--config.target.width=7"], "has no field 'target.width'; choose one of batch, draft_length"),
+        ([TINY, "--config.sampling=1"], "--config.sampling is a group of fields: set one of sampling.min_p"),
+        ([TINY, "--config.draft_length=many"], "--config.draft_length=many: invalid literal"),
+        (["--config=configs/trained.py"], "no file 'configs/trained.py'; did you mean configs/trained_pair.py"),
+        (["--config="], "no file ''; choose one of configs/chinchilla.py"),
+        (["--config=README.md"], "README.md is no Python file"),
+        (["--config=configs/random_pair.py:huge"], "no size 'huge' in configs/random_pair.py"),
+        (["--config=configs/python_pair.py"], "--config has no field rule, drafter"),
+        ([TINY, "--nothing"], "Unknown command line flag 'nothing'"),
+        ([TINY, "one"], "unexpected argument 'one'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments, message):
+    done = call("demo", *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
+    """And what another folder holds under the same name comes first."""
+    config_file = importlib.import_module("config_file")
+    monkeypatch.chdir(tmp_path)
+    assert config_file.load_file("configs/random_pair.py:tiny").SIZES
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "random_pair.py").write_text("MINE = 1")
+    assert config_file.load_file("configs/random_pair.py").MINE == 1
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("x = 1", "the file has no get_config"), ("def get_config(): return {}", "returns dict, not a ConfigDict")],
+)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, content, message):
+    path = tmp_path / "mine.py"
+    path.write_text(content)
+    done = call("demo", f"--config={path}")
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_word_that_a_file_does_not_take(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config(): ...")
+    done = call("demo", f"--config={path}:word")
+    assert done.returncode == 2 and "this file takes no word after a colon" in done.stderr
+
+
+def test_help_lists_flags_and_fields():
+    done = call("train", "--config=configs/python_pair.py:tiny_target", "--help")
+    assert done.returncode == 0 and not done.stderr
+    for text in ("--workdir: ", "train.learning_rate = 0.003", "--config=FILE[:WORD]"):
+        assert text in done.stdout
+
+
+@pytest.fixture
+def status_of(entry):
+    """The exit status of a command, and what it wrote to stderr."""
+
+    def status_of(main, *arguments):
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), only_shared_flags():
+            status = entry.status_of(main, None, ["launch/x.py", *arguments])
+        return status, errors.getvalue()
+
+    return status_of
+
+
+@pytest.mark.parametrize(
+    "error, status, message",
+    [
+        (ValueError("one\n  two"), 2, "one two"),
+        (IsADirectoryError(21, "Is a directory", "/tmp"), 2, "/tmp: Is a directory"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (MemoryError(), 2, "out of memory: MemoryError"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing was written"),
+        (ValueError("a \x1b]0;title\x07 tensor"), 2, "a ␛]0;title␇ tensor"),
+    ],
+)
+def test_an_error_is_one_line(status_of, error, status, message):
+    def main():
+        raise error
+
+    found, written = status_of(main)
+    assert (found, written.strip()) == (status, message)
+
+
+def test_an_interrupt_says_what_is_kept(status_of, entry):
+    def main():
+        with entry.keeps("two cells are in x.json; the same command goes on"):
+            raise KeyboardInterrupt
+
+    assert status_of(main) == (130, "interrupted; two cells are in x.json; the same command goes on\n")
+
+
+def test_mistakes_of_the_program_keep_their_traceback(status_of):
+    def main():
+        raise TypeError("a mistake")
+
+    with pytest.raises(TypeError):
+        status_of(main)
+
+
+def test_text_cannot_steer_a_terminal(entry):
+    assert entry.visible("a\n\tb é ↵") == "a\n\tb é ↵"
+    assert entry.visible("\x1b[2J\r\x7f\x9b\u202e") == "␛[2J␍<U+007F><U+009B><U+202E>"
+
+
+def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
+    with only_shared_flags():
+        entry.flags.FLAGS(["x"])
+        assert not entry.make_console(force_terminal=True).no_color
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert entry.make_console(force_terminal=True).no_color
+        assert entry.make_console(file=io.StringIO()).width == entry.WIDTH_OF_FILES
+
+
+def test_what_is_generated_does_not_look_like_the_prompt():
+    """The style of a text as a whole would be that of all that is appended to it."""
+    demo = module("demo")
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    console.print(demo.prompt_and("the prompt", [Text("drafted", style=demo.DRAFTED)]))
+    assert "\x1b[2mthe prompt" in console.file.getvalue() and "\x1b[32mdrafted" in console.file.getvalue()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from support.run_script import run
+from support.run_script import call
 
 CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
 RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"
@@ -26,7 +26,7 @@ MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature
     ],
 )
 def test_forecasts(arguments, found):
-    done = run("plan", "--plain", *arguments)
+    done = call("plan", "--plain", *arguments)
     assert done.returncode == 0, done.stderr
     assert all(text in done.stdout for text in found), done.stdout
 
@@ -39,13 +39,16 @@ def test_forecasts(arguments, found):
         ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),
         ((RATE, "--target_ms=nan", "--draft_ms=1"), "calls take time: target nan ms"),
         ((RATE, "--measured=README.md"), "README.md holds no cells"),
-        ((RATE, "--measured=launch"), "Is a directory"),
-        ((*MEASURED, "--context=2048"), "--context: measured cells know the context they were measured in"),
+        ((RATE, "--measured=launch"), "launch is no regular file"),
+        ((*MEASURED, "--context=2048"), "--context would not be heeded: it goes with --chip or --compile_report"),
+        ((RATE, *CALLS, "--context=2048"), "--context would not be heeded"),
+        ((RATE, *CALLS, "--devices=4"), "--devices would not be heeded: it goes with --chip"),
+        ((RATE, *CALLS, "--longest=20000"), "--longest"),
     ],
 )
 def test_what_is_refused(arguments, message):
-    done = run("plan", *arguments)
-    assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
+    done = call("plan", *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def measured(K, draft_temperature, emitted):
@@ -64,11 +67,29 @@ def measured(K, draft_temperature, emitted):
     }
 
 
+@pytest.mark.parametrize(
+    "flag, content, message",
+    [
+        ("measured", {"identity": {}, "cells": [{"key": {"drafter": "none"}, "result": {}}]}, "is damaged, or of"),
+        ("measured", {"identity": {}, "cells": [{"key": {}, "result": {}}]}, "is damaged, or of another kind"),
+        ("compile_report", {}, "is damaged, or of another kind: KeyError 'report'"),
+        ("compile_report", [], "is no JSON object"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, flag, content, message):
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    done = call("plan", RATE, f"--{flag}={path}")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    gathered = call("sweep", f"--gather={path}")
+    assert gathered.returncode == 2 and "damaged.json" in gathered.stderr
+
+
 def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
     """The sweep that ships gives the draft temperatures of its own: its acceptance is not that of the pair."""
     path = tmp_path / "cells.json"
     document = {"identity": {}, "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)]}
     path.write_text(json.dumps(document), encoding="utf-8")
-    done = run("plan", f"--measured={path}", "--longest=4", "--plain")
+    done = call("plan", f"--measured={path}", "--longest=4", "--plain")
     assert done.returncode == 0, done.stderr
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from support.run_script import FIXED, ROOT, run
+from support.run_script import FIXED, ROOT, call
 
 FLAGS = ["--config.max_new_tokens=6", "--completions=20", "--rows=1"]
 
@@ -31,11 +31,11 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     tampered = [{**kept[0], "result": 77}, *kept[1:]]  # kept as it is, not counted again
     output.write_text(json.dumps(json.loads(output.read_text()) | {"cells": tampered}))
 
-    refused = run("quality", "--config.max_new_tokens=7", *FLAGS[1:], f"--output={output}")
+    refused = call("quality", "--config.max_new_tokens=7", *FLAGS[1:], f"--output={output}")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "config.max_new_tokens was 6, is 7" in refused.stderr and cells() == tampered
 
-    done = run("quality", *FLAGS, f"--output={output}")
+    done = call("quality", *FLAGS, f"--output={output}")
     assert done.returncode == 0, done.stderr
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["cells"][: len(kept)] == tampered

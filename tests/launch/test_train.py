@@ -284,7 +284,7 @@ def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
 
 def test_a_training_without_its_target_ends_with_a_message(tmp_path):
     done = run("train", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "give --config.target, the folder of its training" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -1,0 +1,153 @@
+"""The --config flag: a file whose get_config() says what a command works on, and its fields set one by one.
+
+    --config=configs/random_pair.py:tiny --config.sampling.temperature=0.0
+
+What follows the colon goes to ``get_config``. A file is looked for from the current folder, then from the folder of
+this checkout. A configuration is Python code that is run as it is: use only files that you trust.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import pathlib
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict, config_flags
+
+CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass
+class ConfigFlag:
+    """Holds what --config gives: nothing before the flags are parsed."""
+
+    default: str
+    text: str = ""  # as typed, or the default
+    module: types.ModuleType | None = None  # of the file
+    value: ConfigDict | None = None
+
+    def load(self, arguments: Sequence[str]) -> list[str]:
+        """Loads the file that ``arguments`` name, and defines a flag for each of its fields that they set.
+
+        Returns:
+          The arguments that are left to be parsed.
+
+        Raises:
+          ValueError: no such file, word after the colon, or field; the message names those there are.
+        """
+        given, rest = _split(arguments)
+        self.text = given[-1] if given else self.default
+        self.module = load_file(self.text)
+        self.value = _call(self.module, self.text)
+        fields = known_fields(self.value)
+        for argument in rest:
+            name = argument.lstrip("-").partition("=")[0].removeprefix("no")
+            if argument.startswith("-") and name.startswith("config."):
+                _check_field(self.text, name.removeprefix("config."), fields, self.value)
+        config_flags.DEFINE_config_dict("config", self.value, lock_config=True, sys_argv=["", *rest])
+        return rest
+
+    def describe(self) -> list[str]:
+        """Returns a line for each field, for --help."""
+        lines = [f"Fields of --config={self.text}, each set by --config.FIELD=VALUE:"]
+        return lines + [f"  {name} = {shown(value)}" for name, value in known_fields(self.value).items()]
+
+
+def load_file(text: str) -> types.ModuleType:
+    """Runs the file of ``FILE.py:WORD`` and returns it as a module.
+
+    Raises:
+      ValueError: there is no such file.
+    """
+    name = text.partition(":")[0]
+    places = [pathlib.Path(name).expanduser(), CHECKOUT / name]
+    path = next((place for place in places if name and place.is_file()), None)
+    if path is None:
+        shipped = [f"configs/{file.name}" for file in sorted((CHECKOUT / "configs").glob("*.py"))]
+        raise ValueError(f"--config={text}: no file {name!r}{meant(name, shipped)}")
+    spec = importlib.util.spec_from_file_location("config", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config={text}: {name} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Returns the fields and their values, those of a group as ``group.field``."""
+    fields: dict[str, Any] = {}
+    for name in sorted(config.keys()):
+        value = config[name]
+        fields |= known_fields(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else {prefix + name: value}
+    return fields
+
+
+def require(config: ConfigDict, names: Iterable[str], what: str) -> None:
+    """Refuses a configuration of another kind.
+
+    Raises:
+      ValueError: it lacks one of the fields ``names``, which ``what`` needs.
+    """
+    missing = [name for name in names if name not in config]
+    if missing:
+        raise ValueError(f"--config has no field {', '.join(missing)}: {what} needs a configuration that has")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the closest known ones, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; choose one of {', '.join(known)}"
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes ``--config=FILE`` and ``--config FILE`` out of the arguments."""
+    given, rest, words = [], [], iter(arguments)
+    for word in words:
+        if word in ("--config", "-config"):
+            given.append(next(words, ""))
+        elif word.startswith(("--config=", "-config=")):
+            given.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return given, rest
+
+
+def _call(module: types.ModuleType, text: str) -> ConfigDict:
+    words = text.split(":", 1)[1:]
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise ValueError(f"--config={text}: the file has no get_config()")
+    try:
+        inspect.signature(get_config).bind(*words)
+    except TypeError as error:
+        raise ValueError(f"--config={text}: this file takes {'no' if words else 'a'} word after a colon") from error
+    try:
+        config = get_config(*words)
+    except ValueError as error:
+        raise ValueError(f"--config={text}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")
+    return config
+
+
+def _check_field(text: str, name: str, fields: dict[str, Any], config: ConfigDict) -> None:
+    name = name.partition("[")[0]  # an element of a tuple
+    if name in fields:
+        return
+    members = [field for field in fields if field.startswith(f"{name}.")]
+    if members:
+        raise ValueError(f"--config.{name} is a group of fields: set one of {', '.join(members)}")
+    raise ValueError(f"--config={text} has no field {name!r}{meant(name, fields)}")
+
+
+def shown(value: Any) -> str:
+    """Returns a field's value as it would be typed."""
+    return "(not set)" if value is None else str(value)
