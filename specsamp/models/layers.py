@@ -172,12 +172,14 @@ class Attention(nn.Module):
             )
             by_slot = align_distances(by_distance.reshape(batch, heads, length, slots), start_B)
         else:
-            content_BNTH, by_slot = q_BNTH, 0.0
+            content_BNTH, by_slot = q_BNTH, None
         content_BMRH = content_BNTH.reshape(rows_shape)
         keys_axes = "BMHS" if flat else "BMSH"
         scores = contract(f"BMRH,{keys_axes}->BMRS", content_BMRH, keys, dtype=jnp.float32)
         scores = scores.reshape(batch, heads, length, slots)
-        scores = (scores + by_slot) * (config.attention_scale or 1 / math.sqrt(size))
+        if by_slot is not None:
+            scores = scores + by_slot
+        scores = scores * (config.attention_scale or 1 / math.sqrt(size))
         if config.attention_cap is not None:
             scores = soft_cap(scores, config.attention_cap)
 
