@@ -199,7 +199,7 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Work
 def make_model(fields: ConfigDict) -> TransformerLM:
     """Returns the preset's model, with the fields that are set."""
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
-    return TransformerLM.here(choose("preset", fields.preset, PRESETS)(**changes))
+    return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:

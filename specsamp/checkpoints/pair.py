@@ -62,7 +62,7 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
     eos = described.get("eos", EOS)
     if not isinstance(eos, str):
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
-    models = {side: TransformerLM.here(config) for side, config in configs.items()}
+    models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     return Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),

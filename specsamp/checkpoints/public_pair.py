@@ -48,7 +48,7 @@ def read_pair(
     for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
         say(note)
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
-    models = [TransformerLM.here(config) for config in padded_configs(*checkpoints, multiple=devices)]
+    models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=devices)]
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]

@@ -156,9 +156,9 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     """Returns the model computing in another dtype, on its mesh if it has one; None for models of other kinds."""
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
-        return inner and ShardedModel(dataclasses.replace(inner, flat=False), model.layout)
+        return inner and ShardedModel(dataclasses.replace(inner, layout="default"), model.layout)
     if not isinstance(model, TransformerLM):
         return None
     if model.config.dtype == dtype:
         return model
-    return TransformerLM.here(dataclasses.replace(model.config, dtype=dtype))
+    return TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
