@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.analysis.acceptance import Band, Profile, Profiles
+from specsamp.analysis.acceptance import Interval, Profile, Profiles
 from specsamp.analysis.costs import Costs
 
 DRAFT_LENGTHS = tuple(range(13))
@@ -32,11 +32,11 @@ class Forecast:
     """One draft length. Bands are what the counts behind acceptance and the clocks behind costs leave open."""
 
     draft_length: int
-    tokens_per_round: Band  # of a row that goes on
+    tokens_per_round: Interval  # of a row that goes on
     rounds_per_token: float  # of the batch, over the tokens of one row: with a slowest row, and a last round
     round_ms: float
-    ms_per_token: Band  # over the tokens of all rows
-    speedup: Band  # over K = 0
+    ms_per_token: Interval  # over the tokens of all rows
+    speedup: Interval  # over K = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ def make_plan(
                 tokens_per_round=tokens,
                 rounds_per_token=rounds,
                 round_ms=round_ms,
-                ms_per_token=Band.around(ms, math.hypot(tokens.relative_error, costs.error)),
-                speedup=Band.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
+                ms_per_token=Interval.around(ms, math.hypot(tokens.relative_error, costs.error)),
+                speedup=Interval.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
             )
         )
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))

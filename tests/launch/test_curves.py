@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from specsamp.analysis import figures, published
+import curves as figures
+import published
 
 
 def SPREAD(x):

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specsamp.analysis import published
-from specsamp.analysis.grid import law_of
+import published
+from specsamp.analysis.measured import distribution_of
 
 Cells = Sequence[Mapping[str, Any]]
 COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
@@ -59,7 +59,7 @@ def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = 
         and cell["key"].get("draft_temperature") is None
         and (cell["key"]["drafter"] == "none" or (cell["key"]["drafter"], cell["key"]["rule"]) == (drafter, rule))
     ]
-    groups = _grouped(wanted, law_of).items()
+    groups = _grouped(wanted, distribution_of).items()
     found = [_curve(name, group) for name, group in groups if any(cell["key"]["draft_length"] for cell in group)]
     if not found:
         raise ValueError(f"no curve: no law has a draft at batch {batch}, {drafter} drafter, {rule} rule")
@@ -208,4 +208,4 @@ def _grouped(cells: Iterable[Mapping[str, Any]], name: Any) -> dict[str, list[Ma
 
 def _without_batch(key: Mapping[str, Any]) -> str:
     heat = "" if key.get("draft_temperature") is None else f", draft at {key['draft_temperature']:g}"
-    return f"{law_of(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"
+    return f"{distribution_of(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"
