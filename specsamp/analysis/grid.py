@@ -61,7 +61,7 @@ class Results:
     def open(
         cls, path: str | None, identity: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
     ) -> Results:
-        """Reads what is there, or begins.
+        """Reads the cells of a file, or begins a new one.
 
         Args:
           path: local or in a bucket.
@@ -139,7 +139,7 @@ def _name(cell: Mapping[str, Any]) -> str:
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
-    """A file of cells as it was written: "identity", "cells", and what went before.
+    """Returns a file of cells as it was written: "identity", "cells", and what went before.
 
     Raises:
       ValueError: it is no such file.
@@ -240,7 +240,7 @@ def set_aside(path: str | os.PathLike) -> str:
 
 
 def _of_first_process(missing: Sequence[int], count: int) -> list[int]:
-    """All processes must measure the same cells, whatever files they see."""
+    """Returns the first process's list: all processes must measure the same cells, whatever files they see."""
     if jax.process_count() == 1:
         return list(missing)
     wanted = np.zeros(count, bool)

@@ -1,20 +1,20 @@
 """The phases of a round, as programs that can be timed one by one.
 
-Each phase of `Loop.round` runs n times inside one `lax.fori_loop`, so that the cost of dispatching a
-program does not count. All phases have one signature: they take a `RoundBuffers`, on which everything lies that
-passes between the phases of a round, and return it with their own result replaced. The buffers is donated
-from call to call, so caches are written in place.
+Each phase of `Loop.round` runs n times inside one `lax.fori_loop`, so that the cost of dispatching a program does not
+count. All phases have the same signature: they take `RoundBuffers`, which hold everything that passes between the phases
+of a round, and return them with their own result replaced. The buffers are donated from call to call, so caches are
+written in place.
 
-Two things keep the measurement honest (and `specsamp.analysis.split` checks them):
+Two things make sure that every iteration does the work (`specsamp.analysis.split` checks it):
 
-* the buffers passes an `optimization_barrier` in every iteration: nothing that depends on it can be moved
-  out of the loop, and since every result lies on the buffers, nothing can be left out either;
-* lengths are put back after a commit, so every iteration does the same work and no cache runs over.
+* The buffers pass an `optimization_barrier` in every iteration. Nothing that depends on them can be moved out of the
+  loop, and every result is stored in them, so nothing can be left out.
+* Lengths are restored after a commit, so every iteration does the same work and no cache overflows.
 
-Drawing a token happens inside the drafter, between two calls of its model. It is measured as the
-difference between drafting with the real sampler, `draft`, and with one that reads a single logit,
-`draft_model`. The commit alone is so small a loop that XLA's CPU backend makes one function of it; in a
-round each of its kernels is dispatched, and what that adds is part of what stays unexplained there.
+Tokens are drawn inside the drafter, between two calls of its model. The time of drawing is the difference between drafting
+with the real sampler, `draft`, and with one that reads a single logit, `draft_model`. The commit alone is so small a loop
+that XLA's CPU backend compiles it into one function; in a round each of its kernels is dispatched, and that time is part
+of what stays unexplained.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundBuffers:
-    """All that passes between the phases of one round."""
+    """Everything that passes between the phases of one round."""
 
     state: DecodeState
     draft: Draft
@@ -78,13 +78,13 @@ def _buffers(loop: Loop, weights: Weights, request: Request, state: DecodeState)
 
 
 def draft(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """The drafter: calls of its model, warps and draws."""
+    """Runs the drafter: calls of its model, warps and draws."""
     result, drafter_state, cache = loop.draft(weights, request, buffers.state)
     return _replace(buffers, draft=result, cache=cache, drafter_state=drafter_state)
 
 
 def draft_model(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """The drafter without its sampler."""
+    """Runs the drafter without its sampler."""
     state = buffers.state
     result, drafter_state, cache = loop.drafter.propose(
         weights, state.drafter_state, _prefix(state), state.cache, _ReadsOneLogit()
@@ -94,19 +94,19 @@ def draft_model(loop: Loop, weights: Weights, request: Request, buffers: RoundBu
 
 
 def score(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """The call of the target."""
+    """Runs the call of the target."""
     output = loop.score(weights, buffers.state, buffers.draft, buffers.state.cache)
     return _replace(buffers, cache=output.cache, logits_BTV=output.logits_BTV)
 
 
 def verify(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """Warping the target's logits, and the rule."""
+    """Warps the target's logits and applies the rule."""
     output = Output(logits_BTV=buffers.logits_BTV, cache=buffers.state.cache)
     return _replace(buffers, verdict=loop.verify(request, buffers.state, buffers.draft, output))
 
 
 def commit(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """Bookkeeping: tokens, lengths, stops, statistics."""
+    """Runs the bookkeeping: tokens, lengths, stops, statistics."""
     output, state = Output(logits_BTV=buffers.logits_BTV, cache=buffers.state.cache), buffers.state
     drafter_state, cache = loop.drafter.commit(
         weights, state.drafter_state, _prefix(state), buffers.draft, buffers.verdict, output, state.cache
@@ -116,12 +116,12 @@ def commit(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers
 
 
 def whole_round(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
-    """All of it, as the loop compiles it."""
+    """Runs a whole round, as the loop compiles it."""
     return _stand_still(buffers, loop.round(weights, request, buffers.state))
 
 
 def _stand_still(buffers: RoundBuffers, state: DecodeState) -> RoundBuffers:
-    """Keeps a committed state but for its lengths and ends."""
+    """Keeps a committed state, except for its lengths and ends."""
     before = buffers.state
     still = dataclasses.replace(state, lengths_B=before.lengths_B, finish_B=before.finish_B)
     return dataclasses.replace(buffers, state=still, sink=state.lengths_B + state.finish_B)
@@ -175,7 +175,7 @@ def repeat(
     compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
 )
 def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
-    """Multiplies ``rows`` rows by every matrix, one after the other: the least a call of the target can take.
+    """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target.
 
     Matrices keep the layout they have; each product waits for the one before. The compiler is asked what the
     loop asks of it.
@@ -192,7 +192,7 @@ def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: 
 
 
 def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
-    """What a call of the model streams; of a model that does not say, all leaves with two axes or more.
+    """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
 
     On a mesh, the parts that one device holds: products of parts need no collective.
     """

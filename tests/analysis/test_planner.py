@@ -392,6 +392,8 @@ def test_numbers_out_of_range():
     profile, costs = Profile.of_rate(0.5), PerCall(1, 0.1)
     with pytest.raises(ValueError, match="a draft length must be an integer >= 0; got -1"):
         make_plan(profile, costs, draft_lengths=(1, -1))
+    with pytest.raises(ValueError, match="a draft length must be at most 1024; got 20000"):
+        make_plan(profile, costs, draft_lengths=range(20_001))
     with pytest.raises(ValueError, match="batch must be an integer >= 1; got 0"):
         make_plan(profile, costs, batch=0)
     with pytest.raises(ValueError, match="new_tokens must be an integer >= 1; got 0"):
