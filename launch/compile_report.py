@@ -1,4 +1,4 @@
-"""What a TPU slice will do, compiled without one: memory, traffic, collectives, and the time they add up to.
+"""Compiles a pair for a TPU slice without one: memory, traffic, collectives, and the time they add up to.
 
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
@@ -7,8 +7,8 @@
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-The mesh is that of the topology: ``config.mesh.data`` shares of the batch, all other devices hold one copy of
-the target together. Everything printed is a compiler estimate: nothing runs.
+The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
+of the target together. Everything printed is a compiler estimate: nothing runs.
 """
 
 import dataclasses
@@ -37,11 +37,26 @@ from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py")
-_TOPOLOGY = flags.DEFINE_string("topology", "v4:2x2x4", "Chip and shape of the slice.")
-_SLOTS = flags.DEFINE_integer("slots", 2048, "Of the caches.", lower_bound=16)
-_WEIGHTS = flags.DEFINE_enum("weights", None, ["int8"], "As shapes, of the matrices of the layers; default bfloat16.")
-_ACCEPTANCE = flags.DEFINE_multi_float("acceptance", [0.6, 0.7, 0.8, 0.9], "For ms per token; may be repeated.")
-_FITS = flags.DEFINE_bool("fits", False, "Print how many sequences fit, over batch and context, and compile nothing.")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", "v4:2x2x4", "The slice to compile for: a chip and the number of chips along each axis."
+)
+_SLOTS = flags.DEFINE_integer(
+    "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
+)
+_WEIGHTS = flags.DEFINE_enum(
+    "weights",
+    None,
+    ["int8"],
+    "Give the matrices of the layers this dtype, as shapes alone: scales are left out. Default: the config's dtype.",
+)
+_ACCEPTANCE = flags.DEFINE_multi_float(
+    "acceptance",
+    [0.6, 0.7, 0.8, 0.9],
+    "Acceptance rate for which milliseconds per token are shown; may be given several times.",
+)
+_FITS = flags.DEFINE_bool(
+    "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
+)
 _OUTPUT = entry.define_output()
 
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
@@ -58,22 +73,22 @@ def main() -> None:
         raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
     target, draft = models_of(config)
     chip, sizes = parse(_TOPOLOGY.value)
-    model_ways = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-    ways = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, model_ways)
-    fewer = not config.mesh.draft_model_parallelism and ways < model_ways
-    ways = None if ways == model_ways else ways
+    num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
+    parallelism = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, num_devices)
+    fewer = not config.mesh.draft_model_parallelism and parallelism < num_devices
+    parallelism = None if parallelism == num_devices else parallelism
     num_kv_heads = target.config.num_kv_heads
     rows = config.batch // max(config.mesh.data, 1)
     try:
         mesh = described_mesh(
-            _TOPOLOGY.value, config.mesh.data, draft_model_parallelism=ways, num_kv_heads=num_kv_heads, rows=rows
+            _TOPOLOGY.value, config.mesh.data, draft_model_parallelism=parallelism, num_kv_heads=num_kv_heads, rows=rows
         )
     except RuntimeError as error:  # no libtpu
         raise ValueError(str(error)) from error
     if fewer:
-        console.print(f"the draft's {draft.config.num_heads} heads go over {ways} of the {model_ways} devices")
+        console.print(f"the draft's {draft.config.num_heads} heads go over {parallelism} of the {num_devices} devices")
     target = shard_model(target, Layout.tensor_parallel(mesh))
-    draft = shard_model(draft, draft_layout(mesh, ways))
+    draft = shard_model(draft, draft_layout(mesh, parallelism))
     programs = Programs(
         target=target,
         draft=draft,
@@ -97,6 +112,8 @@ def main() -> None:
             rule=choose("rule", config.rule, RULES)(),
             progress=lambda text: say(f"compiling: {text}"),
         )
+    if _WEIGHTS.value:
+        console.print(f"{_WEIGHTS.value} weights are shapes alone: their scales are left out, and nothing is quantised")
     shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value)
     entry.show(shown, console)
     document = {
@@ -137,13 +154,17 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:
-    """Bytes per device of weights and caches; temporaries come on top."""
-    grid, shares = [], DataShards(programs.mesh).count
+    """Returns bytes per device of weights and caches by context and batch; temporaries come on top.
+
+    Args:
+      capacity: bytes of HBM on a device.
+    """
+    grid, num_shards = [], DataShards(programs.mesh).count
     most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
     for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:
-        for batch in [b * shares for b in BATCHES]:
+        for batch in [b * num_shards for b in BATCHES]:
             weights, caches = dataclasses.replace(programs, batch=batch, slots=context).bytes_of_state()
-            left, row = USABLE * capacity - weights, caches * shares / batch
+            left, row = USABLE * capacity - weights, caches * num_shards / batch
             grid.append(
                 {
                     "context": context,
@@ -151,7 +172,7 @@ def fits(programs: Programs, capacity: int) -> list[dict]:
                     "weights": weights,
                     "caches": caches,
                     "share": (weights + caches) / capacity,
-                    "most_rows": max(int(left // row), 0) * shares,
+                    "most_rows": max(int(left // row), 0) * num_shards,
                 }
             )
     return grid

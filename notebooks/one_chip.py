@@ -67,7 +67,8 @@ from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import published_config
 from specsamp.decoding.loop import decode_window
 from specsamp.models.config import human_count
-from specsamp.tpu.report import USABLE, WINDOW
+from specsamp.tpu.programs import WINDOW
+from specsamp.tpu.report import USABLE
 from specsamp.tpu.stack import Stack, facts
 from specsamp.tpu.topology import described_mesh, parse
 

@@ -17,15 +17,13 @@ from typing import Any
 
 from jax.sharding import AxisType, Mesh
 
-from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.loop import Loop
 from specsamp.mesh.layout import mesh_axes
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
-from specsamp.tpu.report import WINDOW, Program, measure
+from specsamp.tpu.programs import WINDOW
+from specsamp.tpu.report import Program, measure
 from specsamp.tpu.stack import FEW, MANY, Stack, continued, facts, linear
 from specsamp.tpu.topology import described_mesh, parse
 
@@ -89,14 +87,11 @@ def slices() -> list[Cell]:
 def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
     """Compiles the round of both models at `FEW` layers."""
     programs = target.programs(FEW, sampling, draft.config)
-    shards = DataShards(programs.mesh)
-    drafter = ModelDrafter(programs.draft, K, WINDOW)
-    loop = Loop(target=programs.target, drafter=drafter, rule=rule, window=WINDOW, shards=shards)
 
     def floor(live):
         return programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
 
-    return measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(loop), target.capacity)
+    return measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(K, rule), target.capacity)
 
 
 def scoring() -> list[Cell]:

@@ -31,7 +31,7 @@ from specsamp import storage
 from specsamp.analysis import report as tables
 from specsamp.tpu.calibration import calibrate
 
-NOTES = {"weights": "; int8 weights are shapes alone: their scales are left out"}
+CAVEATS = {"weights": "; int8 weights are shapes alone, without their scales"}
 
 STUDIES = compile_cells.STUDIES | {"variants": variants}
 
@@ -135,7 +135,7 @@ def table(document: dict) -> tables.Table:
             rows.append((name, program, *line(facts)))
             name = ""
     return tables.Table(
-        title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']})",
+        title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']}{CAVEATS.get(document['study'], '')})",
         header=(
             "",
             "program",
@@ -147,7 +147,7 @@ def table(document: dict) -> tables.Table:
             "calibrated, ms",
         ),
         rows=rows,
-        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py" + NOTES.get(document["study"], ""),
+        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
     )
 
 

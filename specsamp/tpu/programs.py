@@ -15,15 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
-from specsamp.mesh.layout import DATA
 from specsamp.mesh.sharded import ShardedModel
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
+
+WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,49 +107,45 @@ class Programs:
             return output.logits_BTV, output.cache
 
         split = DataShards(self.mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
-        tokens_BT, start_B = self._rows((tokens,), jnp.int32), self._rows((), jnp.int32)
+        sizes = (self.batch, tokens), (self.batch,)
+        tokens_BT, start_B = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
-    def round(self, loop: Loop) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it."""
+    def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
+        """Lowers the loop of generation, all rounds of it, with the draft model proposing K tokens a round."""
+        drafter = ModelDrafter(self.draft, draft_length, WINDOW)
+        loop = Loop(target=self.target, drafter=drafter, rule=rule, window=WINDOW, shards=DataShards(self.mesh))
         weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
-        request = jax.eval_shape(self._request)
-
-        by_rows = NamedSharding(self.mesh, BY_ROWS)
-        request = jax.tree.map(lambda x: _shape(x, by_rows), request)
-        state = self._state(loop, weights, request)
-        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+        request = self._by_rows(
+            jax.eval_shape(lambda: Request.create(sampling=self.sampling, limits=[self.slots] * self.batch))
+        )
+        # Sharded models ask for the devices of their mesh even where only shapes are wanted.
+        bare = dataclasses.replace(
+            loop,
+            target=self.target.model,
+            drafter=dataclasses.replace(drafter, model=self.draft.model),
+            shards=DataShards(),
+        )
+        prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
+        state = jax.eval_shape(lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request)
+        state = self._by_rows(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
+        state = dataclasses.replace(state, cache=self.cache(self.target), drafter_state=self.cache(self.draft))
+        rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
         def run(weights, request, state, rounds):
             return loop.run_request(weights, request, state, rounds)
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
-    def _request(self) -> Request:
-        return Request.create(sampling=self.sampling, limits=[self.slots] * self.batch)
-
-    def _state(self, loop: Loop, weights: Weights, request: Request) -> Any:
-        plain = dataclasses.replace(loop, target=loop.target.model, shards=DataShards())
-        if isinstance(loop.drafter, ModelDrafter):
-            drafter = dataclasses.replace(loop.drafter, model=loop.drafter.model.model)
-            plain = dataclasses.replace(plain, drafter=drafter)
-        prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
-        state = jax.eval_shape(lambda w, r: plain.prefill(w, r, *prompt, slots=self.slots), weights, request)
-        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
-        placed = jax.tree.map(
-            lambda x: _shape(x, rows), dataclasses.replace(state, cache=None, drafter_state=None, request=None)
-        )
-        drafter_state = self.cache(self.draft) if isinstance(loop.drafter, ModelDrafter) else state.drafter_state
-        return dataclasses.replace(placed, cache=self.cache(self.target), drafter_state=drafter_state)
-
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
         shapes = jax.eval_shape(lambda: model.model.init_cache(self.batch, self.slots))
         return _placed(shapes, model.layout.shardings(model.model.cache_axes(), shapes))
 
-    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        rows = NamedSharding(self.mesh, PartitionSpec(DATA))
-        return jax.ShapeDtypeStruct((self.batch, *shape), dtype, sharding=rows)
+    def _by_rows(self, shapes: Any) -> Any:
+        """Shards the first axis of every leaf over the data shards."""
+        by_rows = NamedSharding(self.mesh, BY_ROWS)
+        return jax.tree.map(lambda x: _shape(x, by_rows), shapes)
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -27,8 +27,6 @@ from collections.abc import Callable, Sequence
 import jax
 
 from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.loop import Loop
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
 from specsamp.sampling.rules import Rule
@@ -37,7 +35,6 @@ from specsamp.tpu.programs import Programs
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
 
-WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
 STEP_WINDOWS = (2, 4)  # tried for a step, so that the baseline is measured at its best; with several rows, 1 too
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
@@ -202,9 +199,6 @@ def compile_report(
     if programs.batch % shards.count:
         raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
     target, draft = programs.target, programs.draft
-    loop = Loop(
-        target=target, drafter=ModelDrafter(draft, draft_length, WINDOW), rule=rule, window=WINDOW, shards=shards
-    )
     of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
 
     def of_round(live=1.0):
@@ -221,7 +215,7 @@ def compile_report(
         "score": (of_target, [call(target, draft_length + 1)]),
         "draft prefill": (of_draft, [call(draft, min(PREFILL, programs.slots))]),
         "prefill": (of_target, [call(target, min(PREFILL, programs.slots))]),
-        "round": (of_round, [(draft_length + 1, lambda: programs.round(loop))]),
+        "round": (of_round, [(draft_length + 1, lambda: programs.round(draft_length, rule))]),
     }
     chip, _ = parse(topology)
     results = []

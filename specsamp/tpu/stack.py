@@ -23,8 +23,8 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
 from specsamp.tpu.calibration import calibrate, hops
-from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import WINDOW, Memory, Program, measure
+from specsamp.tpu.programs import WINDOW, Programs
+from specsamp.tpu.report import Memory, Program, measure
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled

@@ -51,7 +51,7 @@ def test_pairs_that_do_not_belong_together():
         (dict(sampling=0.8), "sampling must be a warp"),
         (dict(sampling=temperature), "sampling must be a warp"),
         (dict(rule=TokenRule), "rule must be a rule"),
-        (dict(drafter=NgramDrafter), "drafter must be a drafter"),
+        (dict(drafter=NgramDrafter), "drafter must be derived from specsamp.Drafter"),
         (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
         (dict(draft_length=2.5), "got 2.5"),
         (dict(draft_length=True), "got True"),
