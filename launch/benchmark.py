@@ -18,7 +18,7 @@ from cells import check_points, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline
 from specsamp import use_compilation_cache
-from specsamp.analysis import memory, report
+from specsamp.analysis import memory
 
 _CONFIG = ConfigFlag("configs/random_pair.py")
 _GRID = flags.DEFINE_multi_string(
@@ -65,7 +65,7 @@ def show_memory(experiment: Experiment, console) -> None:
             slots=work.prompt_length + work.max_new_tokens,
             progress=say,
         )
-    entry.show([report.memory_table(grid)], console)
+    entry.show([memory.memory_table(grid)], console)
     models = {"target": pair.target.config, "draft": pair.draft.config}
     entry.write_result(_OUTPUT.value, {"config": _CONFIG.value.to_dict(), "models": models, "result": grid}, console)
 

@@ -26,13 +26,13 @@ from experiment import (
     make_drafter,
     make_sampling,
 )
+from hyper import Point, product, sweep
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
-from specsamp.analysis.decoder import check_fits
 from specsamp.analysis.grid import Cell, Results
-from specsamp.analysis.hyper import Point, product, sweep
 from specsamp.analysis.machine import machine
 from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
+from specsamp.analysis.workload import check_fits
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.sampling.rules import Rule
@@ -240,11 +240,11 @@ def run_cells(
         console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    entry.show([tables.grid_table(title, rows)], console)
+    entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)
-        entry.show(report.result_tables(measured[0][1], label), console)
+        entry.show(tables.result_tables(measured[0][1], label), console)
     if output and not storage.is_stream(output):
         console.print(f"\nwritten to {output}", soft_wrap=True)
 

@@ -25,7 +25,7 @@ from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import phases, report
-from specsamp.analysis.decoder import Decoder, Timing, decoders
+from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
@@ -156,15 +156,15 @@ def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timin
 def streaming_share(side: Decoder) -> float:
     """Measures the time of plain products with the target's matrices over that of an autoregressive step, in turn."""
     request = side.request(0)
-    board = phases.first_board(side.loop, side.weights, request, side.warm_state())
+    buffers = phases.first_buffers(side.loop, side.weights, request, side.warm_state())
     matrices = phases.matrices_of(side.loop.target, side.weights.target)
     iterations, ratios = 8, []
     for number in range(6):
         start = time.perf_counter()
         jax.block_until_ready(phases.stream(side.loop, matrices, iterations, rows=side.workload.batch))
         middle = time.perf_counter()
-        board = phases.repeat(phases.whole_round, side.loop, side.weights, request, board, iterations)
-        jax.block_until_ready(board)
+        buffers = phases.repeat(phases.whole_round, side.loop, side.weights, request, buffers, iterations)
+        jax.block_until_ready(buffers)
         if number:  # the first one compiles
             ratios.append((middle - start) / (time.perf_counter() - middle))
     return float(np.median(ratios))

@@ -16,8 +16,8 @@ from rich.console import Console
 import entry
 from config_file import require
 from specsamp import storage
-from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair

@@ -21,11 +21,11 @@ import entry
 from config_file import ConfigFlag
 from experiment import make_model
 from specsamp import storage
-from specsamp.analysis import grid, report
+from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
-from specsamp.analysis.costs import Costs, PerCall, compiled_costs
+from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import Plan, make_plan
-from specsamp.analysis.roofline import Model, Roofline
+from specsamp.tpu.costs import compiled_costs
 from specsamp.tpu.topology import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float(
@@ -161,21 +161,21 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
 
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
-    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell)]
-    laws = sorted({grid.law_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
+    cells = [cell for cell in measured.chosen(document["cells"], **wanted) if fits(cell)]
+    laws = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if len(laws) != 1:
         known = "; ".join(laws) or "none"
         raise ValueError(
             f"--measured: choose cells of one distribution with --temperature; {_MEASURED.value} has {known}"
         )
-    return [cell for cell in cells if grid.law_of(cell["key"]) == laws[0] or _SYNTHETIC.value]
+    return [cell for cell in cells if measured.distribution_of(cell["key"]) == laws[0] or _SYNTHETIC.value]
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
     """Returns the acceptance that the flags give, or that of the measured cells."""
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
     if not given and cells and not _SYNTHETIC.value:
-        return grid.measured_acceptance(cells)
+        return measured.measured_acceptance(cells)
     if len(given) != 1:
         raise ValueError(f"give one of --acceptance, --by_position and --histogram; got {len(given)} of them")
     if _ACCEPTANCE.value is not None:
@@ -202,7 +202,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
             "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with --config, or --measured"
         )
     if cells:
-        return grid.measured_costs(cells)
+        return measured.measured_costs(cells)
     if given[0]:
         return PerCall(*calls)
     if given[1]:
@@ -222,9 +222,9 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     )
 
 
-def roofline_model(config) -> Model:
+def roofline_model(config) -> ModelSize:
     """Returns a model for the roofline: all its parameters are streamed, in the compute dtype."""
-    return Model(
+    return ModelSize(
         weight_bytes=config.num_parameters * config.compute_dtype.itemsize,
         parameters=config.num_parameters,
         kv_bytes_per_token=config.kv_bytes_per_token,
@@ -244,10 +244,10 @@ def plan_table(plan: Plan) -> report.Table:
         star = " *" if one is plan.best else ""
         row = [
             f"K = {one.draft_length}{star}",
-            report.band(one.tokens_per_round),
+            tables.interval(one.tokens_per_round),
             f"{one.round_ms:.3g}",
-            report.band(one.ms_per_token),
-            report.band(one.speedup, "x"),
+            tables.interval(one.ms_per_token),
+            tables.interval(one.speedup, "x"),
         ]
         rows.append((*row, f"{block_mirrored(one.draft_length):.2f}") if rate else tuple(row))
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")

@@ -15,12 +15,13 @@ import types
 from absl import flags
 
 import entry
+import hyper
 from cells import check_points, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
+from hyper import Point
 from specsamp import use_compilation_cache
-from specsamp.analysis import grid, hyper, tables
-from specsamp.analysis.hyper import Point
+from specsamp.analysis import grid, tables
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
 _POD = flags.DEFINE_string(
@@ -41,7 +42,9 @@ def main() -> None:
                 tables.grid_table(path, document["cells"])  # says which file is damaged
             console.print(grid.origin(path, document), soft_wrap=True, markup=False)
             gathered += document["cells"]
-        entry.show([tables.grid_table(", ".join(_GATHER.value), gathered)], console)
+        entry.show(
+            [tables.grid_table(", ".join(_GATHER.value), gathered, full=console.width >= tables.FULL_WIDTH)], console
+        )
         return
     points = hyper_points(_CONFIG.module, _CONFIG.text)
     check_points(_CONFIG.value, points)
@@ -64,7 +67,7 @@ def hyper_points(module: types.ModuleType, name: str) -> list[Point]:
     """
     get_hyper = getattr(module, "get_hyper", None)
     if get_hyper is None:
-        raise ValueError(f"{name} has no get_hyper(h): see specsamp/analysis/hyper.py for how to write one")
+        raise ValueError(f"{name} has no get_hyper(h): see launch/hyper.py for how to write one")
     points = get_hyper(hyper)
     if not points:
         raise ValueError(f"get_hyper of {name} asks for no points")

@@ -56,13 +56,12 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.analysis import report
+from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import benchmark
-from specsamp.analysis.costs import CostTable, Round
-from specsamp.analysis.decoder import Workload
+from specsamp.analysis.costs import CostTable, ModelSize, Roofline, Round
 from specsamp.analysis.planner import make_plan
-from specsamp.analysis.roofline import Model, Roofline
+from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import published_config
@@ -107,7 +106,7 @@ GIB = 2**30
 configs = {side: published_config(name) for side, name in NAMES.items()}
 chip, _ = parse(CHIP)
 shapes = {
-    side: Model(
+    side: ModelSize(
         weight_bytes=c.num_parameters * c.compute_dtype.itemsize,
         parameters=c.num_parameters,
         kv_bytes_per_token=c.kv_bytes_per_token,
@@ -255,7 +254,7 @@ for done in generate(pair, PROMPTS, TOKENS, sampling=SAMPLING, draft_length=K, s
 tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in PROMPTS)
 workload = Workload(prompts=tokens, prompt_length=max(map(len, tokens)), max_new_tokens=TOKENS, repeats=4)
 result = benchmark(pair, ModelDrafter(pair.draft, K, decode_window()), TokenRule(), SAMPLING, workload)
-report.show(report.result_tables(result, "" if is_real else "random pair"), console)
+report.show(tables.result_tables(result, "" if is_real else "random pair"), console)
 
 # %% [markdown]
 # ## As expected?
@@ -269,7 +268,7 @@ forecast = [f"{plan[length].ms_per_token.value:.2f}" for length in (0, K)]
 rows = [(f"forecast for {CHIP} ({source})", *forecast, f"{plan[K].speedup.value:.2f}x")]
 if is_real:
     measured = [f"{side.ms_per_token.median:.2f}" for side in (result.autoregressive, result.speculative)]
-    rows.append((f"measured on {device.device_kind}", *measured, report.spread(result.speedup, "x")))
+    rows.append((f"measured on {device.device_kind}", *measured, tables.quartiles(result.speedup, "x")))
 header = ("", "alone", "with the draft", "speedup")
 report.show([report.Table(title=f"ms per token at K = {K}, {told}", header=header, rows=rows)], console)
 if not is_real:

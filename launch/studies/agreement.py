@@ -19,10 +19,11 @@ import entry
 from cells import identity_of, read_prompts
 from config_file import ConfigFlag
 from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, headline, refuse
+from forecasting import Agreement, agreement, agreement_table
 from specsamp import greedy, use_compilation_cache
-from specsamp.analysis import report, tables
-from specsamp.analysis.agreement import Agreement, agreement
-from specsamp.analysis.grid import Results, law_of, outcome_of
+from specsamp.analysis import report
+from specsamp.analysis.grid import Results, outcome_of
+from specsamp.analysis.measured import distribution_of
 from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 
@@ -61,7 +62,7 @@ def main() -> None:
             if isinstance(found, str):
                 console.print(found, soft_wrap=True)
             else:
-                table = tables.agreement_table(f"{law}, batch {batch}", found, ALLOWED)
+                table = agreement_table(f"{law}, batch {batch}", found, ALLOWED)
                 entry.show([table], console)
     if _OUTPUT.value and entry.is_first():
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
@@ -122,7 +123,7 @@ def task(config: ConfigDict, experiment: Experiment) -> str:
 
 
 def law_in_words(config: ConfigDict) -> str:
-    return law_of(config.sampling.to_dict())
+    return distribution_of(config.sampling.to_dict())
 
 
 def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import entry
 from config_file import ConfigFlag
 from experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy
-from specsamp.analysis.decoder import decoders
-from specsamp.analysis.spread import Spread
+from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.workload import decoders
 from specsamp.models.config import TransformerConfig
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
@@ -47,9 +47,9 @@ def main() -> None:
         if repeat >= 0:
             ms["ours"].append(timing.loop_seconds / work.max_new_tokens * 1e3)
             ms["transformers"].append(seconds / work.max_new_tokens * 1e3)
-    ratio = Spread.of(np.array(ms["transformers"]) / np.array(ms["ours"]))
+    ratio = Quartiles.of(np.array(ms["transformers"]) / np.array(ms["ours"]))
     for name, values in ms.items():
-        console.print(f"{name:13} {Spread.of(values).median:6.2f} ms per token")
+        console.print(f"{name:13} {Quartiles.of(values).median:6.2f} ms per token")
     console.print(f"ratio         {ratio.median:6.2f}x")
     document = {
         "torch": torch.__version__,
@@ -57,7 +57,7 @@ def main() -> None:
         "torch_threads": torch.get_num_threads(),
         "config": _CONFIG.value.to_dict(),
         "transformers_parameters": parameters,
-        "ms_per_token": {name: Spread.of(values) for name, values in ms.items()},
+        "ms_per_token": {name: Quartiles.of(values) for name, values in ms.items()},
         "ratio": ratio,
     }
     entry.write_result(_OUTPUT.value, document, console)

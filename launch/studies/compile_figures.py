@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsamp.analysis.figures import COLOURS, axes_of
+from curves import COLOURS, axes_of
 
 Cells = Sequence[Mapping[str, Any]]
 

@@ -13,9 +13,10 @@ from absl import flags
 from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
+import curves as figures
 import entry
 from specsamp import storage
-from specsamp.analysis import figures, grid
+from specsamp.analysis import grid
 
 GRID = "notebooks/results/python_pair_grid.json"
 _CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")

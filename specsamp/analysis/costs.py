@@ -1,38 +1,35 @@
-"""What a round costs, by draft length, batch and context: measured, or reported by a compiler.
+"""Milliseconds of a round, by draft length, batch and context: measured, given per call, or from sizes and rates.
 
-All of them answer one question, ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
-decoding.
+All of them answer the same question, ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
+decoding. `specsamp.tpu.report` adds the costs of programs that were compiled for a TPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
-from specsamp.analysis.acceptance import NORMAL_95
-from specsamp.tpu.report import Program, Report
-
 
 class Costs(Protocol):
-    """What `specsamp.analysis.planner.make_plan` asks of costs.
+    """Costs as `specsamp.analysis.planner.make_plan` needs them.
 
     Attributes:
-      error: one relative standard error of a round's time, 0 if it is taken for certain.
+      error: the relative standard error of a round's time; 0 if it is known exactly.
     """
 
     error: float
 
     def round_ms(self, draft_length: int, batch: int, context: int | None) -> float:
-        """Milliseconds of one round of all rows."""
+        """Returns the milliseconds of one round of all rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """One known round."""
+    """The measured time of one round."""
 
     draft_length: int
     ms: float
@@ -46,17 +43,18 @@ class Round:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Known rounds, and straight lines between them; along the draft length also beyond the longest.
+    """Measured rounds, interpolated linearly; along the draft length also extrapolated.
 
-    Draft calls are added one by one, and rows and caches nearly so, hence lines. What need not lie on a line are the
-    products with the target's matrices: a kernel may take a step up at some number of rows. Where they are known for
-    themselves, lines are drawn through what is left of the rounds. Along batch and context nothing is extrapolated: a
-    new regime (arithmetic instead of streaming) would not be seen coming.
+    Draft calls add up one by one, and rows and caches nearly so, hence straight lines. Products with the target's
+    matrices need not be linear: a kernel may take a step up at some number of rows. Where they were timed alone, the
+    lines run through what they leave of the rounds. Batch and context are never extrapolated: a change of regime
+    (arithmetic instead of streaming) could not be foreseen.
 
     Attributes:
-      error: one relative standard error of a round's time.
-      products_ms: of so many rows with all of the target's matrices, by rows, ``((rows, ms), ...)``; a round has
-        ``batch (K + 1)``. On lines between known numbers of rows, and beyond.
+      rounds: the measured rounds.
+      error: the relative standard error of a round's time.
+      products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
+        ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
     """
 
     rounds: tuple[Round, ...]
@@ -68,22 +66,18 @@ class CostTable:
             raise ValueError("costs need at least one round")
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Milliseconds of one round.
+        """Returns the milliseconds of one round.
 
         Raises:
-          ValueError: batch or context lie beyond what is known, or a K below it, or no context is given where
-            several are known: with what is known.
+          ValueError: the batch or context was not measured and lies between no two that were, the K is below all measured
+            ones, or no context is given although several were measured.
         """
         contexts = sorted({known.context for known in self.rounds if known.context is not None})
         if context is None and len(contexts) > 1:
             raise ValueError(f"costs are known at contexts {', '.join(map(str, contexts))}: say which is meant")
         if context is None or not contexts:
             return self._at_context(contexts[0] if contexts else None, draft_length, batch)
-
-        def at(one):
-            return self._at_context(one, draft_length, batch)
-
-        return _between("context", context, {one: lambda one=one: at(one) for one in contexts})
+        return _between("context", context, contexts, lambda one: self._at_context(one, draft_length, batch))
 
     def _at_context(self, context: int | None, draft_length: int, batch: int) -> float:
         by_batch: dict[int, dict[int, float]] = {}  # what is left of the rounds, by draft length
@@ -91,24 +85,24 @@ class CostTable:
             if context is None or known.context == context:
                 left_ms = known.ms - self._products_ms(known.batch * (known.draft_length + 1))
                 by_batch.setdefault(known.batch, {})[known.draft_length] = left_ms
-        at = {size: lambda left=left: _line(left, draft_length) for size, left in by_batch.items()}
-        return _between("batch", batch, at) + self._products_ms(batch * (draft_length + 1))
+        left_ms = _between("batch", batch, by_batch, lambda size: _line(by_batch[size], draft_length))
+        return left_ms + self._products_ms(batch * (draft_length + 1))
 
     def _products_ms(self, rows: int) -> float:
         known = dict(self.products_ms)
         if len(known) < 2:
-            return 0.0  # they tell nothing of the shape
+            return 0.0  # one number of rows says nothing about the shape
         return _line(known, max(rows, min(known)))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerCall:
-    """A round takes ``target_ms + K draft_ms``, whatever it scores: a call streams weights (as Chen et al. assume).
+    """A round takes ``target_ms + K * draft_ms``, however many tokens it scores (as Chen et al., arXiv 2302.01318, assume).
 
-    Batch and context do not count, so these are milliseconds at the ones that are meant.
+    Batch and context are ignored: give milliseconds at the ones you mean.
 
     Raises:
-      ValueError: a call that takes no time, or no end of it.
+      ValueError: a call takes no time, or infinitely long.
     """
 
     target_ms: float
@@ -123,61 +117,63 @@ class PerCall:
         return self.target_ms + draft_length * self.draft_ms
 
 
-def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
-    """From the ``report`` in what ``launch/compile_report.py`` wrote: a plain step, and a round of its K.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What a call of a model reads and computes."""
 
-    Args:
-      report: a `specsamp.tpu.report.Report` as JSON.
-      latency_us: of one collective, which the compiler does not know; None takes the one that is fitted on
-        published steps of TPU v4 (`specsamp.tpu.calibration`), with its error.
+    weight_bytes: float  # read by a call
+    parameters: float  # two operations each, per token
+    kv_bytes_per_token: float = 0.0  # of the cache, per row
 
-    Raises:
-      ValueError: it is no such report, or its programs do not fit the slice.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic, plus a constant.
+
+    ``max((W + B S kv) / (n bandwidth), 2 N B T / (n flops)) + call_ms``: weights W are read once for all B rows and all T
+    tokens of a row, the cache of S slots once per row (the model of Pope et al., arXiv 2211.05102).
     """
-    try:
-        programs = tuple(Program(**entry) for entry in report["programs"])
-        fields = {_OLD_FIELDS.get(name, name): value for name, value in report.items()}
-        compiled = Report(**{**fields, "programs": programs})
-        named = {name: compiled[name] for name in ("target step", "round")}
-    except (KeyError, TypeError, StopIteration) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"no compile report with a target step and a round ({told})") from error
-    if any(program.hbm_bytes is None for program in named.values()):
-        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    lengths, error = (0, compiled.draft_length), 0.0
-    if latency_us is None:
-        bands = [compiled.calibrated_ms(name) for name in named]
-        times = [likely for _, likely, _ in bands]
-        error = math.log(bands[1][2] / bands[1][0]) / (2 * NORMAL_95)
-    else:
-        times = [program.milliseconds(compiled.chip, latency_us) for program in named.values()]
-    known = {"batch": compiled.batch, "context": compiled.slots}
-    return CostTable(
-        rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
-    )
+
+    target: ModelSize
+    draft: ModelSize
+    bytes_per_second: float  # of one device
+    flops_per_second: float
+    devices: int = 1
+    call_ms: float = 0.0  # collectives and dispatch, per call
+    default_context: int = 1024
+    error: float = 0.0
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        scored = self.call_time_ms(self.target, draft_length + 1, batch, context)
+        return scored + draft_length * self.call_time_ms(self.draft, 1, batch, context)
+
+    def call_time_ms(self, model: ModelSize, tokens: int, batch: int, context: int) -> float:
+        """Returns the milliseconds of one call with ``tokens`` tokens in each row."""
+        streamed = (model.weight_bytes + batch * context * model.kv_bytes_per_token) / self.bytes_per_second
+        computed = 2 * model.parameters * batch * tokens / self.flops_per_second
+        return max(streamed, computed) / self.devices * 1e3 + self.call_ms
 
 
-_OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
-
-
-def _between(name: str, value: int, known: dict[int, Any]) -> float:
-    """Linear between the neighbours of ``value``; ``known`` maps to functions without arguments."""
+def _between(name: str, value: int, known: Iterable[int], at: Callable[[int], float]) -> float:
+    """Interpolates linearly between the neighbours of ``value`` among ``known``, where ``at`` can be evaluated."""
     below = [one for one in known if one <= value]
     above = [one for one in known if one >= value]
     if not below or not above:
-        raise ValueError(
-            f"{name} {value} lies beyond the measured {', '.join(map(str, sorted(known)))}: measure it, or take a "
-            "roofline"
-        )
+        listed = ", ".join(map(str, sorted(known)))
+        raise ValueError(f"{name} {value} lies beyond the measured {listed}: measure it, or take a roofline")
     low, high = max(below), min(above)
     if low == high:
-        return known[low]()
-    share = (value - low) / (high - low)
-    return (1 - share) * known[low]() + share * known[high]()
+        return at(low)
+    weight = (value - low) / (high - low)
+    return (1 - weight) * at(low) + weight * at(high)
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:
-    """Linear between known draft lengths, or rows; beyond the longest as it and half of it lead, but not down."""
+    """Interpolates between known draft lengths (or rows), and extrapolates with the slope of the longest half.
+
+    The slope beyond the longest is never negative: a noisy clock must not make longer rounds ever shorter.
+    """
     known = sorted(ms)
     if where < known[0] or (where > known[-1] and len(known) == 1):
         raise ValueError(f"no cost at draft_length {where}: known are {', '.join(map(str, known))}")
@@ -189,7 +185,7 @@ def _line(ms: Mapping[int, float], where: int) -> float:
 
 
 def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:
-    """One round for each draft length, batch and context: the median of those given."""
+    """Returns one round for each draft length, batch and context: the median of those given."""
     cells: dict[tuple, list[float]] = {}
     for one in rounds:
         cells.setdefault((one.draft_length, one.batch, one.context), []).append(one.ms)

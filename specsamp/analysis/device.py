@@ -1,4 +1,4 @@
-"""What the device itself can do, beside which a measurement stands: streaming, and memory in use."""
+"""Facts about the device that a measurement is compared with: streaming rate and memory in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.analysis.spread import Spread
+from specsamp.analysis.timing import Quartiles
 
 COLUMNS = 4096
 LARGEST = 2**30  # bytes; fits no cache
@@ -28,11 +28,11 @@ class MemoryUse:
     peak_is_of: str  # "device", or "process" where the device counts nothing (a CPU)
 
 
-def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Spread:
-    """How fast one device reads a matrix to multiply it with a vector: what decoding is bound by.
+def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Quartiles:
+    """Measures how fast one device multiplies a float32 matrix by a vector, in GB/s: reading weights bounds decoding.
 
     Args:
-      nbytes: of the matrix, as many as a step streams: what fits a cache here fits it there. At most `LARGEST`.
+      nbytes: size of the matrix, at most `LARGEST`. Give what a step streams: then both fit a cache, or neither does.
       samples: how often it is measured.
     """
     rows = max(min(nbytes, LARGEST) // (4 * COLUMNS), 1)
@@ -45,12 +45,12 @@ def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Spread:
 
     seconds(1)  # compiles
     iterations = max(int(SECONDS / max(seconds(1), 1e-6)), 1)
-    return Spread.of([iterations * matrix.nbytes / seconds(iterations) / 1e9 for _ in range(samples)])
+    return Quartiles.of([iterations * matrix.nbytes / seconds(iterations) / 1e9 for _ in range(samples)])
 
 
 @jax.jit
 def _read(matrix: jax.Array, iterations: jax.Array | int) -> jax.Array:
-    """Each product waits for the one before, or the loop would hold only one."""
+    """Multiplies ``iterations`` times; each product waits for the one before, or XLA would keep only one."""
 
     def product(_: jax.Array, x: jax.Array) -> jax.Array:
         whole, x = jax.lax.optimization_barrier((matrix, x))
@@ -60,7 +60,7 @@ def _read(matrix: jax.Array, iterations: jax.Array | int) -> jax.Array:
 
 
 def memory_use(weights: Any, caches: Any) -> MemoryUse:
-    """Of arrays that are there, and the most there ever was."""
+    """Returns the bytes of these arrays, and the most that was ever in use."""
     counted = jax.local_devices()[0].memory_stats() or {}
     peak = counted.get("peak_bytes_in_use")
     kilobytes = 1 if sys.platform == "darwin" else 1024
@@ -74,6 +74,6 @@ def memory_use(weights: Any, caches: Any) -> MemoryUse:
 
 
 def _bytes(tree: Any) -> int:
-    """On the first device; what two trees share counts once."""
+    """Returns the bytes on the first device; arrays that two trees share count once."""
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves.values() if leaf.addressable_shards)

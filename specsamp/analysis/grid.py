@@ -26,25 +26,21 @@ from jax.experimental import multihost_utils
 
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.analysis.acceptance import ByLength, Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import CostTable, Round, median_rounds
-from specsamp.analysis.decoder import Workload
-from specsamp.analysis.spread import Spread
-from specsamp.analysis.synthetic import LABEL
+from specsamp.analysis.measured import Key, describe
+from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-Key = Mapping[str, Any]  # names and numbers
 CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One drafter, rule, distribution and batch."""
+    """What one benchmark measures: a drafter, rule, distribution and batch."""
 
     key: Key
     drafter: Drafter
@@ -65,7 +61,7 @@ class Results:
     def open(
         cls, path: str | None, identity: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
     ) -> Results:
-        """Reads what is there, or begins.
+        """Reads the cells of a file, or begins a new one.
 
         Args:
           path: local or in a bucket.
@@ -143,7 +139,7 @@ def _name(cell: Mapping[str, Any]) -> str:
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
-    """A file of cells as it was written: "identity", "cells", and what went before.
+    """Returns a file of cells as it was written: "identity", "cells", and what went before.
 
     Raises:
       ValueError: it is no such file.
@@ -178,11 +174,11 @@ def measure_cells(
     header: Callable[[], Mapping[str, Any]] = dict,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[tuple[Cell, Result]]:
-    """Measures what is not yet in ``results``; returns what was measured now.
+    """Measures the cells that ``results`` does not hold yet, and returns those that were measured now.
 
     Args:
-      again: measures all, and replaces what is there, cell by cell; not by running out of memory.
-      header: what goes before the cells in the file, and into each cell, at the time of writing.
+      again: measures all cells and replaces those in the file one by one, except by running out of memory.
+      header: makes what is written before the cells in the file, and into each cell, at the time of writing.
       progress: is told which cell is being measured, and what of it.
     """
     now = []
@@ -192,9 +188,6 @@ def measure_cells(
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         started = datetime.datetime.now(datetime.UTC)
 
-        def say(text, where=where):
-            return progress(f"{where}: {text}")
-
         measured = outcome_of(
             functools.partial(
                 benchmark,
@@ -203,7 +196,7 @@ def measure_cells(
                 cell.rule,
                 cell.sampling,
                 cell.workload,
-                say,
+                functools.partial(_say, progress, where),
                 draft_sampling=cell.draft_sampling,
             )
         )
@@ -220,8 +213,12 @@ def measure_cells(
     return now
 
 
+def _say(progress: Callable[[str], None], where: str, text: str) -> None:
+    progress(f"{where}: {text}")
+
+
 def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
-    """``{"result": what it returns}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
+    """Returns ``{"result": what it returns}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
     try:
         outcome = {"result": measure()}
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
@@ -232,95 +229,8 @@ def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
     return outcome
 
 
-def law_of(key: Key) -> str:
-    """What the target is sampled with, in words: "greedy", "T = 0.8, top_p 0.95"; made-up acceptance is named first."""
-    made_up = [LABEL.format(rate=key["synthetic_acceptance"])] if key.get("synthetic_acceptance") is not None else []
-    if key["temperature"] == 0:
-        return ", ".join([*made_up, "greedy"])
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    filters = [f"{name} {key[name]:g}" for name in off if key[name] != off[name]]
-    return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
-
-
-def describe(key: Key) -> str:
-    """A cell in words."""
-    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
-    drafter = [] if key["drafter"] == "none" else [f"{key['drafter']} drafter, {key['rule']} rule"]
-    return ", ".join([law_of(key), *draft, *drafter, f"K = {key['draft_length']}", f"batch {key['batch']}"])
-
-
-def chosen(cells: Sequence[Mapping[str, Any]], **key: Any) -> list[Mapping[str, Any]]:
-    """Measured cells whose key has these values; plain decoding has any drafter and rule."""
-
-    def fits(cell):
-        return all(
-            cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
-            for name, value in key.items()
-        )
-
-    return [cell for cell in cells if "result" in cell and fits(cell)]
-
-
-def measured_costs(cells: Sequence[Mapping[str, Any]]) -> CostTable:
-    """Of a round, from measured cells.
-
-    Cells are measured minutes apart, on a machine that may be busier by then; the two sides of one take turns. So a
-    round counts in plain rounds of its own cell, and these as the median over all cells of the batch.
-    """
-    rounds, errors = [], []
-    for batch in sorted({cell["key"]["batch"] for cell in cells}):
-        here = [cell for cell in cells if cell["key"]["batch"] == batch]
-
-        def spread(cell, side):
-            return Spread(**cell["result"][side]["ms_per_round"])
-
-        step_ms = float(np.median([spread(cell, "autoregressive").median for cell in here]))
-        rounds.append(Round(draft_length=0, batch=batch, ms=step_ms))
-        for cell in (cell for cell in here if cell["key"]["draft_length"]):
-            plain, drafted = spread(cell, "autoregressive"), spread(cell, "speculative")
-            ms = drafted.median * (step_ms / plain.median)
-            rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
-            errors.append(drafted.relative_error(cell["workload"]["repeats"]))
-    rounds, error = median_rounds(rounds), float(np.median(errors)) if errors else 0.0
-    return CostTable(rounds=rounds, error=error, products_ms=_products_ms(cells, rounds))
-
-
-def _products_ms(cells: Sequence[Mapping[str, Any]], rounds: Sequence[Round]) -> tuple[tuple[int, float], ...]:
-    """From the parts of rounds, by rows; in plain rounds of their own cell, as the rounds."""
-    by_rows: dict[int, list[float]] = {}
-    for cell in cells:
-        batch, K, split = cell["key"]["batch"], cell["key"]["draft_length"], cell["result"]["split"]
-        if split is None or K == 0:
-            continue
-        step_ms = next(one.ms for one in rounds if (one.batch, one.draft_length) == (batch, 0))
-        pace = step_ms / split["step"]["ms"]["median"]
-        for tokens, name in ((1, "stream_step"), (K + 1, "stream_score")):
-            by_rows.setdefault(batch * tokens, []).append(split[name]["ms"]["median"] * pace)
-    return tuple((rows, float(np.median(ms))) for rows, ms in sorted(by_rows.items()))
-
-
-def measured_acceptance(cells: Sequence[Mapping[str, Any]]) -> ByLength:
-    """Of each K, from cells of one rule, drafter and distribution, which do not tell their texts apart.
-
-    Cells of several batches share texts, so the one with most rounds speaks for its K.
-
-    Raises:
-      ValueError: no cell has a draft.
-    """
-    most: dict[int, Mapping[str, Any]] = {}
-    for cell in cells:
-        K, counts = cell["key"]["draft_length"], cell["result"]["acceptance"]
-        if K and (K not in most or sum(counts["accepted_counts"]) > sum(most[K]["accepted_counts"])):
-            most[K] = counts
-    if not most:
-        raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    return ByLength(
-        {K: Profile.of_histogram(counts["accepted_counts"], counts["reached"]) for K, counts in most.items()}
-    )
-
-
 def set_aside(path: str | os.PathLike) -> str:
-    """Renames a file to a name that nothing has, and returns it."""
+    """Renames a file to a name that no other file has, and returns the name."""
     number = 1
     while storage.place(f"{path}.aside-{number}").exists():
         number += 1
@@ -330,7 +240,7 @@ def set_aside(path: str | os.PathLike) -> str:
 
 
 def _of_first_process(missing: Sequence[int], count: int) -> list[int]:
-    """All processes must measure the same cells, whatever files they see."""
+    """Returns the first process's list: all processes must measure the same cells, whatever files they see."""
     if jax.process_count() == 1:
         return list(missing)
     wanted = np.zeros(count, bool)

@@ -1,7 +1,7 @@
-"""What the decoding loop takes beside weights and caches, as the compiler counts it.
+"""Counts the memory that the decoding loop takes beside weights and caches, from the compiled program.
 
-The loop is compiled for abstract arguments, so nothing is allocated: `LoopMemory.temp_bytes` is all
-that `Loop.run` needs beyond its arguments, of which the state is donated and becomes the result.
+The loop is compiled for abstract arguments, so nothing is allocated. `LoopMemory.temp_bytes` is all that `Loop.run` needs
+beyond its arguments; of these the state is donated and becomes the result.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 
+from specsamp.analysis.report import Table
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.state import Request, Weights
@@ -20,7 +21,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-# One of B, K and V is turned at a time, from 4, 4 and 8192; K = 0 is the autoregressive loop.
+# One of B, K and V varies at a time, around 4, 4 and 8192; K = 0 is the autoregressive loop.
 GRID = ((1, 4, 8192), (4, 4, 8192), (8, 4, 8192), (4, 0, 8192), (4, 8, 8192), (4, 4, 4096), (4, 4, 32768))
 
 
@@ -47,7 +48,7 @@ def memory_grid(
     grid: Iterable[tuple[int, int, int]] = GRID,
     progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[LoopMemory, ...]:
-    """`loop_memory` at every ``(B, K, V)`` of ``grid``, for models that differ in V alone."""
+    """Returns `loop_memory` at every ``(B, K, V)`` of ``grid``; the models differ in V alone."""
     points = []
     for batch, draft_length, vocab_size in grid:
         progress(f"compiling: B = {batch}, K = {draft_length}, V = {vocab_size}")
@@ -89,4 +90,26 @@ def loop_memory(
         temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
         logits_bytes=4 * batch * rows * loop.target.vocab_size,
         cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
+    )
+
+
+def memory_table(grid: Iterable[LoopMemory]) -> Table:
+    """Returns a table of the points of the grid, in MB."""
+
+    def megabytes(size: int) -> str:
+        return f"{size / 1e6:.2f}"
+
+    return Table(
+        title="Memory of the loop beside weights and state, MB, as compiled",
+        header=("B, K, V", "loop", "B(K+1)V floats", "ratio", "caches, in the state"),
+        rows=[
+            (
+                f"{point.batch}, {point.draft_length}, {point.vocab_size}",
+                megabytes(point.temp_bytes),
+                megabytes(point.logits_bytes),
+                f"{point.temp_bytes / point.logits_bytes:.1f}",
+                megabytes(point.cache_bytes),
+            )
+            for point in grid
+        ],
     )

@@ -1,20 +1,20 @@
 """The phases of a round, as programs that can be timed one by one.
 
-Each phase of `Loop.round` runs n times inside one `lax.fori_loop`, so that the cost of dispatching a
-program does not count. All phases have one signature: they take a `Board`, on which everything lies that
-passes between the phases of a round, and return it with their own result replaced. The board is donated
-from call to call, so caches are written in place.
+Each phase of `Loop.round` runs n times inside one `lax.fori_loop`, so that the cost of dispatching a program does not
+count. All phases have the same signature: they take `RoundBuffers`, which hold everything that passes between the phases
+of a round, and return them with their own result replaced. The buffers are donated from call to call, so caches are
+written in place.
 
-Two things keep the measurement honest (and `specsamp.analysis.split` checks them):
+Two things make sure that every iteration does the work (`specsamp.analysis.split` checks it):
 
-* the board passes an `optimization_barrier` in every iteration: nothing that depends on it can be moved
-  out of the loop, and since every result lies on the board, nothing can be left out either;
-* lengths are put back after a commit, so every iteration does the same work and no cache runs over.
+* The buffers pass an `optimization_barrier` in every iteration. Nothing that depends on them can be moved out of the
+  loop, and every result is stored in them, so nothing can be left out.
+* Lengths are restored after a commit, so every iteration does the same work and no cache overflows.
 
-Drawing a token happens inside the drafter, between two calls of its model. It is measured as the
-difference between drafting with the real sampler, `draft`, and with one that reads a single logit,
-`draft_model`. The commit alone is so small a loop that XLA's CPU backend makes one function of it; in a
-round each of its kernels is dispatched, and what that adds is part of what stays unexplained there.
+Tokens are drawn inside the drafter, between two calls of its model. The time of drawing is the difference between drafting
+with the real sampler, `draft`, and with one that reads a single logit, `draft_model`. The commit alone is so small a loop
+that XLA's CPU backend compiles it into one function; in a round each of its kernels is dispatched, and that time is part
+of what stays unexplained.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Array = jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Board:
-    """All that passes between the phases of one round."""
+class RoundBuffers:
+    """Everything that passes between the phases of one round."""
 
     state: DecodeState
     draft: Draft
@@ -50,85 +50,87 @@ class Board:
     sink: Any = None  # results that no later phase reads
 
 
-Phase = Callable[[Loop, Weights, Request, Board], Board]
+Phase = Callable[[Loop, Weights, Request, RoundBuffers], RoundBuffers]
 
 
-def first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+def first_buffers(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> RoundBuffers:
     """Runs one round, except for the commit, on a state whose rows are running; keeps what it made.
 
     ``state`` is donated.
     """
-    return _first_board(loop, weights, request, dataclasses.replace(state, request=None))
+    return _first_buffers(loop, weights, request, dataclasses.replace(state, request=None))
 
 
 @functools.partial(jax.jit, static_argnames="loop", donate_argnames="state")
-def _first_board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+def _first_buffers(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> RoundBuffers:
     specs = (REPLICATED, BY_ROWS, BY_ROWS)
-    return loop.shards.map(functools.partial(_board, loop), specs)(weights, request, state)
+    return loop.shards.map(functools.partial(_buffers, loop), specs)(weights, request, state)
 
 
-def _board(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> Board:
+def _buffers(loop: Loop, weights: Weights, request: Request, state: DecodeState) -> RoundBuffers:
     proposed, drafter_state, cache = loop.draft(weights, request, state)
     output = loop.score(weights, state, proposed, cache)
     verdict = loop.verify(request, state, proposed, output)
     state = dataclasses.replace(state, cache=output.cache, drafter_state=drafter_state)
-    return Board(state=state, draft=proposed, logits_BTV=output.logits_BTV, verdict=verdict, sink=state.lengths_B)
+    return RoundBuffers(
+        state=state, draft=proposed, logits_BTV=output.logits_BTV, verdict=verdict, sink=state.lengths_B
+    )
 
 
-def draft(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """The drafter: calls of its model, warps and draws."""
-    result, drafter_state, cache = loop.draft(weights, request, board.state)
-    return _replace(board, draft=result, cache=cache, drafter_state=drafter_state)
+def draft(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Runs the drafter: calls of its model, warps and draws."""
+    result, drafter_state, cache = loop.draft(weights, request, buffers.state)
+    return _replace(buffers, draft=result, cache=cache, drafter_state=drafter_state)
 
 
-def draft_model(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """The drafter without its sampler."""
-    state = board.state
+def draft_model(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Runs the drafter without its sampler."""
+    state = buffers.state
     result, drafter_state, cache = loop.drafter.propose(
         weights, state.drafter_state, _prefix(state), state.cache, _ReadsOneLogit()
     )
     last_B = result.tokens_BK[:, -1] if result.tokens_BK.shape[1] else result.num_drafted_B
-    return _replace(board, cache=cache, drafter_state=drafter_state, sink=last_B)
+    return _replace(buffers, cache=cache, drafter_state=drafter_state, sink=last_B)
 
 
-def score(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """The call of the target."""
-    output = loop.score(weights, board.state, board.draft, board.state.cache)
-    return _replace(board, cache=output.cache, logits_BTV=output.logits_BTV)
+def score(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Runs the call of the target."""
+    output = loop.score(weights, buffers.state, buffers.draft, buffers.state.cache)
+    return _replace(buffers, cache=output.cache, logits_BTV=output.logits_BTV)
 
 
-def verify(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """Warping the target's logits, and the rule."""
-    output = Output(logits_BTV=board.logits_BTV, cache=board.state.cache)
-    return _replace(board, verdict=loop.verify(request, board.state, board.draft, output))
+def verify(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Warps the target's logits and applies the rule."""
+    output = Output(logits_BTV=buffers.logits_BTV, cache=buffers.state.cache)
+    return _replace(buffers, verdict=loop.verify(request, buffers.state, buffers.draft, output))
 
 
-def commit(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """Bookkeeping: tokens, lengths, stops, statistics."""
-    output, state = Output(logits_BTV=board.logits_BTV, cache=board.state.cache), board.state
+def commit(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Runs the bookkeeping: tokens, lengths, stops, statistics."""
+    output, state = Output(logits_BTV=buffers.logits_BTV, cache=buffers.state.cache), buffers.state
     drafter_state, cache = loop.drafter.commit(
-        weights, state.drafter_state, _prefix(state), board.draft, board.verdict, output, state.cache
+        weights, state.drafter_state, _prefix(state), buffers.draft, buffers.verdict, output, state.cache
     )
     state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
-    return _stand_still(board, loop.commit(request, state, board.draft, board.verdict, output))
+    return _stand_still(buffers, loop.commit(request, state, buffers.draft, buffers.verdict, output))
 
 
-def whole_round(loop: Loop, weights: Weights, request: Request, board: Board) -> Board:
-    """All of it, as the loop compiles it."""
-    return _stand_still(board, loop.round(weights, request, board.state))
+def whole_round(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
+    """Runs a whole round, as the loop compiles it."""
+    return _stand_still(buffers, loop.round(weights, request, buffers.state))
 
 
-def _stand_still(board: Board, state: DecodeState) -> Board:
-    """Keeps a committed state but for its lengths and ends."""
-    before = board.state
+def _stand_still(buffers: RoundBuffers, state: DecodeState) -> RoundBuffers:
+    """Keeps a committed state, except for its lengths and ends."""
+    before = buffers.state
     still = dataclasses.replace(state, lengths_B=before.lengths_B, finish_B=before.finish_B)
-    return dataclasses.replace(board, state=still, sink=state.lengths_B + state.finish_B)
+    return dataclasses.replace(buffers, state=still, sink=state.lengths_B + state.finish_B)
 
 
-def _replace(board: Board, **changes: Any) -> Board:
+def _replace(buffers: RoundBuffers, **changes: Any) -> RoundBuffers:
     fields = {field.name for field in dataclasses.fields(DecodeState)}
-    state = dataclasses.replace(board.state, **{k: v for k, v in changes.items() if k in fields})
-    return dataclasses.replace(board, state=state, **{k: v for k, v in changes.items() if k not in fields})
+    state = dataclasses.replace(buffers.state, **{k: v for k, v in changes.items() if k in fields})
+    return dataclasses.replace(buffers, state=state, **{k: v for k, v in changes.items() if k not in fields})
 
 
 def _prefix(state: DecodeState) -> Prefix:
@@ -152,28 +154,28 @@ class _ReadsOneLogit:
     compiling.jit,
     options_of=lambda phase, loop, *_, **__: loop.compiler_options,
     static_argnames=("phase", "loop"),
-    donate_argnames="board",
+    donate_argnames="buffers",
 )
 def repeat(
-    phase: Phase, loop: Loop, weights: Weights, request: Request, board: Board, iterations: Array | int
-) -> Board:
+    phase: Phase, loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers, iterations: Array | int
+) -> RoundBuffers:
     """Runs ``phase`` ``iterations`` times, one after the other."""
 
-    def times(weights: Weights, request: Request, board: Board, iterations: Array | int) -> Board:
-        def step(_, board):
-            return phase(loop, weights, request, jax.lax.optimization_barrier(board))
+    def times(weights: Weights, request: Request, buffers: RoundBuffers, iterations: Array | int) -> RoundBuffers:
+        def step(_, buffers):
+            return phase(loop, weights, request, jax.lax.optimization_barrier(buffers))
 
-        return jax.lax.fori_loop(0, iterations, step, board)
+        return jax.lax.fori_loop(0, iterations, step, buffers)
 
     specs = (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED)
-    return loop.shards.map(times, specs)(weights, request, board, iterations)
+    return loop.shards.map(times, specs)(weights, request, buffers, iterations)
 
 
 @functools.partial(
     compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
 )
 def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
-    """Multiplies ``rows`` rows by every matrix, one after the other: the least a call of the target can take.
+    """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target.
 
     Matrices keep the layout they have; each product waits for the one before. The compiler is asked what the
     loop asks of it.
@@ -190,7 +192,7 @@ def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: 
 
 
 def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
-    """What a call of the model streams; of a model that does not say, all leaves with two axes or more.
+    """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
 
     On a mesh, the parts that one device holds: products of parts need no collective.
     """

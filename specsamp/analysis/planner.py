@@ -1,15 +1,15 @@
-"""Whether speculation pays, and with which K: from acceptance and costs, before anything is decoded.
+"""Forecasts whether speculation pays, and with which K: from acceptance and costs, before anything is decoded.
 
     plan = make_plan(Profile.of_rate(0.8), PerCall(target_ms=14.1, draft_ms=1.8), batch=4, new_tokens=128)
     plan.best.draft_length, plan.best.speedup
 
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``
-(`specsamp.analysis.costs`); K = 0 is plain decoding and competes with the others.
+(`specsamp.analysis.costs`). K = 0 is plain decoding and is compared with the others.
 
-A batch ends with its slowest row. With ``new_tokens`` the planner counts how many rounds the slowest of B
-rows needs: the distribution of what a row has emitted after r rounds is carried from round to round, exactly, with
-the budget cutting the last one; then ``E[max] = sum_r 1 - P(R <= r)^B``. Rows are texts drawn at random from
-those of the profile. Without ``new_tokens`` rows never end (a server that refills them).
+A batch is finished when its slowest row is. With ``new_tokens`` the planner computes how many rounds the slowest of B rows
+needs: the distribution of the tokens that a row has after r rounds is advanced round by round, exactly, and the budget
+cuts the last round; then ``E[max] = sum_r 1 - P(R <= r)^B``. Rows are texts drawn at random from those of the profile.
+Without ``new_tokens`` rows never end, as on a server that refills them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.analysis.acceptance import Band, Profile, Profiles
+from specsamp.analysis.acceptance import Interval, Profile, Profiles
 from specsamp.analysis.costs import Costs
 
 DRAFT_LENGTHS = tuple(range(13))
-ENDED = 1 - 1e-9  # share of texts beyond which no more rounds are followed
+LONGEST = 1024  # draft length: beyond any that could pay
+ENDED = 1 - 1e-9  # chance that a row has ended, from which on no more rounds are computed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One draft length. Bands are what the counts behind acceptance and the clocks behind costs leave open."""
+    """One draft length. Intervals hold the errors of the counts behind acceptance and of the clocks behind costs."""
 
     draft_length: int
-    tokens_per_round: Band  # of a row that goes on
-    rounds_per_token: float  # of the batch, over the tokens of one row: with a slowest row, and a last round
+    tokens_per_round: Interval  # of a row that has not ended
+    rounds_per_token: float  # rounds of the batch until its slowest row ends, over the tokens of one row
     round_ms: float
-    ms_per_token: Band  # over the tokens of all rows
-    speedup: Band  # over K = 0
+    ms_per_token: Interval  # over the tokens of all rows
+    speedup: Interval  # over K = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,12 @@ class Plan:
 
     @property
     def best(self) -> Forecast:
-        """The fewest milliseconds per token; K = 0 where speculation does not pay."""
+        """The forecast with the fewest milliseconds per token; K = 0 where speculation does not pay."""
         return min(self.forecasts, key=lambda one: one.ms_per_token.value)
 
     @property
     def best_speculative(self) -> Forecast | None:
-        """The same among K >= 1."""
+        """The same among K >= 1; None if there is none."""
         drafted = [one for one in self.forecasts if one.draft_length]
         return min(drafted, key=lambda one: one.ms_per_token.value, default=None)
 
@@ -75,9 +76,9 @@ def make_plan(
     """Forecasts every draft length.
 
     Args:
-      acceptance: of the rule that is meant.
-      costs: of a round.
-      draft_lengths: to compare; 0 is always among them, as what the others are compared with.
+      acceptance: the acceptance by position, counted with the rule that is meant.
+      costs: the time of a round.
+      draft_lengths: those to compare, at most 1024; 0 is always among them.
       batch: rows that are decoded together.
       context: slots of the caches; None leaves it to the costs.
       new_tokens: of every row; None: rows never end.
@@ -86,6 +87,8 @@ def make_plan(
       ValueError: a number out of range, or costs that do not reach that far.
     """
     lengths = sorted({0, *(_count("a draft length", K, 0) for K in draft_lengths)})
+    if lengths[-1] > LONGEST:
+        raise ValueError(f"a draft length must be at most {LONGEST}; got {lengths[-1]}")
     batch = _count("batch", batch, 1)
     if new_tokens is not None:
         new_tokens = _count("new_tokens", new_tokens, 1)
@@ -104,15 +107,15 @@ def make_plan(
                 tokens_per_round=tokens,
                 rounds_per_token=rounds,
                 round_ms=round_ms,
-                ms_per_token=Band.around(ms, math.hypot(tokens.relative_error, costs.error)),
-                speedup=Band.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
+                ms_per_token=Interval.around(ms, math.hypot(tokens.relative_error, costs.error)),
+                speedup=Interval.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
             )
         )
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))
 
 
 def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_tokens: int | None = None) -> float:
-    """Expected rounds of a batch over the tokens of one row; 1 for plain decoding."""
+    """Returns the expected rounds of a batch over the tokens of one row; 1 for plain decoding."""
     if draft_length == 0:
         return 1.0
     survival_TK = np.stack([profile.survival(draft_length, text) for text in profile.texts])
@@ -122,7 +125,7 @@ def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_to
 
 
 def slowest_row(survival_TK: np.ndarray, batch: int, new_tokens: int) -> float:
-    """Expected rounds until the slowest of ``batch`` rows has ``new_tokens`` tokens.
+    """Returns the expected number of rounds until the slowest of ``batch`` rows has ``new_tokens`` tokens.
 
     Args:
       survival_TK: ``P(n >= i)`` for each text; a row is one of them, drawn at random.

@@ -1,8 +1,8 @@
-"""Acceptance that is made up: for the time of a round at real sizes, where no trained weights are at hand.
+"""Synthetic acceptance: measures rounds at real sizes without trained weights.
 
-With random weights hardly a draft is accepted, so the time of a *token* means nothing. `SyntheticAcceptance` does
-all the work of a rule and then accepts every drafted token with a given chance, whatever the models think. What
-is emitted follows no model's distribution: ``exact`` is false, and every result made with it says so.
+With random weights hardly any drafted token is accepted, so the time per *token* means nothing. `SyntheticAcceptance`
+does all the work of a rule and then accepts every drafted token with a given chance, whatever the models say. The emitted
+tokens follow no model's distribution: ``exact`` is false, and every result made with it says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticAcceptance:
-    """Costs what ``rule`` costs, accepts with chance ``rate``."""
+    """A rule that costs what ``rule`` costs and accepts with chance ``rate``."""
 
     rule: Rule
     rate: float
@@ -39,7 +39,7 @@ class SyntheticAcceptance:
         return self.rule.sample(log_probs_BV, keys, node=node, depth=depth, drafter=drafter)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """The rule's verdict is computed, and only its last token kept, as the last one here."""
+        """Computes the rule's verdict, but keeps only its last token, as the last one of this verdict."""
         verdict = self.rule.verify(draft, target, keys)
         last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
         batch, num_tokens = draft.tokens_BK.shape

@@ -1,105 +1,197 @@
-"""Grids, agreements and sweeps as tables; `specsamp.analysis.report` has the tables of one cell, and prints."""
+"""Tables of measurements: one benchmark in full, or many cells with one row each."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specsamp.analysis.agreement import Agreement
-from specsamp.analysis.grid import describe, law_of
-from specsamp.analysis.report import Table, band, spread, with_error
-from specsamp.analysis.spread import Spread
+from specsamp.analysis.acceptance import Interval, rate_error
+from specsamp.analysis.benchmark import Percentiles, Result
+from specsamp.analysis.measured import counts_of, describe, distribution_of
+from specsamp.analysis.report import BAR, Table
+from specsamp.analysis.split import PhaseTime, RoundSplit
+from specsamp.analysis.timing import Quartiles
+from specsamp.decoding.results import RowStats
 from specsamp.evaluation.audit import CHECKS, Audit
 
+BAR_WIDTH = 16
+FULL_WIDTH = 200  # columns of a console that has room for all that is known of a cell
 
-def grid_table(title: str, cells: Iterable[Mapping[str, Any]]) -> Table:
-    """One row for each cell of a file of `specsamp.analysis.grid`; the quickest of each distribution and batch is starred."""
+
+def result_tables(result: Result, label: str = "") -> list[Table]:
+    """Returns all that is known of one cell as tables; ``label`` goes before every title."""
+    tables = [_speed_table(result)]
+    if result.speculative.draft_length:
+        tables.append(_acceptance_table(result.acceptance))
+    if result.split is not None:
+        tables += [_split_table(result.split), _target_table(result.split, result.speculative.draft_length + 1)]
+    return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
+
+
+def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = False) -> Table:
+    """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each distribution is starred.
+
+    Args:
+      full: also the parts of a round, the time of single tokens, prefill and the streaming rate.
+    """
     cells = list(cells)
-
-    def law(cell):
-        return (law_of(cell["key"]), cell["key"]["batch"])
-
     best: dict[tuple, float] = {}
     for cell in cells:
         if "result" in cell:
             ratio = cell["result"]["speedup"]["median"]
-            best[law(cell)] = max(best.get(law(cell), 0.0), ratio)
+            best[_group(cell)] = max(best.get(_group(cell), 0.0), ratio)
+    header = ("", "plain, ms per token", "drafted", "speedup", "acceptance", "emitted per round")
+    note = (
+        "median ± half the interquartile range; acceptance ± standard error, of verified tokens; ms per token over all "
+        "rows; * is the best of its distribution and batch"
+    )
+    if full:
+        header += ("draft + score + verify, ms", "ms of a token: p50, p99", "prefill, ms", "streaming")
+        note += (
+            "; a token's own ms with rounds waited for one by one; streaming: weights per second of a plain round, over "
+            "what the device reached with one matrix of that size"
+        )
 
     def row(cell: Mapping[str, Any]) -> tuple[str, ...]:
         if "result" not in cell:
-            return describe(cell["key"]), "out of memory", *[""] * 8
-        result = cell["result"]
-
-        def show(value, unit=""):
-            return "" if value is None else spread(Spread(**value), unit)
-
-        plain, drafted, counts = result["autoregressive"], result["speculative"], result["acceptance"]
-        split, star = result["split"], " *" if result["speedup"]["median"] == best[law(cell)] else ""
-        parts = ""
-        if split is not None:
-            parts = " + ".join(f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify"))
-        return (
+            return describe(cell["key"]), "out of memory", *[""] * (len(header) - 2)
+        result, counts = cell["result"], counts_of(cell)
+        plain, drafted = result["autoregressive"], result["speculative"]
+        star = " *" if result["speedup"]["median"] == best[_group(cell)] else ""
+        brief = (
             describe(cell["key"]) + star,
-            show(plain["ms_per_token"]),
-            show(drafted["ms_per_token"]),
-            show(result["speedup"], "x"),
-            with_error(counts["rate"], counts["rate_error"]),
-            f"{counts['emitted_per_round']:.2f}",
-            parts,
+            _quartiles(plain["ms_per_token"]),
+            _quartiles(drafted["ms_per_token"]),
+            _quartiles(result["speedup"], "x"),
+            rate_with_error(counts),
+            f"{counts.emitted_per_round:.2f}",
+        )
+        if not full:
+            return brief
+        split = result["split"]
+        parts = [] if split is None else [f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify")]
+        return (
+            *brief,
+            " + ".join(parts),
             f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
             f"{drafted['prefill_ms']['median']:.3g}",
-            show(result["streaming_share"], "%"),
+            _quartiles(result["streaming_share"], "%"),
         )
 
+    return Table(title=title, header=header, rows=[row(cell) for cell in cells], note=note)
+
+
+def _group(cell: Mapping[str, Any]) -> tuple:
+    return distribution_of(cell["key"]), cell["key"]["batch"]
+
+
+def _quartiles(value: Mapping[str, float] | None, unit: str = "") -> str:
+    return "" if value is None else quartiles(Quartiles(**value), unit)
+
+
+def _speed_table(result: Result) -> Table:
+    one, many = result.autoregressive, result.speculative
+    memory = result.memory.weights, result.memory.caches, result.memory.peak
+    allowed = result.allowed_speedup
+    limit = "" if allowed is None else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
     return Table(
-        title=title,
-        header=(
-            "",
-            "plain, ms per token",
-            "drafted",
-            "speedup",
-            "acceptance",
-            "per round",
-            "draft + score + verify, ms",
-            "a token: p50, p99",
-            "prefill, ms",
-            "streaming",
-        ),
-        rows=[row(cell) for cell in cells],
-        note="median ± half the distance of the quartiles; acceptance ± standard error, of judged tokens; ms per token "
-        "over all rows, a token's own ms with rounds waited for one by one; streaming: weights per second of a plain "
-        "round, of what the device reached with one matrix of that size; * is the best of its law and batch",
+        title="Decoding: median ± half the interquartile range",
+        header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
+        rows=[
+            ("ms per token", quartiles(one.ms_per_token), quartiles(many.ms_per_token), quartiles(result.speedup, "x")),
+            ("ms per round", quartiles(one.ms_per_round), quartiles(many.ms_per_round), ""),
+            ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
+            ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
+            ("prefill ms", quartiles(one.prefill_ms), quartiles(many.prefill_ms), ""),
+            ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
+            ("GB: weights, caches, peak", "", ", ".join(f"{size / 1e9:.3g}" for size in memory), ""),
+        ],
+        note=f"peak: of the {result.memory.peak_is_of} so far, earlier cells included{limit}",
     )
 
 
-def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
-    """One row for each draft length that was forecast and measured."""
-
-    def percent(share):
-        return f"{share:+.1%}"
-
+def _acceptance_table(counts: RowStats) -> Table:
+    positions = list(zip(counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True))
     rows = [
-        (
-            f"K = {check.draft_length}{' (fitted)' if check.cost_was_fitted else ''}",
-            band(check.forecast),
-            f"{check.measured:.3g}",
-            percent(check.error),
-            percent(check.rounds_error),
-            percent(check.round_ms_error),
-            f"{check.noise:.1%}",
-        )
-        for check in found.checks
+        (f"{i}", str(reached), with_error(rate, rate_error(rate, reached)), f"{rounds / counts.rounds:.1%}")
+        for i, (reached, rate, rounds) in enumerate(positions, 1)
     ]
-    fitted = ", ".join(map(str, sorted({0, *found.fit_lengths})))
     return Table(
-        title=f"{where}: forecast from K = {fitted} at batch {', '.join(map(str, found.fit_batches))} on other prompts",
-        header=("", "forecast, ms per token", "measured", "error", "of rounds", "of a round's time", "noise"),
-        rows=rows,
-        note=f"worst error where the cost was not fitted {found.worst_error:.1%} (allowed {allowed:.0%}), worst noise "
-        f"{found.worst_noise:.1%}; best K: forecast {found.best_forecast}, measured {found.best_measured}, which costs "
-        f"{found.lost:.1%}. Lines between fitted rounds, without the products: worst error "
-        f"{found.worst_error_of_lines:.1%}. Noise: two passes over the same texts, the least that clocks leave open",
+        title="Drafted tokens: accepted where verified, ± standard error",
+        header=("position", "verified", "accepted", "rounds with so many"),
+        rows=[
+            ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"),
+            *rows,
+            ("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"),
+        ],
     )
+
+
+def _split_table(split: RoundSplit) -> Table:
+    whole = split.round.ms.median
+
+    def row(name: str, ms: Quartiles) -> tuple[str, ...]:
+        share = ms.median / whole
+        return name, quartiles(ms), f"{share:.1%}", (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
+
+    linearities = [value.linearity for value in vars(split).values() if isinstance(value, PhaseTime)]
+    return Table(
+        title="One round",
+        header=("", "ms", "of the round", ""),
+        rows=[
+            row("draft: model calls", split.draft_model.ms),
+            row("draft: warp and draw", split.draft_sampling),
+            row("score: target call", split.score.ms),
+            row("verify: warp and rule", split.verify.ms),
+            row("commit: bookkeeping", split.commit.ms),
+            row("unexplained", split.unexplained),
+            row("the whole round", split.round.ms),
+            ("all but the two models", "", quartiles(split.sampling_share, "%"), ""),
+        ],
+        note=f"time per iteration at n over that at n/2: {min(linearities):.2f} to {max(linearities):.2f}",
+    )
+
+
+def _target_table(split: RoundSplit, tokens: int) -> Table:
+    return Table(
+        title="Calls of the target",
+        header=("", "ms", "weights, GB/s"),
+        rows=[
+            ("one autoregressive round", quartiles(split.step.ms), quartiles(split.step_gb_per_s)),
+            ("  products with its matrices alone", quartiles(split.stream_step.ms), quartiles(split.stream_gb_per_s)),
+            (f"scoring {tokens} tokens of each row", quartiles(split.score.ms), ""),
+            ("  products with its matrices alone", quartiles(split.stream_score.ms), ""),
+        ],
+        note=f"a round takes as long as {quartiles(split.break_even)} autoregressive rounds: emitting more tokens pays",
+    )
+
+
+def interval(value: Interval, unit: str = "") -> str:
+    """Formats the value, and its interval in brackets unless the value is known exactly."""
+    number = f"{value.value:.3g}{unit}"
+    return number if value.lower == value.upper else f"{number} ({value.lower:.3g} to {value.upper:.3g})"
+
+
+def quartiles(value: Quartiles, unit: str = "") -> str:
+    """Formats the median ± half the interquartile range; the unit "%" multiplies by 100."""
+    scale, suffix = (100, "%") if unit == "%" else (1, unit)
+    half = (value.upper - value.lower) / 2
+    return f"{value.median * scale:.3g}{suffix} ± {half * scale:.2g}"
+
+
+def rate_with_error(counts: RowStats) -> str:
+    """Formats the acceptance rate ± its standard error; empty if nothing was verified."""
+    return with_error(counts.acceptance_rate, rate_error(counts.acceptance_rate, sum(counts.reached)))
+
+
+def with_error(rate: float, error: float) -> str:
+    """Formats a rate ± its standard error; empty where it is nan."""
+    return "" if rate != rate else f"{rate:.3f} ± {error:.3f}"
+
+
+def _percentiles(of: Percentiles) -> str:
+    return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
 
 
 def audit_table(found: Audit) -> Table:

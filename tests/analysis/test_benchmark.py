@@ -1,6 +1,7 @@
 """The benchmark's arithmetic and its file; never its times."""
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import device, memory, phases, report, split
-from specsamp.analysis.benchmark import Acceptance, benchmark
-from specsamp.analysis.decoder import Workload
-from specsamp.analysis.spread import Spread
+from specsamp.analysis import device, memory, phases, report, split, tables
+from specsamp.analysis.acceptance import expected_tokens, rate_error
+from specsamp.analysis.benchmark import benchmark
+from specsamp.analysis.measured import counts_of
+from specsamp.analysis.timing import Quartiles, take_turns
+from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
@@ -67,11 +70,11 @@ def setting():
 
 
 @pytest.fixture
-def board(setting):
+def buffers(setting):
     """What passes between the phases, in the middle of a text."""
     loop, weights, request = setting
     state = loop.prefill(weights, request, jnp.array([[1, 2, 3], [4, 5, 6]]), jnp.array([3, 2]), slots=32)
-    return phases.first_board(loop, weights, request, state)
+    return phases.first_buffers(loop, weights, request, state)
 
 
 def numbers(tree):
@@ -85,7 +88,8 @@ def test_every_field_is_finite_and_survives_json(result, tmp_path):
     path = tmp_path / "new folder" / "result.json"
     report.write_json(path, {"environment": report.environment(), "result": result})
     read = json.loads(path.read_text(encoding="utf-8"))["result"]
-    assert read == json.loads(json.dumps(dataclasses.asdict(result)))
+    assert read["acceptance"]["rate"] == result.acceptance.acceptance_rate
+    assert counts_of({"result": read}) == result.acceptance
     assert all(math.isfinite(n) for n in numbers(read) if n is not None and not isinstance(n, str))
     for side in ("autoregressive", "speculative"):
         assert read[side]["ms_per_token"]["lower"] <= read[side]["ms_per_token"]["median"]
@@ -99,17 +103,30 @@ def test_statistics_are_consistent(result):
     assert sum(counts.accepted_counts) == counts.rounds and len(counts.accepted_counts) == K + 1
     assert counts.emitted_per_round == counts.emitted / counts.rounds
     assert result.speculative.draft_length == K and result.autoregressive.draft_length == 0
+    allowed = expected_tokens(counts.acceptance_rate, K) / result.split.least_round.median
+    assert result.allowed_speedup == allowed
 
 
-def test_acceptance_and_its_errors():
+def test_counts_as_json_and_back():
+    """With the rates that follow from them; older files lack the number of drafted tokens."""
     stats = RowStats(rounds=10, emitted=19, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
-    counts = Acceptance.of(stats)
-    assert counts.by_position == (0.6, 0.5)
-    assert counts.rate == 9 / 16
-    np.testing.assert_allclose(counts.by_position_error, [math.sqrt(0.24 / 10), math.sqrt(0.25 / 6)])
-    np.testing.assert_allclose(counts.rate_error, math.sqrt(9 * 7 / 16**3))
-    nothing = Acceptance.of(RowStats(rounds=3, emitted=3, drafted=0, reached=(0,), accepted_counts=(3, 0)))
-    assert nothing.rate is None and nothing.by_position == nothing.by_position_error == (None,)
+    written = json.loads(report.to_json(stats))
+    assert written["by_position"] == [0.6, 0.5] and written["rate"] == 9 / 16
+    np.testing.assert_allclose(written["by_position_error"], [math.sqrt(0.24 / 10), math.sqrt(0.25 / 6)])
+    np.testing.assert_allclose(written["rate_error"], math.sqrt(9 * 7 / 16**3))
+    assert counts_of({"result": {"acceptance": written}}) == stats
+    del written["drafted"]
+    assert counts_of({"result": {"acceptance": written}}) == dataclasses.replace(stats, drafted=16)
+    nothing = RowStats(rounds=3, emitted=3, drafted=0, reached=(0,), accepted_counts=(3, 0))
+    written = json.loads(report.to_json(nothing))
+    assert written["rate"] is None and written["by_position"] == written["by_position_error"] == [None]
+    assert math.isnan(rate_error(0.5, 0)) and tables.rate_with_error(nothing) == ""
+
+
+def test_all_run_once_before_any_runs_again():
+    order = []
+    answers = take_turns({name: lambda turn, name=name: order.append((name, turn)) or turn for name in "ab"}, 2)
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and answers == {"a": [0, 1], "b": [0, 1]}
 
 
 def test_all_phases_are_measured(result):
@@ -139,7 +156,7 @@ def test_phases_are_timed_in_caches_as_a_loop_leaves_them(monkeypatch, warm_samp
         matrices = ()
 
         def __init__(self, *_):
-            self.run_stream = lambda: self.clock(True)
+            self.run_products = lambda: self.clock(True)
             self.run = lambda phase: self.clock(phase in (phases.whole_round, phases.score))
 
         def clock(self, reads_target):
@@ -151,40 +168,21 @@ def test_phases_are_timed_in_caches_as_a_loop_leaves_them(monkeypatch, warm_samp
             return seconds
 
     monkeypatch.setattr(split, "_Bench", Bench)
-    monkeypatch.setattr(split, "_iterations", lambda run: 4)
+    monkeypatch.setattr(split, "find_iterations", lambda run, seconds: 4)
     monkeypatch.setattr(split, "WARM_SAMPLES", warm_samples)
-    clock = split.PhaseClock((None,) * 4, (None,) * 4)
-    clock.measure()
-    clock.measure()
-    timed = clock.split()
+    timed = split.split_round((None,) * 4, (None,) * 4, 2)
     assert all(getattr(timed, name).ms.upper == 1000 for name in of_target) == as_in_a_loop
 
 
-@pytest.mark.parametrize("ways, window, rows", [(1, 1, {2: 2, 8: 8, 16: 16}), (2, 2, {2: 2, 8: 8, 16: 8})])
-def test_products_are_timed_by_the_rows_of_a_share(monkeypatch, ways, window, rows):
-    """In warm caches; a call of one token is as long as the window."""
+@pytest.mark.parametrize("ways, window, rows", [(1, 1, [2, 8, 16]), (2, 2, [2, 8, 8])])
+def test_products_are_timed_by_the_rows_of_a_shard(monkeypatch, ways, window, rows):
+    """A call of one token is as long as the window."""
     timed = []
-
-    def stream(loop, matrices, iterations, rows):
-        timed.append(rows)
-        return ()
-
-    monkeypatch.setattr(phases, "stream", stream)
-    monkeypatch.setattr(split, "_iterations", lambda run, seconds: 4)
-    target = types.SimpleNamespace(streamed=lambda weights: [])
-    loop = types.SimpleNamespace(target=target, shards=types.SimpleNamespace(count=ways), window=window)
-    weights = types.SimpleNamespace(target=None)
-    clock = split.ProductClock(loop, weights, [(8, 2), (2, 1), (8, 1)])
-    clock.measure()
-    clock.measure()
-    assert timed == [one for one in rows.values() for _ in range(2)] * 2  # each twice, and the first does not count
-    assert {count: len(samples) for count, samples in clock.samples_ms().items()} == dict.fromkeys(rows, 2)
-    target.streamed = None
-    silent = split.ProductClock(loop, weights, [(8, 2)])
-    silent.measure()
-    assert silent.samples_ms() == {}
-    with jax.disable_jit(), pytest.raises(ValueError, match="cannot be timed under JAX_DISABLE_JIT"):
-        split.ProductClock(loop, weights, [(8, 2)])
+    monkeypatch.setattr(phases, "stream", lambda loop, matrices, iterations, rows: timed.append(rows))
+    loop = types.SimpleNamespace(shards=types.SimpleNamespace(count=ways), window=window)
+    for batch, tokens in ((2, 1), (8, 1), (8, 2)):
+        assert split.time_products(loop, [], batch, tokens)(3) > 0
+    assert timed == rows
 
 
 def test_the_parts_and_the_unexplained_make_the_round():
@@ -201,8 +199,8 @@ def test_the_parts_and_the_unexplained_make_the_round():
     }
     samples = {name: np.array([[at_n, 2 * at_n] for at_n in values]) for name, values in ms.items()}
     summary = split._summary(samples, dict.fromkeys(ms, 4), streamed_bytes=8_000_000)
-    assert summary.draft_sampling == Spread(median=0.5, lower=0.5, upper=0.5)
-    assert summary.unexplained == Spread(median=1.0, lower=1.0, upper=1.0)
+    assert summary.draft_sampling == Quartiles(median=0.5, lower=0.5, upper=0.5)
+    assert summary.unexplained == Quartiles(median=1.0, lower=1.0, upper=1.0)
     assert summary.sampling_share.median == (1 / 8 + 1 / 10) / 2
     assert summary.break_even.median == 2.0
     assert summary.least_round.median == (6 / 4 + 8 / 5) / 2  # of one repeat each, not of medians
@@ -221,11 +219,11 @@ def test_the_parts_and_the_unexplained_make_the_round():
         (phases.whole_round, True, True),
     ],
 )
-def test_a_phase_stands_still_and_stays_in_its_loop(setting, board, phase, products, warps):
+def test_a_phase_stands_still_and_stays_in_its_loop(setting, buffers, phase, products, warps):
     """However often it runs no row gets longer; its work is in the loop, and the caches are not copied."""
-    before = jax.tree.map(np.array, board)
-    compiled = phases.repeat.lower(phase, *setting, board, 7).compile()
-    after = compiled(*setting[1:], board, 7)
+    before = jax.tree.map(np.array, buffers)
+    compiled = phases.repeat.lower(phase, *setting, buffers, 7).compile()
+    after = compiled(*setting[1:], buffers, 7)
     np.testing.assert_array_equal(after.state.lengths_B, before.state.lengths_B)
     np.testing.assert_array_equal(after.state.finish_B, before.state.finish_B)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
@@ -238,18 +236,18 @@ def test_a_phase_stands_still_and_stays_in_its_loop(setting, board, phase, produ
     assert not [line for line in lines if f"f32[{shape}]" in line.split(" copy(")[0] and " copy(" in line]
 
 
-def test_the_phases_together_are_a_round(setting, board):
+def test_the_phases_together_are_a_round(setting, buffers):
     """Run in order, they emit what the loop's own round emits."""
-    state = jax.tree.map(jnp.array, board.state)
+    state = jax.tree.map(jnp.array, buffers.state)
     for phase in (phases.draft, phases.score, phases.verify):
-        board = phases.repeat(phase, *setting, board, 1)
+        buffers = phases.repeat(phase, *setting, buffers, 1)
     loop, *arguments = setting
     expected = jax.jit(loop.round)(*arguments, state)
-    emitted_B = np.array(board.verdict.num_accepted_B) + 1
+    emitted_B = np.array(buffers.verdict.num_accepted_B) + 1
     np.testing.assert_array_equal(expected.lengths_B - state.lengths_B, emitted_B)
     for row, (start, count) in enumerate(zip(np.array(state.lengths_B), emitted_B)):
         np.testing.assert_array_equal(
-            expected.tokens_BS[row, start : start + count], board.verdict.tokens_BT[row, :count]
+            expected.tokens_BS[row, start : start + count], buffers.verdict.tokens_BT[row, :count]
         )
 
 
@@ -284,15 +282,21 @@ def test_prompt_lookup(pair, monkeypatch):
     result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, WORK)
     assert len(result.acceptance.accepted_counts) == 3
     assert result.acceptance.reached[0] <= result.acceptance.rounds
-    assert len(report.result_tables(result)) == 2
+    assert len(tables.result_tables(result)) == 2
+
+
+def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch):
+    without_parts(monkeypatch)
+    same = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), chain(temperature(0.0)), WORK).same_tokens
+    assert same == WORK.repeats > result.same_tokens
 
 
 def test_no_drafter(pair, monkeypatch):
     """Both sides are the same: that is how to test a benchmark."""
     without_parts(monkeypatch)
     result = benchmark(pair, NoDrafter(), TokenRule(), greedy(), WORK)
-    assert result.acceptance.rate is None and result.acceptance.emitted_per_round == 1
-    assert len(report.result_tables(result)) == 1
+    assert sum(result.acceptance.reached) == 0 and result.acceptance.emitted_per_round == 1
+    assert len(tables.result_tables(result)) == 1
 
 
 def test_without_jit_there_are_no_phases():
@@ -334,13 +338,34 @@ def test_a_failed_replacement_leaves_no_partial_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+WIDE = report.Table(
+    title="Cells", header=("", *"abc"), rows=[("greedy", "1", "", "x" * 30), ("sampled", "2", "3", "4")], note="a note"
+)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("width", [30, 120])
+def test_a_table_that_does_not_fit_is_shown_row_by_row(plain, width):
+    """A pipe has 80 columns: nothing is cut and no word is broken."""
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO())
+    report.show([WIDE], console, plain)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    if width == 120:
+        assert any(line.split() == ["sampled", "2", "3", "4"] for line in lines)
+    else:
+        assert lines[1:5] == ["Cells", "greedy", "  a  1", "  c  " + "x" * 30][: len(lines[1:5])] or not plain
+        assert {"sampled", "  a  2", "  b  3", "  c  4", "a note"} <= set(lines) and "  b" not in lines
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_tables_hold_the_numbers(result, plain):
     from rich.console import Console
 
     console = Console(width=110, record=True, file=open(os.devnull, "w", encoding="utf-8"))
     with console.file:
-        report.show(report.result_tables(result), console, plain)
+        report.show(tables.result_tables(result), console, plain)
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.round.ms.median:.3g}" in text
@@ -355,3 +380,5 @@ def test_memory_counts_what_the_loop_adds():
     assert point.logits_bytes == 4 * 3 * 8192
     assert 1 <= point.temp_bytes / point.logits_bytes <= 16
     assert point.cache_bytes == 4 * 2 * 2 * 32 * 32  # keys and values of two models, 32 slots of width 32
+    (row,) = memory.memory_table([point]).rows
+    assert row[0] == "1, 2, 8192" and len(row) == len(memory.memory_table([]).header)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, PerCall, Round, compiled_costs
+from specsamp.analysis.costs import CostTable, ModelSize, PerCall, Roofline, Round
 from specsamp.analysis.planner import make_plan
-from specsamp.analysis.roofline import Model, Roofline
+from specsamp.tpu.costs import compiled_costs
 
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
@@ -117,16 +117,18 @@ def test_a_batch_on_either_side_of_a_known_one_costs_about_as_much():
 
 def test_the_roofline_of_chinchilla_on_16_chips():
     """Floors and the ridge of facts that anyone can compute: 140 GB over 16 x 1.2 TB/s, 275 TFLOP/s each."""
-    target = Model(weight_bytes=140.1e9, parameters=70.06e9, kv_bytes_per_token=2_621_440)
-    draft = Model(weight_bytes=8.24e9, parameters=4.12e9, kv_bytes_per_token=196_608)
+    target = ModelSize(weight_bytes=140.1e9, parameters=70.06e9, kv_bytes_per_token=2_621_440)
+    draft = ModelSize(weight_bytes=8.24e9, parameters=4.12e9, kv_bytes_per_token=196_608)
     roof = Roofline(
         target=target, draft=draft, bytes_per_second=1.2e12, flops_per_second=2.75e14, devices=16, default_context=0
     )
     assert math.isclose(roof.round_ms(0), 7.30, abs_tol=0.01)
     assert math.isclose(roof.round_ms(4) - roof.round_ms(0), 4 * 0.43, abs_tol=0.01)
     ridge = 229  # rows from which products are bound by arithmetic
-    assert math.isclose(roof.call(target, 1, 220, 0), roof.call(target, 1, 1, 0))
-    assert math.isclose(roof.call(target, 1, 2 * ridge, 0), 2 * roof.call(target, 1, 1, 0), rel_tol=0.01)
+    assert math.isclose(roof.call_time_ms(target, 1, 220, 0), roof.call_time_ms(target, 1, 1, 0))
+    assert math.isclose(
+        roof.call_time_ms(target, 1, 2 * ridge, 0), 2 * roof.call_time_ms(target, 1, 1, 0), rel_tol=0.01
+    )
 
     # Beyond the ridge speculation costs more than it brings; long caches make it pay again.
     def plan(**where):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import grid, hyper, tables
+from specsamp.analysis import grid, tables
+from specsamp.analysis import measured as reading
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.decoder import Workload
 from specsamp.analysis.planner import make_plan
-from specsamp.analysis.spread import Spread
 from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -24,9 +25,9 @@ from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
-PART = dataclasses.make_dataclass("Part", ["ms"])(Spread.of([1.0]))
+PART = dataclasses.make_dataclass("Part", ["ms"])(Quartiles.of([1.0]))
 SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes", "step", "stream_step", "stream_score"])(
-    Spread.of([1.0]), 8, PART, PART, PART
+    Quartiles.of([1.0]), 8, PART, PART, PART
 )
 
 
@@ -222,7 +223,7 @@ def measured(pair):
     """One real cell."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
-        patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Spread.of([nbytes / 4]))
+        patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Quartiles.of([nbytes / 4]))
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
             key=key(draft_length=K, batch=2),
@@ -243,7 +244,7 @@ def test_a_cell_of_made_up_acceptance(measured):
     assert abs(counts["rate"] - 0.6) < 5 * np.sqrt(0.24 / judged) and judged > 400
     assert not measured["exact"]
     assert counts["emitted"] == 2 * 120 * 4
-    described = grid.describe({**measured["key"], "synthetic_acceptance": 0.6})
+    described = reading.describe({**measured["key"], "synthetic_acceptance": 0.6})
     assert described.startswith("SYNTHETIC ACCEPTANCE 0.6: made up, not the pair's")
 
 
@@ -259,7 +260,7 @@ def test_what_a_cell_says_besides(measured):
 
 def test_measured_cells_are_planned_with(measured):
     plain, drafted = (measured["result"][side]["ms_per_round"]["median"] for side in ("autoregressive", "speculative"))
-    costs = grid.measured_costs([measured])
+    costs = reading.measured_costs([measured])
     assert costs.round_ms(0, 2) == plain and costs.round_ms(K, 2) == drafted
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
     longer = measured["result"]["acceptance"] | {"accepted_counts": [5, 2, 1, 1], "reached": [9, 4, 2]}
@@ -267,21 +268,21 @@ def test_measured_cells_are_planned_with(measured):
         {"key": key(batch=1), "result": {"acceptance": fewer}},  # texts that the larger batch has too
         {"key": key(draft_length=3), "result": {"acceptance": longer}},
     ]
-    acceptance = grid.measured_acceptance([others[0], measured, *others])
+    acceptance = reading.measured_acceptance([others[0], measured, *others])
     assert acceptance.at(3).by_position == (4 / 9, 0.5, 0.5)
     assert acceptance.at(K).by_position == tuple(measured["result"]["acceptance"]["by_position"])
     assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == drafted
-    assert grid.chosen([measured], rule="token", batch=2) == [measured]
-    assert grid.chosen([measured], rule="block") == []
+    assert reading.chosen([measured], rule="token", batch=2) == [measured]
+    assert reading.chosen([measured], rule="block") == []
     with pytest.raises(ValueError, match="no measured cell has a draft"):
-        grid.measured_acceptance([{**measured, "key": key(draft_length=0, drafter="none")}])
+        reading.measured_acceptance([{**measured, "key": key(draft_length=0, drafter="none")}])
 
 
 def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):
     """A cell on a machine that takes ``pace`` times as long for everything, and for parts of rounds twice that."""
 
     def spread(ms):
-        return dataclasses.asdict(Spread.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
+        return dataclasses.asdict(Quartiles.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
 
     sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
     result = {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()}
@@ -296,7 +297,7 @@ def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):
 def test_costs_are_compared_within_a_cell():
     """A machine that became busy after the first cells has not made drafting dearer."""
     paces = {0: 1.0, 1: 1.0, 4: 3.0, 8: 3.0, 12: 3.0}
-    costs = grid.measured_costs([timed_cell(K, pace) for K, pace in paces.items()])
+    costs = reading.measured_costs([timed_cell(K, pace) for K, pace in paces.items()])
     np.testing.assert_allclose([costs.round_ms(K) / costs.round_ms(0) for K in (1, 4, 8, 12)], 1.5)
     assert costs.round_ms(0) == 2.0 * 3  # the median of the cells
     # Quartiles lie 2% apart: what the clocks leave open is in the band.
@@ -312,8 +313,8 @@ def test_products_of_cells_tell_what_lies_between_them():
         return 1.5 + 1.5 * (rows >= 8)
 
     cells = [timed_cell(K, K + 1, 2.0, products_ms(K + 1) + 0.5 * K, products_ms) for K in (0, 1, 4, 6, 7, 8)]
-    costs = grid.measured_costs([cell for cell in cells if cell["key"]["draft_length"] not in (6, 7)])
-    told = dict(grid.measured_costs(cells).products_ms)
+    costs = reading.measured_costs([cell for cell in cells if cell["key"]["draft_length"] not in (6, 7)])
+    told = dict(reading.measured_costs(cells).products_ms)
     np.testing.assert_allclose([told[rows] / told[1] for rows in (2, 5, 7, 8, 9)], [1, 1, 1, 2, 2])
     all_told = dataclasses.replace(costs, products_ms=tuple(told.items()))
     assert (all_told.round_ms(7) - all_told.round_ms(6)) / costs.round_ms(0) > 0.75  # lines: (2.0 + 1.5) / 4 / 2
@@ -322,26 +323,6 @@ def test_products_of_cells_tell_what_lies_between_them():
 def test_the_error_of_a_median():
     """Against medians that were drawn; that of a mean is the control."""
     samples = np.random.default_rng(0).normal(10.0, 1.0, (4000, 201))
-    told = np.mean([Spread.of(row).relative_error(201) for row in samples[:400]]) * 10
+    told = np.mean([Quartiles.of(row).relative_error(201) for row in samples[:400]]) * 10
     drawn = np.median(samples, axis=1).std()
     assert abs(told / drawn - 1) < 0.06 < abs(samples.mean(1).std() / drawn - 1)
-
-
-def test_points_of_a_sweep():
-    assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
-        {"a": 1, "b": "x"},
-        {"a": 1, "b": "y"},
-        {"a": 2, "b": "x"},
-        {"a": 2, "b": "y"},
-    ]
-    assert hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [3, 4]), hyper.sweep("c", [5])]) == [
-        {"a": 1, "b": 3, "c": 5},
-        {"a": 2, "b": 4, "c": 5},
-    ]
-    assert hyper.product([]) == [{}]
-    with pytest.raises(ValueError, match="sweeps of one length; got 2, 3 points"):
-        hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [1, 2, 3])])
-    with pytest.raises(ValueError, match="'a' is swept twice"):
-        hyper.product([hyper.sweep("a", [1]), hyper.sweep("a", [2])])
-    with pytest.raises(ValueError, match="the sweep over 'a' has no values"):
-        hyper.sweep("a", [])

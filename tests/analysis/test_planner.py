@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from specsamp.analysis import published
+import published
 from specsamp.analysis.acceptance import ByLength, Profile, expected_tokens, mirrored_block_survival
 from specsamp.analysis.costs import CostTable, PerCall, Round
 from specsamp.analysis.planner import make_plan, rounds_per_token
@@ -314,14 +314,14 @@ def test_the_band_between_lengths():
         return profile.tokens_per_round(K).relative_error
 
     both = ByLength(at)
-    assert len(both.at(6).without) == 30
+    assert len(both.at(6).leave_one_out) == 30
     assert abs(error(both.at(6), 6) / np.mean([error(at[4], 6), error(at[8], 6)]) - 1) < 0.15
     fewer = Profile.of_texts(drawn_texts(rates[:20], 60, 4, random))
-    assert ByLength({4: fewer, 8: at[8]}).at(6).without == at[8].without
+    assert ByLength({4: fewer, 8: at[8]}).at(6).leave_one_out == at[8].leave_one_out
     # Without texts it is of tokens: two counts of a hundred know as much as one of two hundred.
     counts = (40, 24, 14, 8, 14)
     short, long = Profile.of_histogram(counts), Profile.of_histogram((*counts[:4], 4, 3, 2, 2, 3))
-    assert ByLength({4: short, 8: long}).at(6).judged == (200, 120, 72, 44, 14, 10, 7, 5)
+    assert ByLength({4: short, 8: long}).at(6).num_verified == (200, 120, 72, 44, 14, 10, 7, 5)
 
 
 def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
@@ -334,7 +334,7 @@ def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
     assert math.isclose(error(once), error(threefold)) and len(threefold.texts) == 12
     assert error(Profile.of_texts(texts * 3)) < 0.6 * error(once)  # the control
     one = Profile.of_texts(texts, [5] * 4)
-    assert not one.without and error(one) > 0 and len(one.texts) == 4
+    assert not one.leave_one_out and error(one) > 0 and len(one.texts) == 4
 
 
 def test_bands_cover_the_truth_as_often_as_they_say():
@@ -361,7 +361,7 @@ def test_the_error_reaches_beyond_the_counted_positions():
 
 def test_a_rate_that_was_counted_has_a_band():
     assert Profile.of_rate(0.7).tokens_per_round(4).upper == Profile.of_rate(0.7).tokens_per_round(4).value
-    band = Profile.of_rate(0.7, judged=1000).tokens_per_round(4)
+    band = Profile.of_rate(0.7, num_verified=1000).tokens_per_round(4)
     half = 1.96 * math.sqrt(0.21 / 1000)
     low, high = expected_tokens(0.7 - half, 4), expected_tokens(0.7 + half, 4)
     np.testing.assert_allclose([band.lower, band.upper], [low, high], rtol=2e-3)
@@ -392,11 +392,13 @@ def test_numbers_out_of_range():
     profile, costs = Profile.of_rate(0.5), PerCall(1, 0.1)
     with pytest.raises(ValueError, match="a draft length must be an integer >= 0; got -1"):
         make_plan(profile, costs, draft_lengths=(1, -1))
+    with pytest.raises(ValueError, match="a draft length must be at most 1024; got 20000"):
+        make_plan(profile, costs, draft_lengths=range(20_001))
     with pytest.raises(ValueError, match="batch must be an integer >= 1; got 0"):
         make_plan(profile, costs, batch=0)
     with pytest.raises(ValueError, match="new_tokens must be an integer >= 1; got 0"):
         make_plan(profile, costs, new_tokens=0)
-    with pytest.raises(ValueError, match="judged .* times cannot have accepted"):
+    with pytest.raises(ValueError, match="verified .* times cannot have accepted"):
         Profile.of_histogram((1, 2, 3), reached=(6, 2))
     with pytest.raises(ValueError, match="the acceptance by position is empty"):
         Profile.of_positions(())

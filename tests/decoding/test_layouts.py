@@ -77,7 +77,7 @@ def test_the_layout_of_this_platform_runs(positions, dtype):
 
 def test_the_loop_may_stand_inside_another_program(pairs):
     """Options of the compiler belong to the outermost program."""
-    from specsamp.analysis.decoder import Workload, decoders
+    from specsamp.analysis.workload import Workload, decoders
     from specsamp.decoding.drafters import ModelDrafter
     from specsamp.sampling.rejection import TokenRule
 

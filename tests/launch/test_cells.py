@@ -9,8 +9,8 @@ from configs import random_pair, trained_pair
 from launch import cells
 from launch.experiment import Experiment, build
 from specsamp.analysis import grid
-from specsamp.analysis.decoder import Workload
 from specsamp.analysis.synthetic import SyntheticAcceptance
+from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule, TokenRule

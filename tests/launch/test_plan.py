@@ -60,6 +60,7 @@ def measured(K, draft_temperature, emitted):
 
     accepted = [0] * (emitted - 1) + [100] + [0] * (K + 1 - emitted)
     counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
+    counts |= {"rounds": 100, "emitted": 100 * emitted}
     return {
         "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law},
         "workload": {"repeats": 4},

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+import hyper
 from configs import chinchilla, trained_pair
-from specsamp.analysis import hyper
 from support.run_script import ROOT, call
 
 
@@ -76,3 +76,23 @@ def test_a_file_without_cells_is_not_gathered(tmp_path):
     (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
     done = call("sweep", f"--gather={tmp_path / 'cells.json'}")
     assert done.returncode == 2 and "holds no cells" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_points_of_a_sweep():
+    assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
+    assert hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [3, 4]), hyper.sweep("c", [5])]) == [
+        {"a": 1, "b": 3, "c": 5},
+        {"a": 2, "b": 4, "c": 5},
+    ]
+    assert hyper.product([]) == [{}]
+    with pytest.raises(ValueError, match="sweeps of one length; got 2, 3 points"):
+        hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [1, 2, 3])])
+    with pytest.raises(ValueError, match="'a' is swept twice"):
+        hyper.product([hyper.sweep("a", [1]), hyper.sweep("a", [2])])
+    with pytest.raises(ValueError, match="the sweep over 'a' has no values"):
+        hyper.sweep("a", [])

@@ -15,7 +15,7 @@ import pytest
 import experiment
 from configs import chinchilla
 from specsamp import generate, greedy
-from specsamp.analysis.decoder import decoders
+from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.export import export
 from specsamp.mesh import distributed
 from specsamp.training.log import read_metrics
@@ -70,7 +70,7 @@ def test_two_processes_give_the_tokens_of_one(tmp_path):
     assert len({tuple(row) for row in expected}) == len(expected)
     # Clocks differ, but all choose the same K, else they would wait for each other for ever.
     plain = generate(worker.pair(), worker.PROMPTS, 12, draft_length=0, sampling=greedy())
-    assert results.pop("auto") == worker.tokens(plain)
+    assert results.pop("chosen") == worker.tokens(plain)
     for how, tokens in results.items():
         assert tokens == expected, how
     assert set(results) == {"shares", "one model over both", "rows over both", "streamed"}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis import phases
-from specsamp.analysis.decoder import Workload, decoders
+from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
@@ -215,9 +215,9 @@ def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair):
     side = decoders(pair, {"x": (ModelDrafter(pair.draft, 3), BlockRule())}, SAMPLING, workload)["x"]
     state = side.warm_state()
     expected = jax.tree.map(lambda x: x.sharding, state.cache)
-    board = phases.first_board(side.loop, side.weights, side.request(0), state)
-    board = phases.repeat(phases.whole_round, side.loop, side.weights, side.request(0), board, 2)
-    same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), board.state.cache, expected)
+    buffers = phases.first_buffers(side.loop, side.weights, side.request(0), state)
+    buffers = phases.repeat(phases.whole_round, side.loop, side.weights, side.request(0), buffers, 2)
+    same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), buffers.state.cache, expected)
     assert all(jax.tree.leaves(same))
     matrices = phases.matrices_of(side.loop.target, side.weights.target)
     assert all(len(matrix.sharding.device_set) == 1 for matrix in matrices)

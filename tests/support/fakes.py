@@ -194,20 +194,3 @@ def counting_pair(**draft):
 def table_pair(**options):
     table = random_table(3, 12)
     return Pair(target=TableLM(12), target_params=table, draft=TableLM(12), draft_params=near(table, 4, 0.5), **options)
-
-
-def product_clock(products_ms, fewest=1):
-    """Stands in for `specsamp.analysis.split.ProductClock`: ms by rows, once it was read ``fewest`` times."""
-
-    class Products:
-        def __init__(self, loop, weights, calls, **_):
-            self.rows, self.samples = [batch * tokens for batch, tokens in calls], 0
-
-        def measure(self):
-            self.samples += 1
-
-        def samples_ms(self):
-            assert self.samples >= fewest
-            return {rows: np.full(self.samples, products_ms(rows)) for rows in self.rows}
-
-    return Products

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
-from specsamp.analysis import split
+from specsamp.analysis.draft_length import choose_draft_length
+from specsamp.analysis.timing import of_first_process
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
@@ -41,7 +42,7 @@ def tokens(completions) -> list[list[int]]:
 def decode(folder: pathlib.Path) -> None:
     """Each with its share on its own devices, together on one mesh, and rows split between processes."""
     # Clocks differ; how often a phase is repeated must not.
-    assert split.of_first_process(1.0 + jax.process_index()) == 1.0
+    assert of_first_process(1.0 + jax.process_index()) == 1.0
     results = {}
     replica = distributed.my_replica(4)
     mine = replica.share(len(PROMPTS))
@@ -51,8 +52,10 @@ def decode(folder: pathlib.Path) -> None:
     results["one model over both"] = tokens(generate(shard(pair(), distributed.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_model_parallelism=1)
     results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
-    chosen = generate(over_both, PROMPTS, 12, draft_length="auto", drafter=NgramDrafter(1), sampling=greedy())
-    results["auto"] = tokens(chosen)
+    # All processes must choose the same: another K would be another program, and they would wait for each other.
+    K = choose_draft_length(over_both, PROMPTS, 12, make_drafter=NgramDrafter, draft_lengths=(1,), repeats=1)
+    drafter = NgramDrafter(1) if K else None
+    results["chosen"] = tokens(generate(over_both, PROMPTS, 12, draft_length=K, drafter=drafter, sampling=greedy()))
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)

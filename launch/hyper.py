@@ -1,4 +1,4 @@
-"""Points of a sweep: what ``get_hyper(h)`` of a configuration is handed as ``h``.
+"""Makes the points of a sweep; ``get_hyper(h)`` of a configuration is called with this module as ``h``.
 
     def get_hyper(h):
         batches = h.zipit([h.sweep("batch", [1, 8]), h.sweep("repeats", [20, 5])])
@@ -17,7 +17,7 @@ Point = dict[str, Any]
 
 
 def sweep(field: str, values: Iterable[Any]) -> list[Point]:
-    """One point for each value of a field, such as "sampling.temperature".
+    """Returns one point for each value of a field, such as "sampling.temperature".
 
     Raises:
       ValueError: there are no values.
@@ -29,12 +29,12 @@ def sweep(field: str, values: Iterable[Any]) -> list[Point]:
 
 
 def product(sweeps: Sequence[list[Point]]) -> list[Point]:
-    """Every point of one with every point of the others; the last varies fastest."""
+    """Combines every point of one sweep with every point of the others; the last varies fastest."""
     return functools.reduce(lambda one, other: [_joined(a, b) for a in one for b in other], sweeps, [{}])
 
 
 def zipit(sweeps: Sequence[list[Point]]) -> list[Point]:
-    """First with first, second with second; a sweep of one point goes with all.
+    """Combines first points with first points, second with second; a sweep of one point goes with all.
 
     Raises:
       ValueError: lengths that do not match.

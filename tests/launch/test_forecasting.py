@@ -1,19 +1,18 @@
 """Agreement with clocks that are known: a planner that is right is told from one that is wrong."""
 
 import dataclasses
+import functools
 import json
 import math
 
 import numpy as np
 import pytest
 
+import forecasting as module
+from forecasting import agreement
 from launch.experiment import RULES
-from specsamp.analysis import agreement as module
-from specsamp.analysis import tables
-from specsamp.analysis.agreement import agreement
-from specsamp.analysis.decoder import Timing
+from specsamp.analysis.workload import Timing
 from specsamp.decoding.results import RowStats
-from support import fakes
 
 FITTED, CHECKED = (1, 2), (3, 4)
 PROMPTS = [FITTED, CHECKED] * 40
@@ -64,7 +63,13 @@ def emulate(monkeypatch, round_ms, fitted=CHANCES, checked=CHANCES, noise=0.0, p
                 accepted_counts=tuple(counts.tolist()),
             )
 
-    monkeypatch.setattr(module, "ProductClock", fakes.product_clock(products_ms, fewest=8))  # in turn with the texts
+    monkeypatch.setattr(
+        module,
+        "product_timers",
+        lambda loop, weights, calls, progress: {
+            batch * tokens: functools.partial(products_ms, batch * tokens) for batch, tokens in calls
+        },
+    )
     monkeypatch.setattr(
         module, "decoders", lambda pair, contenders, sampling, work: {K: Side(K, work) for K in contenders}
     )
@@ -214,7 +219,7 @@ def test_what_is_refused_before_anything_is_decoded(monkeypatch, options, messag
 
 def test_the_table(monkeypatch):
     emulate(monkeypatch, linear)
-    table = tables.agreement_table("greedy, batch 1", found_with(check_lengths=(0, 3)), 0.1)
+    table = module.agreement_table("greedy, batch 1", found_with(check_lengths=(0, 3)), 0.1)
     assert len(table.rows) == 2 and all(len(row) == len(table.header) for row in table.rows)
     assert table.rows[0][0] == "K = 0 (fitted)" and "allowed 10%" in table.note
     assert "forecast from K = 0, 1, 4, 8 at batch 1 on other prompts" in table.title

@@ -5,7 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from specsamp.analysis import figures, published
+import curves as figures
+import published
 
 
 def SPREAD(x):
@@ -85,14 +86,14 @@ def test_a_machine_that_became_busy_bends_no_curve():
 
 def test_a_curve_over_batches():
     (curve,) = figures.batch_curves(CELLS)
-    assert curve.name == "greedy, model, token rule, K = 4"
+    assert (curve.panel, curve.name) == ("model drafter, token rule, K = 4", "greedy")
     assert curve.batches == (1, 8) and curve.speedup == (1.5, 0.75)
     made_up = [cell(4, batch=batch, synthetic_acceptance=0.8) for batch in (1, 2)]
     assert "SYNTHETIC ACCEPTANCE 0.8" in figures.batch_curves(made_up)[0].name
 
 
 def test_too_few_cells():
-    with pytest.raises(ValueError, match="no law has a draft at batch 2, model drafter, token rule"):
+    with pytest.raises(ValueError, match="no distribution has a draft at batch 2, model drafter, token rule"):
         figures.curves(CELLS, batch=2)
     with pytest.raises(ValueError, match="nothing was measured at two of them"):
         figures.batch_curves(CELLS[:2])
@@ -102,10 +103,15 @@ def test_the_pictures():
     """Our lines and the published points are in them."""
     paper = figures.draw_paper(figures.curves(CELLS))
     labels = [line.get_label() for axis in paper.axes for line in axis.lines]
-    assert len(paper.axes) == 3 and "greedy (384 ms at K = 0)" in labels and "of it: score" in labels
+    assert len(paper.axes) == 3 and "greedy (384 ms at K = 0)" in labels and "greedy: score" in labels
     points = next(line for line in paper.axes[1].lines if line.get_label() == "Chen et al., HumanEval")
     assert tuple(points.get_ydata()) == published.HUMANEVAL.emitted_share
     batches = figures.draw_batches(figures.batch_curves(CELLS))
+    assert all(axis.get_ylabel() for axis in (*paper.axes, batches.axes[0]))
+    looks = {(line.get_color(), line.get_linestyle()) for line in paper.axes[0].lines[:2]}
+    assert len({colour for colour, _ in looks}) == len({style for _, style in looks}) == 2  # and without colours
+    two = figures.draw_batches(figures.batch_curves([*CELLS, cell(2, batch=1), cell(2, batch=8)]))
+    assert [axis.get_title() for axis in two.axes] == [f"model drafter, token rule, K = {K}" for K in (4, 2)]
     for figure in (paper, batches):
         figure.savefig(picture := io.BytesIO(), format="png", dpi=40)
         assert picture.getvalue().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""One way to decode one workload, compiled once and timed without what surrounds it."""
+"""What to decode when measuring, and a way to decode it: compiled once, timed without what surrounds the loop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.analysis.timing import Name
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.loop import Loop, decode_window
@@ -26,14 +27,14 @@ UNLIMITED = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What all sides decode, and how often.
+    """What is decoded, and how often.
 
-    Repeat r of row b decodes prompt ``r * batch + b`` of ``prompts``, from the first again after the
-    last; without prompts, tokens drawn at random.
+    In repeat r row b decodes prompt ``r * batch + b``; after the last prompt the first follows again. Without prompts,
+    random tokens are decoded.
     """
 
     batch: int = 1
-    prompt_length: int = 64  # of random prompts; the longest allowed of given ones
+    prompt_length: int = 64  # tokens of a random prompt; at most so many of a given one
     max_new_tokens: int = 128
     repeats: int = 15
     seed: int = 0
@@ -53,10 +54,11 @@ class Workload:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest row at its end."""
         return self.prompt_length + self.max_new_tokens
 
     def rows(self, repeat: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens ``[B, prompt_length]``, lengths ``[B]`` and ids ``[B]`` of the prompts of a repeat."""
+        """Returns tokens ``[B, prompt_length]``, lengths ``[B]`` and ids ``[B]`` of the prompts of a repeat."""
         ids_B = repeat * self.batch + np.arange(self.batch)
         if not self.prompts:
             shape = (self.batch, self.prompt_length)
@@ -71,24 +73,24 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One decoded batch."""
+    """The times and the output of one decoded batch."""
 
     prefill_seconds: float
     loop_seconds: float
-    rounds: int  # of the loop: as many as its slowest row needs
+    rounds: int  # of the loop: those of its slowest row
     rows: tuple[RowStats, ...]
     texts: tuple[tuple[int, ...], ...]  # the tokens of each row, prompt excluded
     from_draft: tuple[tuple[bool, ...], ...]  # whether each of them had been drafted
 
     @property
     def stats(self) -> RowStats:
-        """All rows together."""
+        """The counts of all rows together."""
         return functools.reduce(operator.add, self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """One side, ready to run."""
+    """One way to decode a workload, ready to run."""
 
     loop: Loop
     weights: Weights
@@ -98,6 +100,7 @@ class Decoder:
     slots: int
 
     def request(self, repeat: int) -> Request:
+        """Returns the request of one repeat; no token stops a row."""
         work = self.workload
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
         return Request.create(
@@ -109,13 +112,14 @@ class Decoder:
         )
 
     def prefill(self, repeat: int) -> DecodeState:
+        """Returns the state before the first round of one repeat."""
         tokens_BP, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
         return self.loop.prefill(
             self.weights, self.request(repeat), jnp.asarray(tokens_BP), jnp.asarray(lengths_B), slots=self.slots
         )
 
     def decode(self, repeat: int) -> Timing:
-        """Decodes the prompts of one repeat to the end; nothing but the loop is in ``loop_seconds``.
+        """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the loop.
 
         Raises:
           ValueError: a row ended early, because the target's logits were no distribution.
@@ -144,9 +148,9 @@ class Decoder:
         )
 
     def token_seconds(self, repeat: int) -> np.ndarray:
-        """How long each token took when rounds are waited for one by one, as a stream does.
+        """Returns the seconds of each token when rounds are waited for one by one, as in a stream.
 
-        The tokens of a round share its time: a refused draft makes one slow token.
+        The tokens of a round share its time: a rejected draft makes one slow token.
         """
         state = jax.block_until_ready(self.prefill(repeat))
         before_B, spent = to_host(state.lengths_B), []
@@ -161,25 +165,30 @@ class Decoder:
         return np.array(spent)
 
     def warm_state(self) -> DecodeState:
-        """Some rounds into a text, and rows still running: each emits at most K+1 tokens a round."""
+        """Decodes some rounds, so few that all rows are still running: a round emits at most K+1 tokens."""
         rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
         return self.loop.run(self.weights, self.prefill(0), rounds)
 
     def running(self) -> tuple[Loop, Weights, Request, DecodeState]:
-        """What `specsamp.analysis.split` times: the loop, its arguments, and rows still running."""
+        """Returns what `specsamp.analysis.split` times: the loop, its arguments, and a state whose rows are running."""
         return self.loop, self.weights, self.request(0), self.warm_state()
 
 
 def decoders(
     pair: Pair,
-    contenders: Mapping[str, tuple[Drafter, Rule]],
+    contenders: Mapping[Name, tuple[Drafter, Rule]],
     sampling: Warp,
     workload: Workload,
     draft_sampling: Warp | None = None,
-) -> dict[str, Decoder]:
-    """A decoder for each contender, all with caches of the same size: attention reads all of them.
+    *,
+    least_length: int = 0,
+) -> dict[Name, Decoder]:
+    """Makes a decoder for each contender, all with caches of the same size: attention reads all slots.
 
-    The draft's own warp is by default the target's.
+    Args:
+      contenders: drafter and rule by name.
+      draft_sampling: the draft's own warp; default the target's.
+      least_length: caches have room for rows of this length, even if the workload's are shorter.
 
     Raises:
       ValueError: the workload does not fit, see `check_fits`.
@@ -189,17 +198,17 @@ def decoders(
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shards=pair.shards)
         for name, (drafter, rule) in contenders.items()
     }
-    laws = [sampling, sampling if draft_sampling is None else draft_sampling]
+    warps = [sampling, sampling if draft_sampling is None else draft_sampling]
     if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:
-        laws = [chain(first_tokens(pair.tokenizer.vocab_size), law) for law in laws]  # as `generate` does
-    longest = workload.longest + max(loop.headroom for loop in loops.values())
+        warps = [chain(first_tokens(pair.tokenizer.vocab_size), warp) for warp in warps]  # as `generate` does
+    longest = max(workload.longest, least_length) + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     return {
         name: Decoder(
             loop=loop,
             weights=pair.weights(loop.drafter, slots),
-            sampling=laws[0],
-            draft_sampling=laws[1],
+            sampling=warps[0],
+            draft_sampling=warps[1],
             workload=workload,
             slots=slots,
         )
@@ -208,10 +217,10 @@ def decoders(
 
 
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
-    """What can be known before anything is compiled.
+    """Checks a workload before anything is compiled.
 
     Raises:
-      ValueError: the workload needs more positions than a model has, or its rows cannot be shared out.
+      ValueError: it needs more positions than a model has, or its rows do not divide over the data shards.
     """
     if workload.batch % pair.shards.count:
         raise ValueError(f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the data axis")

@@ -1,37 +1,37 @@
-"""Curves of measured cells, and the pictures of them: figure 1 of the paper, and speedup against batch size.
+"""Curves of measured cells, and their figures: the panels of figure 1 of the paper, and speedup against batch size.
 
-Only the drawing needs matplotlib (``pip install specsamp[figures]``), which is imported when something is drawn.
+Only drawing needs matplotlib (``pip install specsamp[figures]``), which is imported when something is drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specsamp.analysis import published
-from specsamp.analysis.grid import law_of
+import published
+from specsamp.analysis.measured import distribution_of
 
 Cells = Sequence[Mapping[str, Any]]
-COLOURS = ("#1f6fb4", "#d1495b", "#3a8f5c", "#8a63ad", "#c98a1b")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # Okabe and Ito: told apart by colour-blind readers
+STYLES = ("-", "--", "-.", ":")  # and in print
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One distribution over draft lengths, in shares of plain decoding.
+class PaperCurve:
+    """One distribution over draft lengths, relative to plain decoding.
 
-    Each share is of the plain decoding that took turns with it: cells are measured minutes apart, on a machine that
-    may be busier by then.
+    Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart, on
+    a machine that may be busier by then.
     """
 
     name: str
     draft_lengths: tuple[int, ...]
-    plain_ms: float  # plain decoding of `published.TOKENS` tokens of a row
+    plain_ms: float  # of plain decoding of `published.TOKENS` tokens of a row
     total: tuple[float, ...]  # time for as many tokens
     quartiles: tuple[tuple[float, float], ...]  # of it
     emitted_share: tuple[float, ...]  # tokens per round over K + 1
-    round: tuple[float, ...]  # time of a round
+    round: tuple[float, ...]  # time of a round, over a plain round
     parts: Mapping[str, tuple[float, ...]]  # of a round, over a plain round; timed beside each other
 
 
@@ -39,14 +39,15 @@ class Curve:
 class BatchCurve:
     """One drafter, rule, distribution and draft length over batch sizes."""
 
-    name: str
+    panel: str  # drafter, rule and draft length
+    name: str  # the distribution
     batches: tuple[int, ...]
     speedup: tuple[float, ...]
     quartiles: tuple[tuple[float, float], ...]
 
 
-def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = "model") -> list[Curve]:
-    """One curve for each distribution, from the cells of this batch, rule and drafter.
+def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = "model") -> list[PaperCurve]:
+    """Returns one curve for each distribution, from the cells of this batch, rule and drafter.
 
     Raises:
       ValueError: there are none.
@@ -59,29 +60,30 @@ def curves(cells: Cells, *, batch: int = 1, rule: str = "token", drafter: str = 
         and cell["key"].get("draft_temperature") is None
         and (cell["key"]["drafter"] == "none" or (cell["key"]["drafter"], cell["key"]["rule"]) == (drafter, rule))
     ]
-    groups = _grouped(wanted, law_of).items()
+    groups = _grouped(wanted, distribution_of).items()
     found = [_curve(name, group) for name, group in groups if any(cell["key"]["draft_length"] for cell in group)]
     if not found:
-        raise ValueError(f"no curve: no law has a draft at batch {batch}, {drafter} drafter, {rule} rule")
+        raise ValueError(f"no curve: no distribution has a draft at batch {batch}, {drafter} drafter, {rule} rule")
     return found
 
 
 def batch_curves(cells: Cells) -> list[BatchCurve]:
-    """One curve for each drafter, rule, distribution and K that was measured at two batch sizes or more.
+    """Returns a curve for each drafter, rule, distribution and K that was measured at two batch sizes or more.
 
     Raises:
       ValueError: there are none.
     """
     drafted = [cell for cell in cells if "result" in cell and cell["key"]["draft_length"]]
     found = []
-    for name, group in _grouped(drafted, _without_batch).items():
+    for group in _grouped(drafted, lambda key: f"{_panel(key)}; {_distribution(key)}").values():
         group = sorted(group, key=lambda cell: cell["key"]["batch"])
         if len(group) < 2:
             continue
         speedups = [cell["result"]["speedup"] for cell in group]
         found.append(
             BatchCurve(
-                name=name,
+                panel=_panel(group[0]["key"]),
+                name=_distribution(group[0]["key"]),
                 batches=tuple(cell["key"]["batch"] for cell in group),
                 speedup=tuple(one["median"] for one in speedups),
                 quartiles=tuple((one["lower"], one["upper"]) for one in speedups),
@@ -92,18 +94,29 @@ def batch_curves(cells: Cells) -> list[BatchCurve]:
     return found
 
 
-def draw_paper(curves: Sequence[Curve]) -> Any:
-    """The three panels of figure 1, as shares of plain decoding: ours as lines, the published points beside them."""
+def draw_paper(curves: Sequence[PaperCurve]) -> Any:
+    """Draws the three panels of figure 1, relative to plain decoding: ours as lines, the published points beside them."""
     figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
-    for colour, curve in zip(itertools.cycle(COLOURS), curves):
+    for number, curve in enumerate(curves):
+        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
         label = f"{curve.name} ({curve.plain_ms:.0f} ms at K = 0)"
-        total.plot(curve.draft_lengths, curve.total, color=colour, label=label)
-        total.fill_between(curve.draft_lengths, *zip(*curve.quartiles), color=colour, alpha=0.15, linewidth=0)
-        share.plot(curve.draft_lengths, curve.emitted_share, color=colour, label=curve.name)
-        rounds.plot(curve.draft_lengths, curve.round, color=colour, label=curve.name)
+        total.plot(curve.draft_lengths, curve.total, **look, label=label)
+        total.fill_between(
+            curve.draft_lengths, *zip(*curve.quartiles), color=look["color"], alpha=0.1, linewidth=0, zorder=0
+        )
+        share.plot(curve.draft_lengths, curve.emitted_share, **look, label=curve.name)
+        rounds.plot(curve.draft_lengths, curve.round, **look, label=curve.name)
     first = curves[0]
-    for style, (part, share_of_step) in zip(("--", ":", "-."), first.parts.items()):
-        rounds.plot(first.draft_lengths, share_of_step, style, color=COLOURS[0], linewidth=1, label=f"of it: {part}")
+    for marker, (part, of_round) in zip("^vx", first.parts.items()):
+        rounds.plot(
+            first.draft_lengths,
+            of_round,
+            color=COLOURS[0],
+            marker=marker,
+            markersize=3,
+            linewidth=0.6,
+            label=f"{first.name}: {part}",
+        )
     for marker, task in zip("os", published.TASKS):
         points = range(len(task.total_ms))
         options = {"color": "black", "marker": marker, "linestyle": "none", "markersize": 4, "zorder": 0}
@@ -120,9 +133,12 @@ def draw_paper(curves: Sequence[Curve]) -> Any:
         label=f"Chen et al. ({plain} ms)",
         zorder=0,
     )
-    total.set_title(f"time for {published.TOKENS} tokens, of K = 0", fontsize=10)
-    share.set_title("emitted per round, of K + 1", fontsize=10)
-    rounds.set_title("time of a round, of K = 0", fontsize=10)
+    total.set_title(f"time for {published.TOKENS} tokens", fontsize=10)
+    total.set_ylabel("over plain decoding")
+    share.set_title("tokens emitted per round", fontsize=10)
+    share.set_ylabel("over K + 1")
+    rounds.set_title("time of a round", fontsize=10)
+    rounds.set_ylabel("over a plain round")
     for axis in (total, share, rounds):
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=7, frameon=False)
@@ -130,36 +146,41 @@ def draw_paper(curves: Sequence[Curve]) -> Any:
 
 
 def draw_batches(curves: Sequence[BatchCurve]) -> Any:
-    """Speedup over plain decoding of the same batch."""
-    figure, (axis,) = axes_of(1, "batch size")
-    for number, curve in enumerate(curves):
-        colour, style = COLOURS[number % len(COLOURS)], ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
-        axis.plot(curve.batches, curve.speedup, style, marker="o", markersize=3, color=colour, label=curve.name)
-        low, high = zip(*curve.quartiles)
-        axis.fill_between(curve.batches, low, high, color=colour, alpha=0.1, linewidth=0)
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xscale("log", base=2)
+    """Draws the speedup over plain decoding of the same batch, a panel for each drafter, rule and draft length."""
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
+    figure, axes = axes_of(len(panels), "batch size", sharey=True)
+    names = list(dict.fromkeys(curve.name for curve in curves))
     batches = sorted({batch for curve in curves for batch in curve.batches})
-    axis.set_xticks(batches, [str(batch) for batch in batches])
-    axis.set_title("speedup over plain decoding", fontsize=10)
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7, frameon=False)
+    for axis, panel in zip(axes, panels, strict=True):
+        for curve in (curve for curve in curves if curve.panel == panel):
+            number = names.index(curve.name)
+            colour, style = COLOURS[number % len(COLOURS)], STYLES[number % len(STYLES)]
+            axis.plot(curve.batches, curve.speedup, style, marker="o", markersize=3, color=colour, label=curve.name)
+            low, high = zip(*curve.quartiles)
+            axis.fill_between(curve.batches, low, high, color=colour, alpha=0.1, linewidth=0)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.set_title(panel, fontsize=10)
+        axis.legend(fontsize=7, frameon=False)
+    axes[0].set_ylabel("speedup over plain decoding")
+    axes[0].set_ylim(bottom=0)  # of all: they share it
     return figure
 
 
-def axes_of(count: int, label: str) -> tuple[Any, Any]:
-    """A figure of so many panels side by side, and the panels."""
+def axes_of(count: int, label: str, sharey: bool = False) -> tuple[Any, Any]:
+    """Makes a figure of so many panels side by side, and returns it with the panels."""
     from matplotlib.figure import Figure  # no window, no global state
 
     figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
+    axes = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
     for axis in axes:
         axis.set_xlabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def _curve(name: str, group: Cells) -> Curve:
+def _curve(name: str, group: Cells) -> PaperCurve:
     group = sorted(group, key=lambda cell: cell["key"]["draft_length"])
     results = [cell["result"] for cell in group]
     lengths = tuple(cell["key"]["draft_length"] for cell in group)
@@ -171,7 +192,7 @@ def _curve(name: str, group: Cells) -> Curve:
     sides = ("speculative", "autoregressive")
     rounds = [[result[side]["ms_per_round"]["median"] for side in sides] for result in results]
     emitted = [1.0 if K == 0 else result["acceptance"]["emitted_per_round"] for K, result in zip(lengths, results)]
-    return Curve(
+    return PaperCurve(
         name=name,
         draft_lengths=lengths,
         plain_ms=published.TOKENS * group[0]["key"]["batch"] * results[0]["autoregressive"]["ms_per_token"]["median"],
@@ -184,7 +205,7 @@ def _curve(name: str, group: Cells) -> Curve:
 
 
 def _parts(lengths: Sequence[int], results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
-    """Empty where a round was not taken apart."""
+    """Returns the time of each part of a round over a plain round; nothing where rounds were not taken apart."""
     if any(result["split"] is None for K, result in zip(lengths, results) if K):
         return {}
 
@@ -206,6 +227,10 @@ def _grouped(cells: Iterable[Mapping[str, Any]], name: Any) -> dict[str, list[Ma
     return groups
 
 
-def _without_batch(key: Mapping[str, Any]) -> str:
-    heat = "" if key.get("draft_temperature") is None else f", draft at {key['draft_temperature']:g}"
-    return f"{law_of(key)}{heat}, {key['drafter']}, {key['rule']} rule, K = {key['draft_length']}"
+def _panel(key: Mapping[str, Any]) -> str:
+    return f"{key['drafter']} drafter, {key['rule']} rule, K = {key['draft_length']}"
+
+
+def _distribution(key: Mapping[str, Any]) -> str:
+    temperature = key.get("draft_temperature")
+    return distribution_of(key) + ("" if temperature is None else f", draft T = {temperature:g}")

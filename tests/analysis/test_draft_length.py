@@ -1,0 +1,112 @@
+"""The draft length that is chosen, by clocks that are known, and never by the noise of the completions."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from specsamp import NgramDrafter, Pair, chain, generate, temperature
+from specsamp.analysis import draft_length
+from specsamp.analysis.draft_length import choose_draft_length
+from specsamp.analysis.workload import Decoder
+from support import fakes
+
+V = 8
+PROMPTS = [[1, 2, 3], [4, 5]]
+SAMPLING = chain(temperature(1.0))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The draft is the target: everything is accepted."""
+    table, model = fakes.random_table(0, V, scale=2.0), fakes.TableLM(V, max_positions=64)
+    return Pair(target=model, target_params=table, draft=model, draft_params=table)
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """Sets the seconds of a round by draft length; what the rounds do is real."""
+    real, ran = Decoder.decode, []
+
+    def set_to(seconds):
+        def timed(decoder, repeat):
+            timing = real(decoder, repeat)
+            ran.append(decoder)
+            return dataclasses.replace(timing, loop_seconds=seconds[decoder.loop.drafter.K] * timing.rounds)
+
+        monkeypatch.setattr(Decoder, "decode", timed)
+        return ran
+
+    return set_to
+
+
+def choose(pair, **options):
+    said = []
+    options = {"sampling": SAMPLING, "draft_lengths": (1, 4), "repeats": 2, "say": said.append} | options
+    return choose_draft_length(pair, PROMPTS, 30, **options), said
+
+
+def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
+    ran = clocks({0: 1.0, 1: 1.1, 4: 1.5})
+    K, (said,) = choose(pair)
+    assert K == 4
+    first, second = said.splitlines()
+    assert first.startswith("draft_length 4 for 2 rows: ") and "x plain decoding" in first
+    assert "by draft length: 0: " in second and "4: " in second
+    assert [decoder.loop.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
+    assert len({decoder.slots for decoder in ran}) == 1
+    assert len(generate(pair, PROMPTS, 8, draft_length=K)) == 2
+
+
+def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):
+    """The control: the same acceptance, another clock."""
+    clocks({0: 1.0, 1: 2.5, 4: 12.0})
+    assert choose(pair)[0] == 0
+    clocks({0: 1.0, 1: 1.1, 4: 6.0})
+    assert choose(pair)[0] == 1
+
+
+def test_acceptance_counts_as_well(pair, clocks):
+    clocks({0: 1.0, 1: 1.1, 4: 1.5})
+    poor = dataclasses.replace(pair, draft_params=fakes.near(pair.target_params, 1, 50.0))
+    assert choose(poor)[0] < 4
+
+
+def test_drafters_of_ones_own_and_several_samples(pair, clocks):
+    ran = clocks({0: 1.0, 3: 0.5})
+    K, _ = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), num_samples=2)
+    assert K == 3 and ran[-1].loop.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 4
+
+
+def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(pair, clocks, monkeypatch):
+    monkeypatch.setattr(draft_length, "LONGEST_TEXT", 10)
+    ran = clocks({0: 1.0, 1: 1.0})
+    choose(pair, draft_lengths=(1,))
+    assert ran[-1].workload.max_new_tokens == 10 and ran[-1].slots >= 3 + 30
+
+
+def test_the_noise_is_not_that_of_the_completions(pair, clocks):
+    """K must not depend on the random numbers that decide the text."""
+    ran = clocks({0: 1.0, 1: 1.0})
+    choose(pair, draft_lengths=(1,))
+    keys = np.asarray(jax.random.key_data(ran[-1].request(0).row_keys_B))
+    own = np.asarray(
+        jax.random.key_data(
+            dataclasses.replace(ran[-1], workload=dataclasses.replace(ran[-1].workload, seed=0)).request(0).row_keys_B
+        )
+    )
+    assert keys.shape == own.shape and not (keys == own).all(axis=1).any()
+
+
+def test_what_is_refused(pair):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        choose_draft_length(pair, [[1], []], 4)
+    with pytest.raises(ValueError, match="the pair has no draft model"):
+        choose_draft_length(Pair(target=pair.target, target_params=pair.target_params), PROMPTS, 4)
+    with pytest.raises(ValueError, match="a draft length must be an integer >= 0"):
+        choose_draft_length(pair, PROMPTS, 4, draft_lengths=(-1,))
+    with pytest.raises(ValueError, match="together 203, more than the target's 64 positions"):
+        choose_draft_length(pair, PROMPTS, 200)
+    with jax.disable_jit(), pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"):
+        choose_draft_length(pair, PROMPTS, 4)
