@@ -8,8 +8,8 @@ from configs import hf
 from launch import experiment
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.training.data import EOS, train_tokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.training.data import train_tokenizer
 from specsamp.training.run import open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from specsamp.checkpoints import export
-from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.training.data import EOS, train_tokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 
 if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
