@@ -127,7 +127,8 @@ def _qwen2(fields: Fields) -> dict:
     return (
         _llama(fields)
         | _windows(fields, window, kinds)
-        | dict(attention_bias=True, output_bias=False, num_kv_heads=fields.or_null("num_key_value_heads", 32))
+        | dict(attention_bias=True, output_bias=False, feedforward_bias=False)
+        | dict(num_kv_heads=fields.or_null("num_key_value_heads", 32))
     )
 
 
@@ -231,6 +232,7 @@ def _like_gemma(fields: Fields) -> dict:
     return _like_llama(fields) | dict(
         tied=fields("tie_word_embeddings", True),
         activation=activation,
+        feedforward_bias=False,
         norm_offset=True,
         post_norms=True,
         embedding_scale=math.sqrt(fields("hidden_size")),

@@ -88,7 +88,12 @@ def test_a_mistral_may_have_layers_without_a_window():
     assert found.window == 5 and found.global_layers == (0,)
     assert read("mistral", layer_types=2 * ["full_attention"]).window is None
     assert read("mistral", layer_types=2 * ["sliding_attention"]) == read("mistral") and read("mistral").window == 5
-    assert read("mistral", attention_bias=True, mlp_bias=True) == read("mistral")
+    assert read("mistral", attention_bias=True) == read("mistral")
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_families_without_biases_of_the_feedforward_ignore_them(name):
+    assert read(name, mlp_bias=True) == read(name) and read("llama2", mlp_bias=True).feedforward_bias
 
 
 @pytest.mark.parametrize("name", ["llama2", "arcee", "gpt2", "gpt_neox"])
