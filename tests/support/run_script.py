@@ -24,13 +24,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def run(script, *arguments, **environment):
     """Runs ``launch/{script}.py`` on CPU devices; nothing is read from or written to the user's cache of programs."""
-    fixed = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    fixed = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, f"launch/{script}.py", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         env={**os.environ, **fixed, **environment},
     )
 
