@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import figures, published
+from support import extras
 
 
 def SPREAD(x):
@@ -98,6 +99,7 @@ def test_too_few_cells():
         figures.batch_curves(CELLS[:2])
 
 
+@extras.needs("matplotlib")
 def test_the_pictures():
     """Our lines and the published points are in them."""
     paper = figures.draw_paper(figures.curves(CELLS))
