@@ -22,7 +22,7 @@ _PAIR = flags.DEFINE_string("pair", "python", "Whose held-out files, and whose t
 _COUNT = flags.DEFINE_integer("count", 160, "How many.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 64, "Tokens of a prompt.", lower_bound=8)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the drawing.", lower_bound=0)
-_OUTPUT = flags.DEFINE_string("output", None, "Where to write them as JSON.", required=True)
+_OUTPUT = entry.define_output("Where to write them as JSON.", required=True)
 
 
 def main() -> None:
