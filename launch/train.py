@@ -51,8 +51,11 @@ _WORKDIR = flags.DEFINE_string(
 
 def main() -> None:
     require(_CONFIG.value, ("data", "model", "train", "intervals", "mesh", "compute_dtype"), "training")
+    folder = storage.place(_WORKDIR.value)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--workdir={_WORKDIR.value} is a file: name a folder")
     with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
-        start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
+        start(_CONFIG.value, folder, entry.make_console())
 
 
 def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:

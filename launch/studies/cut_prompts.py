@@ -21,7 +21,7 @@ _PAIR = flags.DEFINE_string("pair", "python", "The pair, by its name or folder, 
 _COUNT = flags.DEFINE_integer("count", 160, "The number of prompts.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 64, "The most tokens of a prompt.", lower_bound=8)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed that decides which prompts are drawn.", lower_bound=0)
-_OUTPUT = flags.DEFINE_string("output", None, "The JSON file to write, local or gs://.", required=True)
+_OUTPUT = entry.define_output("The JSON file to write, local or gs://.", required=True)
 
 
 def main() -> None:
