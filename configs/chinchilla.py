@@ -1,4 +1,4 @@
-"""The pair of Chen et al. (arXiv 2302.01318): a 70B target and a wide, shallow 4B draft, K = 4, on 16 TPU v4 chips.
+"""Describes the pair of Chen et al. (arXiv 2302.01318): a 70B target and a wide, shallow 4B draft, K = 4, on 16 TPU v4 chips.
 
     python launch/benchmark.py --config=configs/chinchilla.py --distributed --output=gs://BUCKET/nucleus.json
     python launch/benchmark.py --config=configs/chinchilla.py:v4-32,greedy --distributed
@@ -16,10 +16,11 @@ import math
 
 from ml_collections import ConfigDict, config_dict
 
+from configs import common
 from specsamp.mesh import slices
 
 PAPER = "v4-32"  # 16 chips; the name counts TensorCores
-DRAFT_HEADS, TARGET_WAYS = 48, 64  # heads of the draft; heads of the target are the most devices for one copy
+DRAFT_HEADS, MOST_DEVICES = 48, 64  # heads of the draft; heads of the target are the most devices for one copy
 WEIGHT_BYTES = 2 * 74.2e9  # of both, in bfloat16
 
 
@@ -34,17 +35,17 @@ def get_config(argument: str = PAPER) -> ConfigDict:
         raise ValueError(f"batch must be a positive integer; got {batches[0]!r}")
     found = None if tiny else slices.find(names[0] if names else PAPER)
     devices = 1 if found is None else found.devices
-    ways = math.gcd(devices, TARGET_WAYS)
-    if found is not None and WEIGHT_BYTES / ways > 0.95 * found.hbm_bytes * found.chips / found.devices:
+    per_copy = math.gcd(devices, MOST_DEVICES)
+    if found is not None and WEIGHT_BYTES / per_copy > 0.95 * found.hbm_bytes * found.chips / found.devices:
         raise ValueError(
             f"{found.name} cannot hold {WEIGHT_BYTES / 1e9:.0f} GB of weights in {devices} x "
             f"{found.hbm_bytes * found.chips / found.devices / 2**30:.0f} GiB: take a larger slice"
         )
-    batch = int(batches[0]) if batches else devices // ways
-    if batch % (devices // ways):
+    batch = int(batches[0]) if batches else devices // per_copy
+    if batch % (devices // per_copy):
         raise ValueError(
-            f"batch {batch} does not divide over {devices // ways} copies of the target: a copy takes {ways} devices "
-            "at most, so a larger slice wants a larger batch"
+            f"batch {batch} does not divide over {devices // per_copy} copies of the target: a copy takes {per_copy} "
+            "devices at most, so a larger slice wants a larger batch"
         )
 
     config = ConfigDict()
@@ -53,38 +54,32 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config.checkpoints = ConfigDict()
     config.checkpoints.target = ""  # folder of a training run, local or gs://; "" is random weights
     config.checkpoints.draft = ""
-    config.draft_length = 4
-    config.drafter = "model"
-    config.rule = "token"
-    config.sampling = ConfigDict()
-    config.sampling.temperature = 0.0 if greedy else 1.0
-    config.sampling.top_k = 0
-    config.sampling.top_p = 1.0 if greedy else 0.8  # the paper's nucleus, on XSum
-    config.sampling.min_p = 0.0
-    config.batch = batch
-    config.prompt_length = 8 if tiny else 512
-    config.max_new_tokens = 8 if tiny else 128
-    config.repeats = 3 if tiny else 20
-    config.seed = 0
-    config.draft_temperature = config_dict.placeholder(float)  # of the draft alone; default: the target's
-    config.synthetic_acceptance = config_dict.placeholder(float)  # made-up acceptance, for the benchmark alone
-    config.mesh = ConfigDict()
-    config.mesh.data = devices // ways
-    config.mesh.model = ways
-    draft_model_parallelism = math.gcd(DRAFT_HEADS, ways)  # a draft of 48 heads goes on 16 devices, but not on 64
-    config.mesh.draft_model_parallelism = 0 if draft_model_parallelism == ways else draft_model_parallelism
+    draft_devices = math.gcd(DRAFT_HEADS, per_copy)  # a draft of 48 heads goes on 16 devices, but not on 64
+    common.add_decoding(
+        config,
+        draft_length=4,
+        prompt_length=8 if tiny else 512,
+        max_new_tokens=8 if tiny else 128,
+        repeats=3 if tiny else 20,
+        batch=batch,
+        temperature=0.0 if greedy else 1.0,
+        top_p=1.0 if greedy else 0.8,  # the paper's nucleus, on XSum
+        data=devices // per_copy,
+        model=per_copy,
+        draft_model_parallelism=0 if draft_devices == per_copy else draft_devices,
+    )
     return config
 
 
 def get_hyper(h):
-    """The paper's curve (figure 1): K = 0 .. 7, at its greedy and its nucleus setting."""
+    """Returns the points of the paper's curve (figure 1): K = 0 to 7, at its greedy and its nucleus setting."""
     nucleus = h.sweep("draft_length", range(8))
     greedy = h.product([h.sweep("sampling.temperature", [0.0]), h.sweep("draft_length", range(8))])
     return nucleus + greedy
 
 
 def model(preset: str, **changes) -> ConfigDict:
-    """A preset of specsamp/models/config.py; what is None here is as the preset has it."""
+    """Returns the fields of a preset of specsamp/models/config.py; what is None here is as the preset has it."""
     kinds = {"num_layers": int, "num_heads": int, "num_kv_heads": int, "max_positions": int, "positions": str}
     as_it_is = {name: config_dict.placeholder(kind) for name, kind in kinds.items()}
     return ConfigDict({"preset": preset} | as_it_is | changes)

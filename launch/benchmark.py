@@ -21,11 +21,17 @@ from specsamp import use_compilation_cache
 from specsamp.analysis import memory
 
 _CONFIG = ConfigFlag("configs/random_pair.py")
-_GRID = flags.DEFINE_multi_string("grid", [], "FIELD=VALUE,VALUE,...: one cell for every combination; may be repeated.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
+_GRID = flags.DEFINE_multi_string(
+    "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
+)
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
+)
 _OUTPUT = entry.define_output()
-_AGAIN = flags.DEFINE_bool("again", False, "Measure cells once more that the file holds, and replace them.")
-_MEMORY = flags.DEFINE_bool("memory", False, "Report the memory of the loop over a grid of B, K and V instead of time.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
+_MEMORY = flags.DEFINE_bool(
+    "memory", False, "Report the memory that the loop compiles to, over batch, K and vocabulary, instead of times."
+)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import json
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +39,9 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
-LAW = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 TURNED = {"draft_length", "drafter", "rule", "batch", "repeats", "draft_temperature", "synthetic_acceptance"}
-TURNED |= {f"sampling.{name}" for name in LAW}
+TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
@@ -128,7 +129,7 @@ def _setting(config: ConfigDict) -> Setting:
         "drafter": "none" if plain else config.drafter,
         "rule": "token" if plain else config.rule,
         "batch": integer("batch", config.batch, 1),
-        **{name: fields[name] for name in LAW},
+        **{name: fields[name] for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else draft_temperature,
     }
     integer("repeats", config.repeats, 1)
@@ -230,10 +231,13 @@ def run_cells(
         return {"command": entry.command(), "environment": report.environment()}
 
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
+    start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:
         measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=header, progress=say)
     if not entry.is_first():
         return
+    if measured:
+        console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
     entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)

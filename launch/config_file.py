@@ -13,6 +13,7 @@ import difflib
 import importlib.util
 import inspect
 import pathlib
+import sys
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 from ml_collections import ConfigDict, config_flags
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+if str(CHECKOUT) not in sys.path:
+    sys.path.append(str(CHECKOUT))  # configurations import configs/common.py
 
 
 @dataclasses.dataclass

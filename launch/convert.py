@@ -1,4 +1,4 @@
-"""A public checkpoint as an Orbax folder that loads straight into the places of any mesh, each device its part.
+"""Converts a public checkpoint to an Orbax folder that loads straight onto any mesh, each device its part.
 
     python launch/convert.py --checkpoint=meta-llama/Llama-3.1-8B --output=gs://BUCKET/llama-8b
     python launch/convert.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
@@ -22,10 +22,14 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES, human_count
 from specsamp.models.transformer import TransformerLM
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A folder, a gs:// folder or an id of the hub.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Of what is stored.")
-_MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters together.", lower_bound=1)
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", None, "Read this checkpoint: a folder, a gs:// folder or an id of the hub.", required=True
+)
+_OUTPUT = flags.DEFINE_string("output", None, "Write the Orbax folder here, local or gs://.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Store parameters in this dtype.")
+_MODEL = flags.DEFINE_integer(
+    "model", 1, "How many devices hold the parameters together between reading and writing.", lower_bound=1
+)
 
 
 def main() -> None:
@@ -49,7 +53,8 @@ def main() -> None:
         console.print(entry.visible(note), markup=False)
     console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
     start = time.perf_counter()
-    with entry.progress(console, "reading") as say:
+    unfinished = f"delete {_OUTPUT.value} before you start again, it may hold a part"
+    with entry.keeps(unfinished), entry.progress(console, "reading") as say:
 
         def show(name, done, total):
             return say(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}")

@@ -105,7 +105,8 @@ def status_of(main: Callable[[], int | None], config: ConfigFlag | None, argumen
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
-        return _end(interrupt, f"interrupted; {str(interrupt) or 'nothing was written'}", INTERRUPTED)
+        kept = str(interrupt)
+        return _end(interrupt, f"interrupted; {kept}" if kept else "interrupted", INTERRUPTED)
     except (ValueError, OSError, FloatingPointError, flags.Error) as error:
         return _end(error, _in_words(error), UNUSABLE)
     except MemoryError as error:

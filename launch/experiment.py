@@ -189,17 +189,20 @@ def check_positions(side: str, model: TransformerLM, workload: Workload, draft_l
 
 
 def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
+    """Returns the workload with these prompts, and room for the longest."""
     tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
 
 
 def make_model(fields: ConfigDict) -> TransformerLM:
+    """Returns the preset's model, with the fields that are set."""
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
     return TransformerLM.here(choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
+    """Returns the drafter of that name, or none for K = 0."""
     make = choose("drafter", name, DRAFTERS)
     return make(pair, draft_length) if draft_length else NoDrafter()
 

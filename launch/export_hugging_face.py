@@ -1,4 +1,4 @@
-"""A model trained here as a folder that Hugging Face transformers loads.
+"""Exports a model that was trained here as a folder that Hugging Face transformers loads.
 
 python launch/export_hugging_face.py --run=runs/target --output=exported/target
 python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
@@ -12,10 +12,10 @@ from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.run import open_trained
 
-_RUN = flags.DEFINE_string("run", None, "Folder of a training run, or")
-_PAIR = flags.DEFINE_string("pair", None, "a pair, by name or folder, of which --side is taken.")
-_SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Of the pair.")
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write, local or gs://.", required=True)
+_RUN = flags.DEFINE_string("run", None, "Export the model of this training run; or give --pair.")
+_PAIR = flags.DEFINE_string("pair", None, "Export a model of this pair, a name or a folder; --side says which.")
+_SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is exported.")
+_OUTPUT = flags.DEFINE_string("output", None, "Write the checkpoint into this folder, local or gs://.", required=True)
 
 
 def main() -> None:

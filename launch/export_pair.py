@@ -19,9 +19,11 @@ from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
 
-_TARGET = flags.DEFINE_string("target", None, "Folder of the target's run.", required=True)
-_DRAFT = flags.DEFINE_string("draft", None, "Folder of the draft's run.", required=True)
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
+_TARGET = flags.DEFINE_string("target", None, "Take the target from this training run.", required=True)
+_DRAFT = flags.DEFINE_string(
+    "draft", None, "Take the draft from this training run, which distilled it from the target.", required=True
+)
+_OUTPUT = flags.DEFINE_string("output", None, "Write the pair into this folder.", required=True)
 
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
@@ -105,7 +107,7 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
 
 
 def without_paths(config: dict) -> dict:
-    """Where runs and texts lay on this machine is nobody else's business; their names are enough."""
+    """Returns the configuration with names instead of paths: where files lay on this machine is private."""
 
     def shorten(fields, *names):
         return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
@@ -114,7 +116,7 @@ def without_paths(config: dict) -> dict:
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
-    """The beginnings of held-out files, unless there are prompts already: those may have been chosen with care.
+    """Writes the beginnings of held-out files, unless there are prompts already, which may have been chosen with care.
 
     Prompts end without their line break: it makes one token with the indentation that follows.
     """

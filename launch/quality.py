@@ -1,6 +1,6 @@
 """How many completions of a pair are Python, up to where the budget cut them.
 
-python launch/quality.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_quality.json
+python launch/quality.py --config=configs/trained_pair.py --output=runs/python_pair_quality.json
 """
 
 from absl import flags

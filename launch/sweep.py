@@ -24,10 +24,12 @@ from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
-_POD = flags.DEFINE_string("pod", None, "Print a command for each point on this slice, and measure nothing.")
+_POD = flags.DEFINE_string(
+    "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
+)
 _GATHER = flags.DEFINE_multi_string("gather", [], "Show the cells of this file, and measure nothing; may be repeated.")
 _OUTPUT = entry.define_output()
-_AGAIN = flags.DEFINE_bool("again", False, "Measure cells once more that the file holds, and replace them.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
-from config_file import ConfigFlag
+from config_file import ConfigFlag, require
 from specsamp import storage
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -43,11 +43,15 @@ from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.", required=True)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Keep the run in this folder, local or gs://; one that is there is resumed.", required=True
+)
 
 
 def main() -> None:
-    start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
+    require(_CONFIG.value, ("data", "model", "train", "intervals", "mesh", "compute_dtype"), "training")
+    with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
+        start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
 
 
 def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
@@ -110,7 +114,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
 
 
 def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
-    """Processes that train together must see one folder, and read the same text in the same tokens.
+    """Checks that processes which train together see one folder, and read the same text in the same tokens.
 
     Raises:
       ValueError: on every process, with what differs.
@@ -135,7 +139,7 @@ def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, 
 
 
 def train_mesh(config: ConfigDict) -> Mesh:
-    """``config.mesh.model`` devices hold one copy of the model together, all others other rows."""
+    """Returns the mesh: ``config.mesh.model`` devices hold one copy of the model together, the others other rows."""
     model = config.mesh.model
     if model < 1 or jax.device_count() % model:
         raise ValueError(f"mesh.model {model} does not divide the {jax.device_count()} devices")
@@ -149,7 +153,7 @@ def make_model(config: ConfigDict) -> TransformerLM:
 def make_tokenizer(
     config: ConfigDict, folder: epath.Path, corpus: Corpus, target: run.TrainedModel | None
 ) -> JsonTokenizer:
-    """The run's own if it has one, else the target's, else a given one, else a new one."""
+    """Returns the run's own tokenizer if it has one, else the target's, else a given one, else a new one."""
     given = [folder / "tokenizer.json", target and target.folder / "tokenizer.json", config.data.tokenizer]
     for path in filter(None, given):
         if path != given[0] or path.exists():
@@ -159,7 +163,7 @@ def make_tokenizer(
 
 
 def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:
-    """Models that are made from each other must not have read what either is verified by.
+    """Checks that neither of two models which are made from each other has read what the other is judged by.
 
     Raises:
       ValueError: both were given the same files, with another share of them held out.
@@ -209,7 +213,7 @@ def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None
 
 
 def first_params(config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM):
-    """Of the run named by ``init``, None for random ones."""
+    """Returns the parameters of the run that ``init`` names, None for random ones."""
     if not config.get("init"):
         return None
     first = run.open_trained(config.init)
@@ -221,7 +225,7 @@ def first_params(config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer, m
 
 
 def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows, console: Console):
-    """Windows that the target completed, kept part by part: a killed run goes on where it was."""
+    """Returns windows that the target completed; they are kept part by part, so a killed run goes on where it was."""
     fields = config.generated
     if not fields.rows or not fields.share:
         return None
@@ -248,17 +252,17 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
 
 
 def data_tokens(config: ConfigDict) -> int:
-    """Tokens that the target writes into a window."""
+    """Returns how many tokens the target writes into a window."""
     return config.data.length + 1 - config.generated.prompt_length
 
 
 def generated_law(fields: ConfigDict) -> Warp:
-    """Under which the target writes a batch of rows."""
+    """Returns the distribution that the target writes a batch of rows with."""
     return chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p))
 
 
 def mixed_temperatures(fields: ConfigDict) -> list[float]:
-    """One per row of a batch: the first ones greedy."""
+    """Returns a temperature for each row of a batch: the first ones are greedy."""
     greedy = round(fields.greedy_share * fields.batch)
     return [0.0] * greedy + [fields.temperature] * (fields.batch - greedy)
 

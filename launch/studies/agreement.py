@@ -1,6 +1,6 @@
 """Does the planner foresee what the benchmark measures? Fitted on half of the prompts, checked on the other half.
 
-    python launch/studies/agreement.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_agreement.json
+    python launch/studies/agreement.py --config=configs/trained_pair.py --output=runs/python_pair_agreement.json
 
 Greedy and with the configuration's sampling: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
 forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4. The file is written after each of the

@@ -1,7 +1,7 @@
 """Autoregressive decoding beside Hugging Face transformers: a model of the same shape, in turn, in one process.
 
     pip install torch transformers
-    python launch/studies/compare_transformers.py --output=notebooks/results/python_pair_transformers.json
+    python launch/studies/compare_transformers.py --output=runs/python_pair_transformers.json
 
 Their model has random weights: the time of a token does not depend on which one it is. Both are greedy,
 in float32, with a cache, and write the same number of tokens after the same prompts.

@@ -1,10 +1,10 @@
 """Compiles many programs for described TPU slices, to answer one question; see compile_cells.py.
 
-    python launch/studies/compile_study.py --study=slices  --output=notebooks/results/compile_slices.json
-    python launch/studies/compile_study.py --study=scoring --output=notebooks/results/compile_scoring.json --figure=scoring.png
-    python launch/studies/compile_study.py --study=shapes  --output=notebooks/results/compile_shapes.json --figure=shapes.png
-    python launch/studies/compile_study.py --study=weights --output=notebooks/results/compile_weights.json
-    python launch/studies/compile_study.py --study=variants --output=notebooks/results/compile_variants.json
+    python launch/studies/compile_study.py --study=slices  --output=runs/compile_slices.json
+    python launch/studies/compile_study.py --study=scoring --output=runs/compile_scoring.json --figure=scoring.png
+    python launch/studies/compile_study.py --study=shapes  --output=runs/compile_shapes.json --figure=shapes.png
+    python launch/studies/compile_study.py --study=weights --output=runs/compile_weights.json
+    python launch/studies/compile_study.py --study=variants --output=runs/compile_variants.json
 
 Every cell is written when it is done, and one that the output already holds is not compiled again. Ten minutes
 to an hour on two cores; nothing runs on a TPU.
@@ -57,7 +57,8 @@ def main() -> None:
         raise ValueError(str(error)) from error
     known = [cell["name"] for cell in document["cells"]]
     missing = [cell for cell in cells if cell.name not in known]
-    with Progress(console=console, transient=True) as progress:
+    kept = f"the answers so far are in {_OUTPUT.value}; the same command goes on"
+    with entry.keeps(kept), Progress(console=console, transient=True) as progress:
         task = progress.add_task(_STUDY.value, total=len(missing))
         for cell in missing:
             progress.update(task, description=", ".join(f"{key} {value}" for key, value in cell.name.items()))

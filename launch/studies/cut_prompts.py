@@ -1,6 +1,6 @@
 """Cuts more prompts from the files that a pair of the standard library held out, for comparisons that need many.
 
-    python launch/studies/cut_prompts.py --count=160 --output=notebooks/results/python_prompts.json
+    python launch/studies/cut_prompts.py --count=160 --output=runs/python_prompts.json
 
 The files are those of the running Python, so the result depends on its version, which it names.
 """

@@ -1,7 +1,7 @@
 """Draws the figures from committed results: the three panels of the paper's figure 1, and speedup against batch.
 
     pip install -e .[figures]
-    python launch/studies/figures.py --cells=notebooks/results/python_pair_grid.json --output=notebooks/results
+    python launch/studies/figures.py --cells=runs/python_pair_grid.json --output=runs
 
 Ours are lines, with quartiles; the points are those of Chen et al. Nothing is measured here.
 """
@@ -20,7 +20,7 @@ from specsamp.analysis import grid
 
 GRID = "notebooks/results/python_pair_grid.json"
 _CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
-_OUTPUT = flags.DEFINE_string("output", "notebooks/results", "Folder of figure_1.png and speedup_by_batch.png.")
+_OUTPUT = entry.define_output("Write figure_1.png and speedup_by_batch.png into this folder.", default="runs")
 _BATCH = flags.DEFINE_integer("batch", 1, "Of the paper's figure.", lower_bound=1)
 _RULE = flags.DEFINE_string("rule", "token", "Of both figures.")
 _DRAFTER = flags.DEFINE_string("drafter", "model", "Of both figures.")

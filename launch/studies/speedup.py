@@ -1,6 +1,6 @@
 """Measures the speedup of a trained pair over draft lengths and rules, and how much of what theory allows it is.
 
-    python launch/studies/speedup.py --config=configs/trained_pair.py --output=notebooks/results/python_pair_speedup.json
+    python launch/studies/speedup.py --config=configs/trained_pair.py --output=runs/python_pair_speedup.json
 
 Greedy and with temperature 0.8, top-p 0.95. Every rule and K is a cell of `specsamp.analysis.benchmark`, which takes turns
 with plain decoding of the same prompts. What theory allows follows from the measured acceptance rate and the measured

@@ -1,7 +1,7 @@
 """Host memory while a checkpoint is read onto a mesh, and converted: what stays, and the most that lay beside it.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/studies/streaming.py --gigabytes=3 --model=8 \\
-        --output=notebooks/results/streaming_3gb.json
+        --output=runs/streaming_3gb.json
 
 Without --checkpoint a synthetic one of a Llama's shape is written first. On a CPU the devices' memory is the
 host's: what the process must hold is its part of the parameters, and the figure is what comes on top.

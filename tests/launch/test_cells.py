@@ -44,8 +44,8 @@ def test_a_grid_becomes_cells(experiment):
     assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
     assert config == trained_pair.get_config()  # the configuration itself is not turned
     (heated,) = cells.make_cells(config, points("draft_temperature=0.5"), experiment)
-    laws = [float(law.warps[0].value) for law in (heated.sampling, heated.draft_sampling)]
-    np.testing.assert_allclose(laws, [0.8, 0.5])
+    temperatures = [float(warp.warps[0].value) for warp in (heated.sampling, heated.draft_sampling)]
+    np.testing.assert_allclose(temperatures, [0.8, 0.5])
     assert config.draft_temperature is None
     both = cells.make_cells(config, [{"draft_temperature": 0.5}, {"draft_length": 3}], experiment)
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before

@@ -3,13 +3,14 @@
 import contextlib
 import importlib
 import io
+import re
 import sys
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from support.run_script import call, module, only_shared_flags
+from support.run_script import ROOT, call, module, only_shared_flags
 
 TINY = "--config=configs/random_pair.py:tiny"
 
@@ -126,7 +127,7 @@ def status_of(entry):
         (IsADirectoryError(21, "Is a directory", "/tmp"), 2, "/tmp: Is a directory"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
         (MemoryError(), 2, "out of memory: MemoryError"),
-        (KeyboardInterrupt(), 130, "interrupted; nothing was written"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("a \x1b]0;title\x07 tensor"), 2, "a ␛]0;title␇ tensor"),
     ],
 )
@@ -174,3 +175,11 @@ def test_what_is_generated_does_not_look_like_the_prompt():
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     console.print(demo.prompt_and("the prompt", [Text("drafted", style=demo.DRAFTED)]))
     assert "\x1b[2mthe prompt" in console.file.getvalue() and "\x1b[32mdrafted" in console.file.getvalue()
+
+
+def test_no_command_that_is_shown_writes_over_the_results_that_come_along():
+    """They are the authors'; a command that a reader copies writes to runs/, which git ignores."""
+    shown = [ROOT / "README.md", *ROOT.glob("configs/*.py"), *ROOT.glob("launch/**/*.py"), *ROOT.glob("launch/**/*.md")]
+    over = re.compile(r"--(output|figure|workdir)=notebooks/results")
+    assert not [path.name for path in shown if over.search(path.read_text(encoding="utf-8"))]
+    assert "/runs/" in (ROOT / ".gitignore").read_text().splitlines()

@@ -1,0 +1,41 @@
+"""Fields that every pair's configuration has: how it drafts, samples, and what is decoded on which devices."""
+
+from ml_collections import ConfigDict, config_dict
+
+
+def add_decoding(
+    config: ConfigDict,
+    *,
+    draft_length: int,
+    prompt_length: int,
+    max_new_tokens: int,
+    repeats: int,
+    batch: int = 1,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    data: int = 1,
+    model: int = 1,
+    draft_model_parallelism: int = 0,
+) -> ConfigDict:
+    """Adds to ``config`` what configurations of pairs share, and returns it."""
+    config.draft_length = draft_length  # K; 0 decodes autoregressively
+    config.drafter = "model"  # or "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    config.rule = "token"  # or "block", or "coupled"
+    config.sampling = ConfigDict()
+    config.sampling.temperature = temperature  # 0.0 is greedy
+    config.sampling.top_k = 0  # 0 is off
+    config.sampling.top_p = top_p  # 1.0 is off
+    config.sampling.min_p = 0.0  # 0.0 is off
+    config.batch = batch
+    config.prompt_length = prompt_length  # prompts are padded to it
+    config.max_new_tokens = max_new_tokens
+    config.repeats = repeats
+    config.seed = 0  # from 0 to 2**32 - 1
+    config.draft_temperature = config_dict.placeholder(float)  # of the draft alone; by default the target's
+    config.synthetic_acceptance = config_dict.placeholder(float)  # made-up acceptance, for the benchmark alone
+    config.mesh = ConfigDict()
+    config.mesh.data = data  # shards of the batch
+    config.mesh.model = model  # devices that hold one copy of the target together; 1 x 1 is one device
+    # Devices that hold one copy of the draft together; 0: as many as the target's.
+    config.mesh.draft_model_parallelism = draft_model_parallelism
+    return config
