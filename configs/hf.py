@@ -5,9 +5,9 @@
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
-After the colon: a name below, or a target and a draft, each a folder, a gs:// folder or the id of a model of
-the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token. What was
-trained here becomes such a folder by launch/export_hugging_face.py.
+After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
+model of the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token.
+launch/export_hugging_face.py writes a model that was trained here as such a folder.
 """
 
 import dataclasses
@@ -17,27 +17,29 @@ from ml_collections import ConfigDict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicPair:
-    """Names, and the fewest chips of 16 GiB that hold both in bfloat16 with room for caches."""
+    """Two models, and how they are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches."""
 
     target: str
     draft: str
-    ways: int = 1  # devices that hold one copy of the target together; they divide its heads
-    draft_model_parallelism: int = 0  # the same of the draft; 0: as many as the target's
-    num_kv_heads: int = 0  # of the target, where they are fewer than ``ways``
+    model_parallelism: int = 1  # devices that one copy of the target is split over; they divide its heads
+    draft_model_parallelism: int = 0  # devices that one copy of the draft is split over; 0: as many as the target's
+    num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
 
 
 PAIRS = {
     "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),  # for one laptop
-    "llama-8b": PublicPair(target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", ways=4),
+    "llama-8b": PublicPair(target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", model_parallelism=4),
     "llama-70b": PublicPair(
-        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", ways=16, num_kv_heads=8
+        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", model_parallelism=16, num_kv_heads=8
     ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
-    "qwen-7b": PublicPair(target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", ways=4, draft_model_parallelism=1),
-    "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", ways=8),
-    "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", ways=4),
-    "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", ways=4),
+    "qwen-7b": PublicPair(
+        target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", model_parallelism=4, draft_model_parallelism=1
+    ),
+    "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", model_parallelism=8),
+    "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4),
+    "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4),
 }
 PROMPTS = (
     "The history of the steam engine begins",
@@ -48,6 +50,7 @@ PROMPTS = (
 
 
 def get_config(argument: str = "gpt2") -> ConfigDict:
+    """Returns the configuration of a pair; see `find` for the argument."""
     config = ConfigDict()
     pair = find(argument)
     config.hugging_face = ConfigDict()
@@ -69,16 +72,20 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.repeats = 12
     config.seed = 0
     config.mesh = ConfigDict()
-    config.mesh.data = 1  # shares of the batch
-    config.mesh.model = pair.ways  # devices that hold one copy of the target together; 1 x 1 is one device
-    config.mesh.draft_model_parallelism = (
-        pair.draft_model_parallelism
-    )  # devices that hold one copy of the draft together; 0: as the target's
+    config.mesh.data = 1  # data-parallel shards of the batch
+    config.mesh.model = pair.model_parallelism  # devices that one copy of the target is split over; 1 x 1 is one device
+    # Devices that one copy of the draft is split over; 0: as many as the target's.
+    config.mesh.draft_model_parallelism = pair.draft_model_parallelism
     config.mesh.num_kv_heads = pair.num_kv_heads  # of the target, where they are fewer than its devices; 0: enough
     return config
 
 
 def find(argument: str) -> PublicPair:
+    """Returns one of `PAIRS` by its name, or the pair of two models, ``TARGET,DRAFT``.
+
+    Raises:
+      ValueError: neither.
+    """
     if argument in PAIRS:
         return PAIRS[argument]
     names = argument.split(",")

@@ -1,10 +1,13 @@
-"""Does this pair, with these settings, write what its target would write alone? A verdict, and what it rests on.
+"""Checks that a pair writes what its target would write alone, and says which errors the checks would have seen.
 
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
 
 The checks compute in float32: weights of another dtype are held a second time, in that.
+
+The last line says which errors would have been seen and how surely. A mistake that moves at least --detect and is not
+surely seen is named there in capitals: then give more prompts, or a larger --config.max_new_tokens.
 
 Exit status: 0, all checks passed; 1, one failed or broke off; 2, what was asked for cannot be audited (stderr says
 why).
@@ -24,14 +27,32 @@ from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
-_CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Which, of {', '.join(CHECKS)}.")
-_DETECT = flags.DEFINE_float("detect", 0.05, "Total-variation error of the sampled law to be seen with 99%.")
-_SAMPLES = flags.DEFINE_integer("samples", None, "Of the sampled law, in all; default: as many as --detect takes.")
-_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Chance, at most, that a sound pair fails.")
-_COUNT = flags.DEFINE_integer("prompt_count", 16, "Prompts that are decoded, evenly spaced.", lower_bound=1)
-_LAW_PROMPTS = flags.DEFINE_integer("law_prompts", 4, "Of these, prompts whose law is sampled.")
-_ROWS = flags.DEFINE_integer("rows", 128, "Samples drawn together: fewer where their caches do not fit.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
+_CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
+_DETECT = flags.DEFINE_float(
+    "detect",
+    0.05,
+    "Total-variation error of the sampled distribution that must be seen with a probability of 99%: any error between "
+    "the counted cells, and every named mistake that moves so much. Half of it takes four times the samples.",
+)
+_SAMPLES = flags.DEFINE_integer(
+    "samples",
+    None,
+    "Number of sampled pairs of tokens, over all prompts. By default as many are drawn as --detect takes; fewer are "
+    "refused.",
+)
+_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Probability, at most, that a sound pair fails the audit.")
+_COUNT = flags.DEFINE_integer(
+    "prompt_count", 16, "Number of prompts that are decoded, evenly spaced among those given.", lower_bound=1
+)
+_DISTRIBUTION_PROMPTS = flags.DEFINE_integer(
+    "distribution_prompts", 4, "Number of these prompts after which pairs of tokens are sampled and counted."
+)
+_ROWS = flags.DEFINE_integer(
+    "rows", 128, "Samples that are drawn together. Use fewer where their caches do not fit in memory."
+)
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "File of prompts, as JSON or one in each line. By default the prompts that come with the pair."
+)
 _OUTPUT = entry.define_output()
 
 FAILED = 1
@@ -46,7 +67,7 @@ def main() -> int:
         detect=_DETECT.value,
         samples=_SAMPLES.value,
         false_alarm=_FALSE_ALARM.value,
-        law_prompts=_LAW_PROMPTS.value,
+        distribution_prompts=_DISTRIBUTION_PROMPTS.value,
         rows=_ROWS.value,
     )
     experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
@@ -69,11 +90,11 @@ def main() -> int:
 
 
 def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subject:
-    """The pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
+    """Returns the pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
     (cell,) = make_cells(config, [{}], experiment)
     work = cell.workload
     prompts = work.prompts
-    if not prompts:  # of several lengths, as texts would be
+    if not prompts:  # several lengths, as texts would have
         tokens_BP, _, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
         lengths = [work.prompt_length - i % (work.prompt_length // 2 + 1) for i in range(count)]
         prompts = [row[:length].tolist() for row, length in zip(tokens_BP, lengths, strict=True)]

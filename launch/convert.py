@@ -1,11 +1,11 @@
-"""Converts a public checkpoint to an Orbax folder that loads straight onto any mesh, each device its part.
+"""Converts a public checkpoint to an Orbax folder, of which every device of any mesh reads just its part.
 
     python launch/convert.py --checkpoint=meta-llama/Llama-3.1-8B --output=gs://BUCKET/llama-8b
     python launch/convert.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
         --distributed
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b
 
-With --model=N the devices of the mesh hold the parameters between reading and writing; without it one does.
+With --model=N the parameters are split over N devices between reading and writing; without it one device holds them.
 """
 
 import time
@@ -15,20 +15,23 @@ from absl import flags
 
 import entry
 from specsamp import storage
-from specsamp.checkpoints import orbax
-from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.config import DTYPES, human_count
+from specsamp.models.config import DTYPES
 from specsamp.models.transformer import TransformerLM
+from specsamp.text_format import human_count
 
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Read this checkpoint: a folder, a gs:// folder or an id of the hub.", required=True
+    "checkpoint",
+    None,
+    "The checkpoint to convert: a folder, a gs:// folder or the id of a model of the hub.",
+    required=True,
 )
-_OUTPUT = flags.DEFINE_string("output", None, "Write the Orbax folder here, local or gs://.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Store parameters in this dtype.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write, local or gs://.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "The dtype of the parameters that are written.")
 _MODEL = flags.DEFINE_integer(
-    "model", 1, "How many devices hold the parameters together between reading and writing.", lower_bound=1
+    "model", 1, "The number of devices that one copy of the parameters is split over.", lower_bound=1
 )
 
 
@@ -61,7 +64,7 @@ def main() -> None:
 
         params = read_params(checkpoint, model, show)
         say("writing")
-        orbax.write(checkpoint, params, _OUTPUT.value)
+        write_converted(checkpoint, params, _OUTPUT.value)
     console.print(f"{_OUTPUT.value}: written in {time.perf_counter() - start:.0f} s")
 
 

@@ -18,7 +18,7 @@ from config_file import require
 from specsamp import storage
 from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.analysis.workload import Workload
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import CONFIGS, published_config
@@ -37,6 +37,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
+from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints
 
 PRESETS = {
@@ -159,7 +160,7 @@ def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
     for side in ("target", "draft"):
         name = config.hugging_face[side]
         if (path := pathlib.Path(name, "config.json")).is_file():
-            shape = config_of(name, storage.read_json(path), config.hugging_face.dtype)[1]
+            shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
         elif name in CONFIGS:
             shape = published_config(name, config.hugging_face.dtype)
         else:
@@ -198,7 +199,7 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Work
 def make_model(fields: ConfigDict) -> TransformerLM:
     """Returns the preset's model, with the fields that are set."""
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
-    return TransformerLM.here(choose("preset", fields.preset, PRESETS)(**changes))
+    return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
@@ -224,9 +225,9 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
 
     def count(model):
         stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
-        told = f"{models.human_count(stored)} parameters"
+        told = f"{human_count(stored)} parameters"
         if looked_up:
-            told += f" (a step streams {models.human_count(stored - looked_up)}: the rest are tables of n-grams)"
+            told += f" (a step streams {human_count(stored - looked_up)}: the rest are tables of n-grams)"
         return told
 
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1

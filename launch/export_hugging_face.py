@@ -1,4 +1,4 @@
-"""Exports a model that was trained here as a folder that Hugging Face transformers loads.
+"""Writes a model that was trained here as a folder that Hugging Face transformers loads.
 
 python launch/export_hugging_face.py --run=runs/target --output=exported/target
 python launch/export_hugging_face.py --pair=python --side=target --output=exported/target
@@ -12,10 +12,12 @@ from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training.run import open_trained
 
-_RUN = flags.DEFINE_string("run", None, "Export the model of this training run; or give --pair.")
-_PAIR = flags.DEFINE_string("pair", None, "Export a model of this pair, a name or a folder; --side says which.")
-_SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is exported.")
-_OUTPUT = flags.DEFINE_string("output", None, "Write the checkpoint into this folder, local or gs://.", required=True)
+_RUN = flags.DEFINE_string("run", None, "The folder of a training run, whose last checkpoint is written.")
+_PAIR = flags.DEFINE_string(
+    "pair", None, "Instead of --run: a pair, by its name or folder, of which --side is written."
+)
+_SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write, local or gs://.", required=True)
 
 
 def main() -> None:

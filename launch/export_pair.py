@@ -1,4 +1,4 @@
-"""Makes a pair of two training runs: int8 storage, and what is left of both models after it.
+"""Makes a pair of two training runs: stores both models as int8, and measures what that costs them.
 
 python launch/export_pair.py --target=runs/target --draft=runs/draft --output=runs/my_pair
 """
@@ -19,11 +19,11 @@ from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.run import open_trained
 from specsamp.training.task import Distill, Pretrain
 
-_TARGET = flags.DEFINE_string("target", None, "Take the target from this training run.", required=True)
+_TARGET = flags.DEFINE_string("target", None, "The folder of the target's training run.", required=True)
 _DRAFT = flags.DEFINE_string(
-    "draft", None, "Take the draft from this training run, which distilled it from the target.", required=True
+    "draft", None, "The folder of the draft's training run, distilled from --target.", required=True
 )
-_OUTPUT = flags.DEFINE_string("output", None, "Write the pair into this folder.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "The folder to write the pair to.", required=True)
 
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
@@ -35,6 +35,12 @@ def main() -> None:
 
 
 def export(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
+    """Writes and measures a pair.
+
+    Raises:
+      FileNotFoundError: a run has no checkpoint.
+      ValueError: the runs do not belong together, or the text that they were trained on is another one now.
+    """
     target, draft = open_trained(target_run), open_trained(draft_run)
     if "data" not in target.run_config():
         raise ValueError(
@@ -107,7 +113,7 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
 
 
 def without_paths(config: dict) -> dict:
-    """Returns the configuration with names instead of paths: where files lay on this machine is private."""
+    """Returns a run's configuration with the last part of each path only: where files lay here concerns nobody."""
 
     def shorten(fields, *names):
         return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
@@ -116,9 +122,9 @@ def without_paths(config: dict) -> dict:
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
-    """Writes the beginnings of held-out files, unless there are prompts already, which may have been chosen with care.
+    """Writes the beginnings of held-out files as prompts, unless there are prompts already: those may have been chosen.
 
-    Prompts end without their line break: it makes one token with the indentation that follows.
+    Prompts end without their line break, which is one token with the indentation that follows.
     """
     if path.exists():
         return
@@ -128,7 +134,7 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
 
     texts = {name: beginning(text) for name, text in corpus.held_out.items()}
     prompts = [{"file": name, "line": 1, "text": text} for name, text in texts.items() if text]  # not of blank lines
-    storage.write(path, json.dumps({"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]}, indent=1) + "\n")
+    storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
 
 
 if __name__ == "__main__":

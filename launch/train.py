@@ -22,9 +22,10 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
-from specsamp.models.config import TransformerConfig, human_count
+from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
+from specsamp.text_format import human_count
 from specsamp.training import run
 from specsamp.training.data import (
     Corpus,
@@ -159,7 +160,7 @@ def make_tokenizer(
         if path != given[0] or path.exists():
             return JsonTokenizer(path, config.data.eos)
     trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
-    return JsonTokenizer.of(trained, config.data.eos)
+    return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
 def check_split(held_out: float, corpus: Corpus, other: run.TrainedModel) -> None:

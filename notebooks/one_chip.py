@@ -66,7 +66,7 @@ from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import published_config
 from specsamp.decoding.loop import decode_window
-from specsamp.models.config import human_count
+from specsamp.text_format import human_count
 from specsamp.tpu.programs import WINDOW
 from specsamp.tpu.report import USABLE
 from specsamp.tpu.stack import Stack, facts

@@ -63,8 +63,8 @@ from specsamp.analysis.workload import Workload, decoders
 from specsamp.checkpoints.pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
-from specsamp.models.config import human_count
 from specsamp.sampling.warp import log_probs
+from specsamp.text_format import human_count
 
 device, console = jax.devices()[0], Console(width=110)
 print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")

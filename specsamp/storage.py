@@ -144,6 +144,11 @@ def _is_open_file(path: str, handle: int) -> bool:
         return False
 
 
+def write_json(path: str | os.PathLike, content: Any) -> None:
+    """Writes a JSON document for people to read, whole or not at all; see `write`."""
+    write(path, json.dumps(content, indent=2) + "\n")
+
+
 def is_regular_file(path: str | os.PathLike) -> bool:
     """Returns whether there is a file that can be read to its end: no folder, pipe or device."""
     path = place(path)

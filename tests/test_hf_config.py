@@ -40,19 +40,19 @@ def test_sizes_are_the_published_ones(name):
 @pytest.mark.parametrize("name", hf.PAIRS)
 def test_both_models_divide_over_their_mesh(name):
     config, pair = hf.get_config(name), hf.PAIRS[name]
-    ways = config.mesh.model
-    shape, names = mesh_axes(1, ways, experiment.draft_model_parallelism(config), experiment.num_kv_heads(config))
+    devices = config.mesh.model
+    shape, names = mesh_axes(1, devices, experiment.draft_model_parallelism(config), experiment.num_kv_heads(config))
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
-    rows = -(-max(target.vocab_size, draft.vocab_size) // ways) * ways
+    rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
     layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, experiment.draft_model_parallelism(config))
     for shape, layout in zip((target, draft), layouts):
         model = shard_model(TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout)
         params = jax.eval_shape(model.model.init, jax.random.key(0))
         model.param_shardings(params)
-    bytes_per_chip = 2 * target.num_parameters / ways + 2 * draft.num_parameters / (
-        pair.draft_model_parallelism or ways
+    bytes_per_chip = 2 * target.num_parameters / devices + 2 * draft.num_parameters / (
+        pair.draft_model_parallelism or devices
     )
     assert bytes_per_chip < 12e9  # of a v5e's 16 GiB, with room for caches
 

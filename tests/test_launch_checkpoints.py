@@ -18,7 +18,12 @@ from support.run_script import call
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("public") / "model"
-    export(place, CONFIG, random_params(CONFIG), JsonTokenizer.of(train_tokenizer(["some text"] * 3, 300), eos=EOS))
+    export(
+        place,
+        CONFIG,
+        random_params(CONFIG),
+        JsonTokenizer.from_tokenizer(train_tokenizer(["some text"] * 3, 300), eos=EOS),
+    )
     return place
 
 

@@ -151,7 +151,7 @@ def test_results_and_runs_in_a_bucket(bucket):
 
 
 def test_a_tokenizer_in_a_bucket(bucket):
-    trained = JsonTokenizer.of(train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>")
+    trained = JsonTokenizer.from_tokenizer(train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>")
     run.open_run("gs://mine/run", {}, trained.to_json())
     again = JsonTokenizer("gs://mine/run/tokenizer.json", "<eos>")
     assert again.to_json() == trained.to_json() and again.eos_id == trained.eos_id

@@ -16,18 +16,17 @@ import time
 import jax
 import numpy as np
 from absl import flags
+from flax.traverse_util import flatten_dict
 from rich.console import Console
 from safetensors.numpy import save
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.export import describe
-from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.params import named
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import INDEX
-from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
@@ -77,11 +76,11 @@ def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
     }
     if _CONVERT.value:
         with Peak() as writing:
-            orbax.write(checkpoint, params, converted_folder)
+            write_converted(checkpoint, params, converted_folder)
         del params
         again = open_checkpoint(converted_folder)
         with Peak() as restoring:
-            restored = orbax.read_params(again, model)
+            restored = read_params(again, model)
         result |= {
             "writing Orbax: peak beside what is held, MB": writing.beside(begin + local),
             "reading Orbax: peak beside what is held, MB": restoring.beside(begin + local),
@@ -134,9 +133,9 @@ def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
     names = FAMILIES[content["architectures"][0]].names
     folder.mkdir(parents=True)
     rng, weight_map = np.random.default_rng(0), {}
-    shapes = named(jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    shapes = flatten_dict(jax.eval_shape(TransformerLM(config).init, jax.random.key(0)), sep="/")
     for number, (name, leaf) in enumerate(shapes.items()):
-        source = source_of(name, names)
+        source = find_source(name, names)
         values = rng.normal(size=source.shape(sizes(config))[-1:]).astype(np.float32)
         values = np.broadcast_to(values.astype(jax.numpy.bfloat16), source.shape(sizes(config)))
         file = f"model-{number:05}.safetensors"

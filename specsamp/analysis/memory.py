@@ -54,7 +54,7 @@ def memory_grid(
         progress(f"compiling: B = {batch}, K = {draft_length}, V = {vocab_size}")
 
         def sized(config):
-            return TransformerLM.here(dataclasses.replace(config, vocab_size=vocab_size))
+            return TransformerLM.for_backend(dataclasses.replace(config, vocab_size=vocab_size))
 
         draft_model = sized(draft) if draft_length else None
         drafter = ModelDrafter(draft_model, draft_length, decode_window()) if draft_model else NoDrafter()

@@ -195,19 +195,16 @@ def _percentiles(of: Percentiles) -> str:
 
 
 def audit_table(found: Audit) -> Table:
-    """One row for each check: what it claims, the verdict, and what that rests on."""
-    settings, numbers = found.settings, {check.name: check.numbers for check in found.checks}
+    """Returns one row for each check: what it claims, the verdict, and what that rests on."""
     notes = [
         "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
         "the whole text at once"
     ]
-    if "power" in numbers.get("law", {}):
-        law = numbers["law"]
-        notes.append(
-            f"law: moving {settings.detect:g} of the probability between the counted cells of every prompt is seen "
-            f"with {law['power']:.1%}, {law['detected_on_one_prompt']:.2g} on a single prompt with 99%; "
-            f"{law['share_in_the_rest']:.0%} lies in one cell, the rest"
-        )
+    notes += [f"{check.name}: {check.seen}" for check in found.checks if check.seen]
+    for check in found.checks:
+        if "detected_on_one_prompt" in check.numbers:
+            error = check.numbers["detected_on_one_prompt"]
+            notes.append(f"between the cells of a single prompt an error of {error:.2g} is seen with 99%")
     return Table(
         title="Exactness audit: with the draft against the target alone",
         header=("", "verdict", "claim", "found"),

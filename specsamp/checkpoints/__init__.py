@@ -1,1 +1,13 @@
-"""Public checkpoints, in and out: config, tensors, tokenizer and stop tokens of a folder, a bucket or the hub."""
+"""Reads and writes models: public checkpoints, pairs trained here, and their tokenizers.
+
+hugging_face.py    a checkpoint in the format of Hugging Face: open_checkpoint, read_params, write_converted
+  hub.py           finds its folder, or downloads it
+  architectures.py reads config.json, with fields.py and rope.py
+  tensor_names.py  knows which tensor is which parameter
+  safetensors_io.py, orbax.py   the two formats of tensors
+public_pair.py     two such checkpoints as a pair: read_pair
+published.py       config.json of public models, for plans that need no download
+pair.py            a pair trained here, in a folder: load_pair, save_pair, with int8_storage.py
+export.py          a model trained here as a folder for transformers
+tokenizer.py       tokenizers of bytes, tokenizer.json and SentencePiece
+"""

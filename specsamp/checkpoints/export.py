@@ -1,4 +1,4 @@
-"""A model trained here as a folder that transformers, and what else reads its format, can load.
+"""Writes a model trained here as a folder that transformers, and other readers of its format, can load.
 
 Gated models are written as Llama, ungated ones as Arcee, which is Llama without the gate.
 """
@@ -6,23 +6,24 @@ Gated models are written as Llama, ungated ones as Arcee, which is Llama without
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.architectures import ACTIVATIONS, FAMILIES, config_of
-from specsamp.checkpoints.params import check_shapes, named
+from specsamp.checkpoints.architectures import FAMILIES, parse_config
+from specsamp.checkpoints.fields import ACTIVATIONS
+from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
-from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-# Without the first there is no model. Numbered files are read by way of an index only.
+# Without the first there is no model. Numbered files are found through an index only.
 WRITTEN = ("config.json", INDEX, SINGLE, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SHARD_BYTES = 2 * 10**9  # at most, of one file (or one tensor that is larger)
 
@@ -36,13 +37,13 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
       tokenizer: its ``eos_id`` becomes the stop token.
 
     Raises:
-      ValueError: neither architecture can say what this model is, with the fields that have no counterpart; or the
-        parameters are of another model.
+      ValueError: neither architecture can describe this model, with the fields that have no counterpart; or the parameters
+        are of another model.
     """
     place = storage.place(folder)
     content = describe(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
-    leaves = named(params)
+    leaves = flatten_dict(params, sep="/")
     content["torch_dtype"] = str(leaves["embedding"].dtype)
     names = FAMILIES[content["architectures"][0]].names
     shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
@@ -52,23 +53,25 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     for file, shard in zip(files, shards):
         tensors = {}
         for name in shard:
-            source = source_of(name, names)
+            source = find_source(name, names)
             tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config)))
             weight_map[source.tensor] = file
         storage.write(place / file, save(tensors, metadata={"format": "pt"}))
     if len(files) > 1:
         total = sum(leaf.nbytes for leaf in leaves.values())
-        _write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        storage.write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if tokenizer is not None:
         storage.write(place / "tokenizer.json", tokenizer.to_json())
         end = None if tokenizer.eos_id is None else tokenizer.token(tokenizer.eos_id)
-        _write_json(place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
-        _write_json(place / "generation_config.json", {"eos_token_id": tokenizer.eos_id})
-    _write_json(place / "config.json", content)
+        storage.write_json(
+            place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        )
+        storage.write_json(place / "generation_config.json", {"eos_token_id": tokenizer.eos_id})
+    storage.write_json(place / "config.json", content)
 
 
 def describe(config: TransformerConfig, eos_id: int | None) -> dict:
-    """The ``config.json`` of a model; raises ValueError if there is none that says all of it."""
+    """Returns the ``config.json`` of a model; raises ValueError if none can say all of it."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     content = {
         "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
@@ -91,7 +94,7 @@ def describe(config: TransformerConfig, eos_id: int | None) -> dict:
         "bos_token_id": None,
         "eos_token_id": eos_id,
     }
-    _, read = config_of("config.json", content, config.dtype)
+    _, read = parse_config("config.json", content, config.dtype)
     different = [
         f"{field.name} = {getattr(config, field.name)!r}"
         for field in dataclasses.fields(config)
@@ -106,6 +109,7 @@ def describe(config: TransformerConfig, eos_id: int | None) -> dict:
 
 
 def _shards(sizes: dict[str, int]) -> list[list[str]]:
+    """Returns the names of the parameters of each file, given the bytes of each parameter."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -118,8 +122,5 @@ def _shards(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def _file_names(count: int) -> list[str]:
+    """Returns the names of ``count`` files as the format has them."""
     return [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-
-
-def _write_json(path: Any, content: dict) -> None:
-    storage.write(path, json.dumps(content, indent=2) + "\n")

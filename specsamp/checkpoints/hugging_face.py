@@ -4,45 +4,42 @@
     model = TransformerLM(checkpoint.config)
     params = read_params(checkpoint, model)
 
-Opening reads config, tokenizer and headers; `read_params` reads tensors, each process only what its devices
-hold, and at most one tensor at a time lies in host memory beside what is already in its place.
+Opening reads config, tokenizer and headers; `read_params` reads tensors, each process only what its devices hold, and
+at most one tensor at a time lies in host memory beside what is already in its place.
+
+A converted checkpoint (`write_converted`, launch/convert.py) has its parameters in Orbax's format, which reads faster
+on a mesh:
+
+    config.json, tokenizer.json, ...   as they were, but for what `Checkpoint.config` corrects
+    run.json                           the shape, so that a draft can be distilled from it like from a run
+    checkpoints/0/params               what was in the safetensors
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specsamp import storage
-from specsamp.checkpoints.architectures import Family, config_of
-from specsamp.checkpoints.params import MOST_SHOWN, named, nested
-from specsamp.checkpoints.safetensors_io import (
-    DTYPES,
-    INDEX,
-    PICKLES,
-    SINGLE,
-    Tensor,
-    are_equal,
-    find_tensors,
-    read_index,
-    refuse_pickles,
-)
-from specsamp.checkpoints.tensor_names import BUFFERS, Source, sizes, source_of
+from specsamp.checkpoints import orbax
+from specsamp.checkpoints.architectures import Family, parse_config
+from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
+from specsamp.checkpoints.params import MOST_SHOWN
+from specsamp.checkpoints.safetensors_io import DTYPES, INDEX, Tensor, are_equal, find_tensors
+from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
 Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
 
@@ -60,7 +57,7 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> TransformerConfig:
-        """What config.json says, but for one thing: an output embedding of its own counts where the files have one.
+        """The model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
 
         Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
         wrong (transformers says so, and uses both): the model is not tied.
@@ -70,7 +67,7 @@ class Checkpoint:
         """
         if self.is_converted or not self.described.tied:
             return self.described
-        names = (source_of(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
+        names = (find_source(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
         embedding, output = map(self._found.get, names)
         if embedding is None or output is None or are_equal(embedding, output):
             return self.described
@@ -88,7 +85,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the model needs, in the shapes that its config says.
+        """All tensors that the model needs, checked to have the shapes that its config asks for.
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
@@ -100,13 +97,7 @@ class Checkpoint:
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
         """All tensors of the files, downloaded if they are not here, by the names that the family has for them."""
-        folder = self.folder
-        if self.from_hub:
-            index = folder / INDEX
-            files = set(read_index(index).values()) if index.exists() else {SINGLE}
-            folder = _download(self.name, sorted(files))
-            if not index.exists() and not (folder / SINGLE).exists():
-                _refuse_what_the_hub_has(self.name)
+        folder = download_weights(self.name, self.folder) if self.from_hub else self.folder
         found = find_tensors(folder)
         prefix = self.family.prefix
         if not prefix or any(name.startswith(prefix) for name in found):
@@ -115,17 +106,17 @@ class Checkpoint:
 
     @property
     def is_converted(self) -> bool:
-        """Whether its tensors are in an Orbax folder, see converted.py."""
+        """Whether its parameters are in Orbax's format."""
         return (self.folder / "run.json").exists()
 
     def sources(self) -> dict[str, Source]:
-        """Of every parameter."""
+        """Returns which tensor holds each parameter, by the parameter's name."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
-        return {name: source_of(name, self.family.names) for name in named(shapes)}
+        return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 
 def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Checkpoint:
-    """Config, tokenizer and stop tokens of a checkpoint; its tensors are looked at when they are asked for.
+    """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are looked at when they are asked for.
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
@@ -136,9 +127,9 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
       ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding, but
         for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
     """
-    folder, from_hub = _find_folder(os.fspath(name))
+    folder, from_hub = find_folder(os.fspath(name))
     content = storage.read_json(folder / "config.json")
-    family, config = config_of(str(folder / "config.json"), content, dtype)
+    family, config = parse_config(str(folder / "config.json"), content, dtype)
     beside = folder / "generation_config.json"
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
@@ -166,19 +157,22 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
 def read_params(
     checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: Progress = lambda *_: None
 ) -> Any:
-    """The parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
+    """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
 
     Args:
       model: of the checkpoint's config. It may have a larger vocabulary (rows beyond the checkpoint's are zero;
         set ``num_real_tokens``) and another dtype.
-      progress: called after every parameter.
+      progress: called after every parameter of a checkpoint that is not converted.
 
     Raises:
-      ValueError: the model is another than the checkpoint's, with the fields that differ.
+      ValueError: the model is another than the checkpoint's, with the fields that differ; or a converted checkpoint is
+        damaged. FileNotFoundError, ValueError: see `Checkpoint.tensors`.
     """
     check_same_model(checkpoint, model.config)
+    if checkpoint.is_converted:
+        return orbax.restore_params(checkpoint.folder, placed_params(model))
     tensors, sources, config = checkpoint.tensors, checkpoint.sources(), model.config
-    places, done, params = named(placed_params(model)), 0, {}
+    places, done, params = flatten_dict(placed_params(model), sep="/"), 0, {}
 
     def size(leaf):
         return leaf.size * leaf.dtype.itemsize
@@ -197,13 +191,39 @@ def read_params(
         params[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, piece).block_until_ready()
         done += size(leaf)
         progress(name, done, total)
-    return nested(params)
+    return unflatten_dict(params, sep="/")
+
+
+def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLike) -> None:
+    """Writes a checkpoint in Orbax's format; every process must call it. ``run.json`` comes last.
+
+    Args:
+      params: as `read_params` gave them.
+
+    Raises:
+      ValueError: there are parameters in the folder, perhaps of a conversion that did not end.
+    """
+    place = storage.place(folder)
+    if jax.process_index() == 0:
+        for name in SMALL_FILES:
+            if (checkpoint.folder / name).exists() and name != INDEX:
+                storage.write(place / name, (checkpoint.folder / name).read_bytes())
+        if checkpoint.config != checkpoint.described:  # what the tensors told cannot be found out there again
+            content = storage.read_json(checkpoint.folder / "config.json")
+            storage.write_json(place / "config.json", content | {"tie_word_embeddings": checkpoint.config.tied})
+    orbax.save_params(place, params)
+    if jax.process_index() == 0:
+        shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name != "dtype"}
+        storage.write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
 
 
 def _read_piece(
     source: Source, tensor: Tensor, theirs: TransformerConfig, ours: TransformerConfig, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A slice of a parameter in ``ours.compute_dtype``, contiguous and owning its memory."""
+    """Reads a slice of a parameter in ``ours.compute_dtype``, contiguous and owning its memory.
+
+    What the model has beyond the checkpoint, rows of padding of its vocabulary, is zero.
+    """
     there = sizes(theirs)
     full = [piece.indices(sizes(ours)[letter])[:2] for letter, piece in zip(source.axes, index)]
     inside = [(min(first, there[x]), min(last, there[x])) for x, (first, last) in zip(source.axes, full)]
@@ -232,55 +252,10 @@ def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
         raise ValueError(f"{checkpoint.name} is another model: {'; '.join(different)}")
 
 
-def _find_folder(name: str) -> tuple[epath.Path, bool]:
-    """Where a checkpoint's small files are, downloaded from the hub if they are not here, and whether they were."""
-    folder = storage.place(name)
-    if (folder / "config.json").exists():
-        return folder, False
-    if folder.exists() or name.startswith(storage.BUCKETS):
-        raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint in the format of Hugging Face")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise FileNotFoundError(
-            f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
-        )
-    return _download(name, SMALL_FILES), True
-
-
-def _download(name: str, files: Sequence[str]) -> epath.Path:
-    """From the hub, into the cache of its library; weights only after everything else has been checked."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ValueError(
-            f"there is no folder {name!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
-        ) from error
-    try:
-        # What lies deeper than config.json is the same model in another format.
-        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
-    except Exception as error:  # of the network, of the hub, of access rights
-        raise FileNotFoundError(
-            f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A gated model needs "
-            "its licence accepted on its page and a token: hf auth login"
-        ) from error
-    return epath.Path(found)
-
-
-def _refuse_what_the_hub_has(name: str) -> None:
-    """Raises ValueError if a model without safetensors has pickles: they are not downloaded to be refused."""
-    import huggingface_hub
-
-    try:
-        files = huggingface_hub.list_repo_files(name)
-    except Exception:  # without a network, what is here of the model is all that can be verified
-        return
-    pickles = sorted(file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES))
-    if pickles:
-        raise refuse_pickles(name, pickles)
-
-
 def _tokenizer(
     folder: epath.Path, stop_ids: tuple[int, ...], rows: int
 ) -> JsonTokenizer | SentencePieceTokenizer | None:
+    """Reads the tokenizer of a folder, without added tokens beyond the ``rows`` of the embedding; None: it has none."""
     if (folder / "tokenizer.json").exists():
         return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None, rows=rows)
     if (folder / "tokenizer.model").exists():
@@ -289,37 +264,31 @@ def _tokenizer(
 
 
 def _check_tensors(found: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    """Raises ValueError unless the files hold every tensor of the model, in its shape, and no other."""
     config, sources = checkpoint.config, checkpoint.sources()
     wanted = {source.tensor: source.shape(sizes(config)) for source in sources.values()}
+    there = {name: found[name] for name in wanted if name in found}
     unread = {name for name in found.keys() - wanted.keys() if not BUFFERS.search(name)}
-    if config.tied:  # some files repeat the embedding
-        unread -= {source_of("output_embedding", checkpoint.family.names).tensor}
+    if config.tied:  # some files repeat the embedding, see `Checkpoint.config`
+        unread -= {find_source("output_embedding", checkpoint.family.names).tensor}
 
-    def of(name):
+    def where(name: str) -> str:
         return f"{name} {found[name].shape} in {found[name].file.name}"
 
-    problems = [
-        ("missing", [f"{name} {shape}" for name, shape in wanted.items() if name not in found]),
-        ("not part of the model", [of(name) for name in sorted(unread)]),
-        (
-            "of another shape than config.json says",
-            [
-                f"{of(name)}, {shape} wanted"
-                for name, shape in wanted.items()
-                if name in found and found[name].shape != shape
-            ],
-        ),
+    problems = {
+        "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
+        "not part of the model": [where(name) for name in sorted(unread)],
+        "of another shape than config.json says": [
+            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
+        ],
+        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
+            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
+        ],
+    }
+    described = [
+        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
+        for what, names in problems.items()
+        if names
     ]
-    problems.append(
-        (
-            f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})",
-            [f"{of(name)}: {found[name].kind}" for name in wanted if name in found and found[name].kind not in DTYPES],
-        )
-    )
-    if any(names for _, names in problems):
-
-        def shown(names):
-            return "; ".join(names[:MOST_SHOWN]) + (" ..." if len(names) > MOST_SHOWN else "")
-
-        described = [f"{len(names)} tensors are {what}: {shown(names)}" for what, names in problems if names]
+    if described:
         raise ValueError(f"{checkpoint.name} does not hold the model of its config.json. {'. '.join(described)}")

@@ -1,9 +1,9 @@
-"""int8 storage, one scale per output channel.
+"""Stores weights as int8, with one scale per output channel.
 
     stored = round(weight / scale),   scale = max |weight| of the channel / 127
 
-Only storage is quantised: what is loaded is ``stored * scale`` in float32, and everything that is
-measured of a stored model is measured of that.
+Only storage is quantised: ``stored * scale`` is loaded, in float32, and everything that is measured of a stored model
+is measured of that.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from specsamp.checkpoints.params import named
-
-# Axes that a product sums over; the others are output channels. What is not here stays float32.
+# The axes that a product sums over, by the name of the parameter; the others are output channels. A parameter that is
+# not here stays float32.
 SUMMED_AXES = {
     "ngrams_2": (1,),
     "ngrams_3": (1,),
@@ -35,9 +35,9 @@ SCALE_SUFFIX = ".scale_of_int8"
 
 
 def quantise(params: Any) -> dict[str, np.ndarray]:
-    """A tree of parameters -> named arrays; int8 ones come with their scales."""
+    """Returns the arrays of a tree of parameters by path, such as ``layer_0/mlp/up``, with the scales of int8 ones."""
     tensors = {}
-    for name, value in named(params).items():
+    for name, value in flatten_dict(params, sep="/").items():
         value = np.asarray(value, np.float32)
         axes = SUMMED_AXES.get(name.split("/")[-1])
         if axes is None:
@@ -51,10 +51,10 @@ def quantise(params: Any) -> dict[str, np.ndarray]:
 
 
 def dequantise(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Named arrays in float32, without the scales.
+    """Returns the arrays that `quantise` stored, in float32 and without the scales.
 
     Raises:
-      ValueError: an int8 array came without its scales.
+      ValueError: an int8 array comes without its scales.
     """
     for name, value in tensors.items():
         if value.dtype == np.int8 and name + SCALE_SUFFIX not in tensors:

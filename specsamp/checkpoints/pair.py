@@ -1,29 +1,32 @@
-"""Pairs in a folder: two models in safetensors, their tokenizer, and where they come from.
+"""Pairs of models trained here, each in a folder: two models, their tokenizer, and where they come from.
 
-pair = load_pair("python")            # the one that comes with the package
-pair = load_pair("runs/my_pair")
+    pair = load_pair("python")            # the one that comes with the package
+    pair = load_pair("runs/my_pair")      # of launch/export_pair.py
 
-pair.json             shapes of both models, how they were trained, what was measured
-target.safetensors    int8 per output channel
-draft.safetensors
-tokenizer.json
+    pair.json             shapes of both models, how they were trained, what was measured
+    target.safetensors    int8 with a scale per output channel, see int8_storage.py
+    draft.safetensors
+    tokenizer.json
+    prompts.json          prompts from held-out files, if there are any
+
+Pairs of public checkpoints are read by public_pair.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 from typing import Any
 
 import jax
 import safetensors
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from specsamp import storage
 from specsamp.checkpoints.int8_storage import dequantise, quantise
-from specsamp.checkpoints.params import check_shapes, nested
+from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
@@ -34,12 +37,12 @@ ASSETS = pathlib.Path(__file__).parent / "assets"
 
 
 def shipped() -> list[str]:
-    """Names of the pairs that come with the package."""
+    """Returns the names of the pairs that come with the package."""
     return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
 
 
 def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pair:
-    """A pair ready for `generate`.
+    """Reads a pair, ready for `generate`.
 
     Args:
       name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
@@ -59,7 +62,7 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
     eos = described.get("eos", EOS)
     if not isinstance(eos, str):
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
-    models = {side: TransformerLM.here(config) for side, config in configs.items()}
+    models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     return Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),
@@ -88,7 +91,7 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 
 def fingerprint(name_or_path: str | pathlib.Path) -> str:
-    """Tells the weights of a pair from those of another: the beginning of a sha256 over both files."""
+    """Returns the first 16 digits of a SHA-256 over both models' files: other weights have another one."""
     digest = hashlib.sha256()
     for side in ("target", "draft"):
         digest.update((pair_folder(name_or_path) / f"{side}.safetensors").read_bytes())
@@ -96,7 +99,7 @@ def fingerprint(name_or_path: str | pathlib.Path) -> str:
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """The folder of a pair, by name or path."""
+    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none."""
     for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
         if (folder / "pair.json").is_file():
             return folder
@@ -114,7 +117,13 @@ def save_pair(
     provenance: dict,
     eos: str = EOS,
 ) -> None:
-    """Writes a pair: ``(config, params)`` of each side, quantised; ``pair.json`` last, so half a pair is none."""
+    """Writes a pair; ``pair.json`` comes last, so that half a pair is none.
+
+    Args:
+      target, draft: config and parameters of each side, which are stored as int8.
+      provenance: where the pair comes from and what was measured, in any form that JSON knows.
+      eos: the text of the token that ends a text.
+    """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pair.json").unlink(missing_ok=True)
@@ -124,17 +133,16 @@ def save_pair(
         (folder / f"{side}.safetensors").chmod(0o644)  # safetensors makes it private
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    described = json.dumps({**shapes, "eos": eos, "provenance": provenance}, indent=1) + "\n"
-    storage.write(folder / "pair.json", described)
+    storage.write_json(folder / "pair.json", {**shapes, "eos": eos, "provenance": provenance})
 
 
 def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
+    """Reads the parameters of one side; raises ValueError if they are damaged or of another model."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
         tensors = dequantise(load_file(path))
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
-    params = nested(tensors)
-    check_shapes(str(path), params, jax.eval_shape(model.init, jax.random.key(0)))
-    return jax.tree.map(jax.numpy.asarray, params)
+    check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))
+    return jax.tree.map(jax.numpy.asarray, unflatten_dict(tensors, sep="/"))

@@ -1,4 +1,4 @@
-"""Trees of parameters by name: ``layer_0/mlp/up``."""
+"""Checks that a tree of parameters is the one that a model wants."""
 
 from __future__ import annotations
 
@@ -9,35 +9,18 @@ import jax
 MOST_SHOWN = 6
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """Leaves by their path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def nested(leaves: dict[str, Any]) -> dict:
-    """The tree of dictionaries that `named` made a list of."""
-    tree: dict = {}
-    for name, value in leaves.items():
-        *folders, leaf = name.split("/")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[leaf] = value
-    return tree
-
-
 class WrongShapes(ValueError):
-    """The message lists both shapes of every leaf that differs."""
+    """Raised with both shapes of the first leaves that differ."""
 
 
 def check_shapes(what: str, have: Any, want: Any) -> None:
-    """Raises `WrongShapes` unless both trees have leaves of the same names and shapes."""
+    """Raises `WrongShapes` unless both trees have leaves of the same names and shapes.
 
-    def shapes(tree):
-        return {name: tuple(leaf.shape) for name, leaf in named(tree).items()}
-
-    have, want = shapes(have), shapes(want)
+    Args:
+      what: begins the message, such as the path of what was read.
+      have, want: trees of anything with a shape.
+    """
+    have, want = _shapes(have), _shapes(want)
     different = [
         f"{name}: {have.get(name, 'absent')} there, {want.get(name, 'absent')} wanted"
         for name in sorted(have.keys() | want.keys())
@@ -46,3 +29,9 @@ def check_shapes(what: str, have: Any, want: Any) -> None:
     if different:
         more = f" and {len(different) - MOST_SHOWN} more" if len(different) > MOST_SHOWN else ""
         raise WrongShapes(f"{what} is of another model: {'; '.join(different[:MOST_SHOWN])}{more}")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every leaf by its path, such as ``layer_0/mlp/up``; trees need not be dictionaries."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}

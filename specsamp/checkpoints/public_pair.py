@@ -1,18 +1,16 @@
-"""Two checkpoints as a pair: whether they belong together, found out before a tensor is read."""
+"""Reads two public checkpoints as a pair, after checking that they belong together: before any tensor is read."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint
-from specsamp.checkpoints.orbax import read_params
+from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
@@ -32,7 +30,7 @@ def read_pair(
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Pair:
-    """A pair of two checkpoints, ready for `generate`.
+    """Reads a pair of two checkpoints, ready for `generate`.
 
     Args:
       target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
@@ -49,8 +47,8 @@ def read_pair(
         say(difference)
     for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
         say(note)
-    ways = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
-    models = [TransformerLM.here(config) for config in padded_configs(*checkpoints, multiple=ways)]
+    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+    models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=devices)]
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
@@ -69,7 +67,7 @@ def read_pair(
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
-    """Where the two differ without harm: stop tokens, rows of padding, how texts are cut before merging.
+    """Returns where the two differ without harm: stop tokens, rows of padding, how texts are cut before merging.
 
     Raises:
       ValueError: their tokens do not mean the same, or their texts would be cut into other tokens; with the first
@@ -107,14 +105,14 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
 
 
 def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tuple[TransformerConfig, TransformerConfig]:
-    """Both with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
+    """Returns both configs with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
     rows = max(target.config.vocab_size, draft.config.vocab_size)
     vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_real_tokens=target.tokenizer.vocab_size)
     return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
 
 
 def _check_all(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
-    """Everything that reading could stumble over."""
+    """Raises whatever reading the checkpoint would raise: of its tensors, and of their division over a mesh."""
     if not checkpoint.is_converted:
         checkpoint.tensors
     if isinstance(model, ShardedModel):
@@ -122,6 +120,7 @@ def _check_all(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> N
 
 
 def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
+    """Returns how texts are prepared differently; raises ValueError where tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
 
     def by_id(vocabulary):
@@ -155,14 +154,15 @@ def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
 
 
 def _compare_sentencepiece(target: SentencePieceTokenizer, draft: SentencePieceTokenizer) -> list[str]:
+    """Returns nothing that differs without harm; raises ValueError where pieces or their scores differ."""
     if target.to_bytes() != draft.to_bytes():  # scores are the order of merges
         _compare("vocabulary and scores, at id", dict(enumerate(target.pieces())), dict(enumerate(draft.pieces())))
     return []
 
 
 def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
-    """Raises with the first key where the two differ."""
-    for key in _in_order(ours, theirs):
+    """Raises ValueError with the first key where the two differ."""
+    for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
 
             def shown(side):
@@ -173,7 +173,3 @@ def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
                 f"{shown(ours)} in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the "
                 "target's tokenizer"
             )
-
-
-def _in_order(*sides: dict[int, Any]) -> Iterable[int]:
-    return sorted(set(itertools.chain(*sides)))

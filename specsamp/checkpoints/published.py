@@ -1,17 +1,18 @@
-"""The ``config.json`` of public models, as published: what is planned or compiled for needs no download.
+"""The ``config.json`` of public models, as their authors published them.
 
-Reading a checkpoint reads its own file; tests compare the counts of parameters with the published ones.
+Plans and compile reports of these models need no download. A checkpoint that is read has a file of its own. Tests
+compare the numbers of parameters with the published ones.
 """
 
 from __future__ import annotations
 
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.models.config import TransformerConfig
 
 
 def published_config(name: str, dtype: str = "bfloat16") -> TransformerConfig:
-    """The shape of one of `CONFIGS`; raises KeyError for another name."""
-    return config_of(name, CONFIGS[name], dtype)[1]
+    """Returns the shape of one of `CONFIGS`; raises KeyError for another name."""
+    return parse_config(name, CONFIGS[name], dtype)[1]
 
 
 def _llama(**shape) -> dict:

@@ -1,7 +1,7 @@
-"""The tensors of safetensors files, a slice at a time, on a disk or in a bucket.
+"""Reads tensors of safetensors files, a slice at a time, on a disk or in a bucket.
 
-The format is a length, a JSON header and the bytes of all tensors. The library of that name maps local files
-only; here a slice is read wherever the file lies, and all headers are checked before any tensor is touched.
+A file holds the length of its header, a JSON header and the bytes of all tensors. The library of that name maps local
+files only; here a slice is read wherever the file lies, and all headers are checked before any tensor is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_BYTES = 64 * 2**20  # of whole rows from a bucket at a time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Where a tensor lies; its values stay there until a slice is read."""
+    """A tensor in a file; its values stay there until a slice is read."""
 
     file: epath.Path
     kind: str  # its dtype as the file calls it; see `DTYPES` for those that can be read
@@ -43,7 +43,10 @@ class Tensor:
         return DTYPES[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """The slice ``index`` (one per axis, without steps); of a local file a view, whose pages come when used."""
+        """Returns the slice ``index``, one for each axis, without steps.
+
+        Of a local file it is a view, whose pages are read when they are used.
+        """
         index = tuple(index)
         if not os.fspath(self.file).startswith(storage.BUCKETS):
             if 0 in self.shape:
@@ -81,7 +84,7 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, from the headers of its files alone.
+    """Returns all tensors of a checkpoint by name; only the headers of its files are read.
 
     Raises:
       FileNotFoundError: there are none, or files that the index names are missing.
@@ -186,6 +189,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _nothing_to_read(folder: epath.Path) -> Exception:
+    """Returns the error for a folder without safetensors."""
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if not pickles:
         return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
@@ -193,7 +197,7 @@ def _nothing_to_read(folder: epath.Path) -> Exception:
 
 
 def refuse_pickles(name: str, pickles: Sequence[str]) -> ValueError:
-    """Why the files of a folder or of a model of the hub are not read, and what to do."""
+    """Returns the error for a folder, or a model of the hub, that has pickles only, with the way to convert them."""
     return ValueError(
         f"{name} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
         "that its author put there. If you trust it, convert it with PyTorch and transformers: "

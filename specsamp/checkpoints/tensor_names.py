@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is which parameter, and how the axes of one lie in the other.
+"""Tables of names: which tensor of a checkpoint is which parameter, and how the axes of one lie in the other.
 
 A line such as ``"NH D -> NDH"`` reads: the tensor has two axes, the first of them N heads of H entries; the
 parameter has the axes N, D, H. C is the three of queries, keys and values in one tensor, of which a line names
@@ -16,14 +16,14 @@ import numpy as np
 
 from specsamp.models.config import TransformerConfig
 
-# Tensors that some files carry but nothing needs: masks and tables that are made anew.
+# Tensors that some files hold but no model needs: masks and tables that are computed.
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 ReadTensor = Callable[[tuple[slice, ...]], np.ndarray]
 
 
 def sizes(config: TransformerConfig) -> dict[str, int]:
-    """Of every letter."""
+    """Returns the size of the axis that each letter stands for."""
     return dict(
         V=config.vocab_size,
         D=config.width,
@@ -38,7 +38,7 @@ def sizes(config: TransformerConfig) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a parameter's values come from."""
+    """The tensor that holds a parameter."""
 
     tensor: str  # its name
     tensor_axes: tuple[str, ...]  # each a product of letters, the outermost first
@@ -46,13 +46,17 @@ class Source:
     part: int | None = None  # of C
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Returns the shape of the tensor."""
         return tuple(math.prod(sizes[letter] for letter in axis) for axis in self.tensor_axes)
 
     def read(self, read: ReadTensor, sizes: Mapping[str, int], index: Sequence[slice]) -> np.ndarray:
-        """The slice ``index`` of the parameter, perhaps as a view of what ``read`` gave for a slice of the tensor.
+        """Returns the slice ``index`` of the parameter, perhaps as a view of what ``read`` returned.
 
-        Of an axis that is a product, the outermost letter limits what is read, the others what is kept.
+        Args:
+          read: reads a slice of the tensor. Of an axis that is a product, the outermost letter limits what is read,
+            the others what is kept.
+          sizes: of every letter.
+          index: one slice for each axis of the parameter.
         """
         wanted = {letter: piece.indices(sizes[letter])[:2] for letter, piece in zip(self.axes, index, strict=True)}
         if self.part is not None:
@@ -69,13 +73,13 @@ class Source:
         return block.transpose([letters.index(letter) for letter in self.axes])
 
     def write(self, parameter: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The tensor of a whole parameter; not of one part of it."""
+        """Returns the tensor of a whole parameter. A tensor of three parameters cannot be made of one of them."""
         letters = "".join(self.tensor_axes)
         return parameter.transpose([self.axes.index(letter) for letter in letters]).reshape(self.shape(sizes))
 
 
-def source_of(parameter: str, names: Mapping[str, str]) -> Source:
-    """By a family's table; raises KeyError for a parameter that the family does not have."""
+def find_source(parameter: str, names: Mapping[str, str]) -> Source:
+    """Returns the source of a parameter by a family's table; raises KeyError for one that the family does not have."""
     layer = re.match(r"layer_(\d+)/", parameter)
     line = names[re.sub(r"^layer_\d+/", "layer/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and any ``tokenizer.json``."""
+"""Tokenizers: bytes, any ``tokenizer.json``, and SentencePiece's ``tokenizer.model``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specsamp import storage
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes, then an end-of-text token; for tests and for models without a vocabulary of their own."""
+    """Encodes UTF-8 bytes, with one more token for the end of a text; for models without a vocabulary of their own."""
 
     vocab_size = 257
     eos_id = 256
@@ -60,13 +60,14 @@ class JsonTokenizer:
         self._set(tokenizer, eos, str(path))
 
     @classmethod
-    def of(cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> JsonTokenizer:
-        """One that is no file yet."""
+    def from_tokenizer(cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> JsonTokenizer:
+        """Wraps a tokenizer that is in no file yet; ``eos`` is the text of its end-of-text token."""
         made = cls.__new__(cls)
         made._set(tokenizer, eos, "the tokenizer")
         return made
 
     def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
+        """Takes a tokenizer; raises ValueError, which begins with ``name``, if it has no tokens or not the end."""
         if not tokenizer.get_vocab_size():
             raise ValueError(f"{name} has no tokens")
         tokenizer.no_truncation()  # files may keep what a training run cut and filled its rows to
@@ -130,7 +131,7 @@ class SentencePieceTokenizer:
         return self._model
 
     def pieces(self) -> list[tuple[str, float]]:
-        """Every piece with its score, which orders the merges."""
+        """Returns every piece with its score, which orders the merges."""
         return [(self.token(i), self._processor.get_score(i)) for i in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:

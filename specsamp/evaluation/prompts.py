@@ -1,4 +1,4 @@
-"""More prompts of the kind that come with a pair: beginnings of functions and classes from files it has not read."""
+"""Cuts prompts like those that come with a pair: beginnings of functions and classes in files it has not read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ FEWEST_LINES = 2
 def cut_prompts(
     root: pathlib.Path, files: Sequence[str], tokenizer: Tokenizer, count: int, *, longest: int = 64, seed: int = 0
 ) -> list[dict]:
-    """``count`` prompts that share no line, from all files alike as far as they have so many: file, line and text.
+    """Returns prompts that share no line, as many from each file as it has: the file, line and text of each.
 
     Args:
-      root, files: Python source, by names below a folder.
-      longest: tokens of a prompt; it ends with the last whole line that fits.
-      seed: of the drawing, and of the order, in which files are mixed.
+      root: the folder of the files.
+      files: names of Python files below ``root``.
+      tokenizer: counts the tokens of a prompt.
+      count: the number of prompts.
+      longest: the most tokens of a prompt, which ends with the last whole line that fits.
+      seed: decides which prompts are drawn, and their order.
 
     Raises:
-      ValueError: the files have fewer.
+      ValueError: the files have fewer than ``count``.
     """
     random = Random(seed)
     found = [_beginnings(root, name, tokenizer, longest) for name in files]
@@ -38,6 +41,7 @@ def cut_prompts(
 
 
 def _beginnings(root: pathlib.Path, name: str, tokenizer: Tokenizer, longest: int) -> list[dict]:
+    """Returns the prompts of one file, in its order; of those that overlap, the first."""
     source, found, end = (root / name).read_text(encoding="utf-8"), [], 0
     for begin in BEGINS.finditer(source):
         if begin.start() < end:

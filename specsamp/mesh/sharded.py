@@ -20,7 +20,7 @@ from specsamp.decoding.data_shards import DataShards, constrain
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, ROWS, Layout, put
 from specsamp.models.compiling import fewest_collectives_on_tpu
-from specsamp.models.interface import Block, LanguageModel, Output
+from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.transformer import TransformerLM
 
 
@@ -93,11 +93,12 @@ def placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedModel(LanguageModel):
+class ShardedModel(LayeredModel):
     """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once per call.
 
     Models may name the logical axes of their arrays with ``param_axes()``, ``weight_axes()`` and ``cache_axes()``,
     each a tree of `PartitionSpec`. Every device has all of the arrays whose axes are not named.
+    The model can be called in parts if the one inside can.
     """
 
     model: LanguageModel
@@ -110,6 +111,14 @@ class ShardedModel(LanguageModel):
     @property
     def max_positions(self) -> int | None:
         return self.model.max_positions
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def width(self) -> int:
+        return self.model.width
 
     @property
     def config(self) -> Any:
@@ -155,14 +164,52 @@ class ShardedModel(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> Output:
-        # Rows were sampled on different devices; a call of a model needs the tokens of all of them.
-        whole = (PartitionSpec(None, None), PartitionSpec(None))
-        tokens_BT, start_B = self.layout.constrain(whole, (tokens_BT, start_B))
+        tokens_BT, start_B = self._of_all_rows(tokens_BT, start_B)
         trees = {} if block is None else {"block": block}
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
-        return dataclasses.replace(
-            output, logits_BTV=self._by_rows(output.logits_BTV), cache=self._constrain_cache(output.cache)
+        return Output(
+            logits_BTV=self._by_rows(output.logits_BTV),
+            cache=self._constrain_cache(output.cache),
+            hidden=tuple(map(self._constrain_stream, output.hidden)),
         )
+
+    def compact(self, cache: Any, start_B: jax.Array, rows_BT: jax.Array, num_rows: int) -> Any:
+        rows_BT, start_B = self._of_all_rows(rows_BT, start_B)
+        return self._constrain_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
+
+    def embed(
+        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, block: Block | None = None
+    ) -> tuple[jax.Array, Any]:
+        tokens_BT, start_B = self._of_all_rows(tokens_BT, start_B)
+        x_BTD, cache = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
+        return self._constrain_stream(x_BTD), self._constrain_cache(cache)
+
+    def layers(
+        self,
+        weights: Any,
+        x_BTD: jax.Array,
+        start_B: jax.Array,
+        cache: Any,
+        first: int,
+        last: int,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
+        x_BTD, cache, hidden = self.model.layers(
+            weights, x_BTD, start_B, cache, first, last, hidden_layers=hidden_layers, block=block
+        )
+        return self._constrain_stream(x_BTD), self._constrain_cache(cache), tuple(map(self._constrain_stream, hidden))
+
+    def unembed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
+        return self._by_rows(self.model.unembed(weights, x_BTD))
+
+    def _of_all_rows(self, tokens_BT: jax.Array, start_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gathers tokens and starts: rows were sampled on different devices, and a call needs those of all rows."""
+        return self.layout.constrain((PartitionSpec(None, None), PartitionSpec(None)), (tokens_BT, start_B))
+
+    def _constrain_stream(self, x_BTD: jax.Array) -> jax.Array:
+        return self.layout.constrain(PartitionSpec(None, None, None), x_BTD)
 
     def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
         """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.

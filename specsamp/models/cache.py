@@ -1,93 +1,188 @@
-"""The key/value cache: one pair of arrays per layer, written at every row's own offset.
+"""What a model remembers between calls: a cache for each layer, and all of them together.
 
-Layout ``[B, M, S, H]``: for a TPU the compiler estimates six times the cycles and twice the traffic
-for ``[B, S, M, H]``. A CPU wants keys as ``[B, M, H, S]``: with few queries its products are three
-times as slow when both sides contract their last axis. Layers are separate arrays because a cache
-stacked over layers is copied in and out of a loop. Taking tokens back moves lengths only; stale slots
-are masked by position and overwritten later.
+Attention asks the cache of its layer, see `LayerCache`: layout, precision and kernels are the cache's own matter.
+Caches are separate arrays because one stacked over layers is copied in and out of a loop. Taking tokens
+back moves lengths only; stale slots are masked by position and overwritten later.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specsamp.models.compiling import MAX_UNROLLED_ROWS
-from specsamp.models.config import TransformerConfig
+from specsamp.models.products import contract, soft_cap
+from specsamp.models.slots import SLOTS_AXIS, move_slots, write_slots
+from specsamp.models.visibility import Visibility
 
 Array = jax.Array
 
-SLOTS_AXIS = 2
+
+class LayerCache(Protocol):
+    """Keeps one layer's keys and values, in whatever form; a pytree whose every leaf leads with the batch.
+
+    Nothing in it may become NaN: slots that are not seen are masked by their scores, not by their values.
+    """
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+        """Writes T tokens of each row in slots ``start_B ..``; requires ``start_B + T <= S``."""
+
+    def attend(
+        self,
+        q_BNTH: Array,
+        visible: Visibility,
+        *,
+        scale: float,
+        bias_BNTS: Array | None = None,
+        cap: float | None = None,
+    ) -> Array:
+        """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N, T, H]``.
+
+        Args:
+          visible: the slots each query sees.
+          scale: of the scores, bias included.
+          bias_BNTS: float32, added to the products of queries and keys.
+          cap: soft cap of the scores, see `soft_cap`.
+        """
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see `specsamp.models.slots.move_slots`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Keys and values of all layers."""
+    """A `LayerCache` of keys and values as they are.
 
-    keys: tuple[Array, ...]  # per layer [B, M, S, H], or [B, M, H, S]
-    values: tuple[Array, ...]  # per layer [B, M, S, H]
-    tokens_BS: Array | None = None  # int32, of models that embed n-grams
-
-    @classmethod
-    def zeros(cls, config: TransformerConfig, batch: int, slots: int, transposed_keys: bool = False) -> KVCache:
-        heads, size = config.num_kv_heads, config.head_size
-
-        # Each its own buffer: donating one buffer twice is an error.
-        def fill(*shape):
-            return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(config.num_layers))
-
-        keys = fill(batch, heads, size, slots) if transposed_keys else fill(batch, heads, slots, size)
-        tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
-        return cls(keys=keys, values=fill(batch, heads, slots, size), tokens_BS=tokens_BS)
-
-    @classmethod
-    def logical_axes(cls, config: TransformerConfig, transposed_keys: bool = False) -> KVCache:
-        """The logical axis names of every array of `zeros`, each a `PartitionSpec`."""
-        values = PartitionSpec("batch", "kv_heads", "slots", "head")
-        keys = PartitionSpec("batch", "kv_heads", "head", "slots") if transposed_keys else values
-
-        def per_layer(axes):
-            return (axes,) * config.num_layers
-
-        tokens_BS = PartitionSpec("batch", "slots") if config.ngram_rows else None
-        return cls(keys=per_layer(keys), values=per_layer(values), tokens_BS=tokens_BS)
-
-
-def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
-    """Writes T slots of each row from that row's own start; requires ``start_B + T <= S``.
-
-    Args:
-      axis: of the slots, 2, or 3 for transposed keys.
-
-    (An update that would pass the end is moved back by XLA and overwrites earlier slots: hence the
-    headroom of the loop's buffers.)
+    Layout ``[B, M, S, H]``: for a TPU the compiler estimates six times the cycles and twice the traffic
+    for ``[B, S, M, H]``.
     """
-    batch, slots = cache_BMSH.shape[0], cache_BMSH.shape[axis]
-    zero = jnp.zeros((), start_B.dtype)
 
-    def place(row, start):
-        return (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
+    keys_BMSH: Array
+    values_BMSH: Array
 
-    if (batch, new_BMTH.shape[axis]) == (1, 1) and slots > 1:
-        # A single slot of a single row is rewritten together with a neighbour. Written alone, XLA's CPU
-        # backend fuses the update into its reader and into the carry, and copies the cache for each
-        # (eight copies per layer and step; tests/decoding/test_compiled.py).
-        first = jnp.minimum(start_B[0], slots - 2)
-        two = tuple(2 if i == axis else n for i, n in enumerate(new_BMTH.shape))
-        old_BM2H = jax.lax.dynamic_slice(cache_BMSH, place(zero, first), two)
-        here = (jnp.arange(2) + first == start_B[0]).reshape([2 if i == axis else 1 for i in range(4)])
-        return jax.lax.dynamic_update_slice(cache_BMSH, jnp.where(here, new_BMTH, old_BM2H), place(zero, first))
-    if batch <= MAX_UNROLLED_ROWS:
-        for b in range(batch):
-            at = place(jnp.full((), b, start_B.dtype), start_B[b])
-            cache_BMSH = jax.lax.dynamic_update_slice(cache_BMSH, new_BMTH[b : b + 1], at)
-        return cache_BMSH
+    @classmethod
+    def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
+        """Makes an empty cache. Each array is a buffer of its own: donating one buffer twice is an error."""
+        shape = (batch, kv_heads, slots, head_size)
+        return cls(keys_BMSH=jnp.zeros(shape, dtype), values_BMSH=jnp.zeros(shape, dtype))
 
-    def write(cache, new, start):
-        return jax.lax.dynamic_update_slice(cache, new, place(zero, start)[1:])
+    @classmethod
+    def logical_axes(cls) -> Self:
+        """Returns the logical axis names of every array, each a `PartitionSpec`."""
+        axes = PartitionSpec("batch", "kv_heads", "slots", "head")
+        return cls(keys_BMSH=axes, values_BMSH=axes)
 
-    return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)
+    @property
+    def num_slots(self) -> int:
+        return self.values_BMSH.shape[SLOTS_AXIS]
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+        return type(self)(
+            keys_BMSH=write_slots(self.keys_BMSH, k_BMTH, start_B),
+            values_BMSH=write_slots(self.values_BMSH, v_BMTH, start_B),
+        )
+
+    def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
+        return _attend(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap)
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        return jax.tree.map(lambda array: move_slots(array, start_B, rows_BT, num_rows), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransposedKVCache:
+    """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
+
+    With few queries a CPU's products take three times as long when both sides contract their last axis.
+    """
+
+    keys_BMHS: Array
+    values_BMSH: Array
+
+    @classmethod
+    def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
+        """Makes an empty cache, each array a buffer of its own."""
+        return cls(
+            keys_BMHS=jnp.zeros((batch, kv_heads, head_size, slots), dtype),
+            values_BMSH=jnp.zeros((batch, kv_heads, slots, head_size), dtype),
+        )
+
+    @classmethod
+    def logical_axes(cls) -> Self:
+        """Returns the logical axis names of every array, each a `PartitionSpec`."""
+        return cls(
+            keys_BMHS=PartitionSpec("batch", "kv_heads", "head", "slots"),
+            values_BMSH=PartitionSpec("batch", "kv_heads", "slots", "head"),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return self.values_BMSH.shape[SLOTS_AXIS]
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+        return type(self)(
+            keys_BMHS=write_slots(self.keys_BMHS, k_BMTH.swapaxes(2, 3), start_B, axis=3),
+            values_BMSH=write_slots(self.values_BMSH, v_BMTH, start_B),
+        )
+
+    def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
+        return _attend(q_BNTH, self.keys_BMHS, "BMHS", self.values_BMSH, visible, scale, bias_BNTS, cap)
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        return type(self)(
+            keys_BMHS=move_slots(self.keys_BMHS, start_B, rows_BT, num_rows, axis=3),
+            values_BMSH=move_slots(self.values_BMSH, start_B, rows_BT, num_rows),
+        )
+
+
+def _attend(
+    q_BNTH: Array,
+    keys: Array,
+    keys_axes: str,
+    values_BMSH: Array,
+    visible: Visibility,
+    scale: float,
+    bias_BNTS: Array | None,
+    cap: float | None,
+) -> Array:
+    (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, values_BMSH.shape
+    # Queries that share a kv head are extra rows of one product.
+    rows_shape = (batch, kv_heads, heads // kv_heads * length)
+    q_BMRH = q_BNTH.reshape(*rows_shape, size)
+    scores = contract(f"BMRH,{keys_axes}->BMRS", q_BMRH, keys, dtype=jnp.float32)
+    scores = scores.reshape(batch, heads, length, slots)
+    if bias_BNTS is not None:
+        scores = scores + bias_BNTS
+    scores = scores * scale
+    if cap is not None:
+        scores = soft_cap(scores, cap)
+    scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
+    probs = jax.nn.softmax(scores, axis=-1).astype(q_BNTH.dtype)
+    mixed_BMRH = contract("BMRS,BMSH->BMRH", probs.reshape(*rows_shape, slots), values_BMSH)
+    return mixed_BMRH.reshape(batch, heads, length, size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerCache:
+    """The caches of all layers; every leaf leads with the batch."""
+
+    layers: tuple[LayerCache, ...]
+    tokens_BS: Array | None = None  # int32, the tokens themselves, of models that embed n-grams
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        """Moves slots ``start_B + rows_BT`` of everything to ``start_B ..``, see `move_slots`."""
+        tokens_BS = self.tokens_BS
+        if tokens_BS is not None:
+            tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
+        layers = tuple(layer.compact(start_B, rows_BT, num_rows) for layer in self.layers)
+        return type(self)(layers=layers, tokens_BS=tokens_BS)

@@ -225,9 +225,3 @@ def tiny(**changes) -> TransformerConfig:
     """Two layers for tests and for running without jit."""
     shape = dict(vocab_size=64, width=32, num_layers=2, num_heads=4, max_positions=512)
     return TransformerConfig(**{**shape, **changes})
-
-
-def human_count(parameters: int) -> str:
-    """1234567 -> '1.235M'."""
-    exponent = min(int(math.log10(max(parameters, 1))) // 3, 3)
-    return f"{parameters / 1000**exponent:.4g}{['', 'k', 'M', 'B'][exponent]}"

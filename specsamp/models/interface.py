@@ -27,11 +27,12 @@ class Block:
     """Positions and visibility among the last slots of a call, where they are not a chain (token trees).
 
     Every query sees all slots before ``start_B``; query t also sees slot ``start_B + r`` where
-    ``visible_BTR[:, t, r]``. R exceeds T where a tree is drafted in several calls.
+    ``visible_BTR[:, t, r]``: its ancestors and itself, which stand in the order of their depth. R exceeds T where a
+    tree is drafted in several calls.
     """
 
-    start_B: Array  # int32, the first slot that is not visible to every query
-    positions_BT: Array  # int32, positions of the queries in their texts
+    start_B: Array  # int32, the slot of the tree's first row
+    positions_BT: Array  # int32, of the queries in their texts: ``start_B`` plus their depth
     visible_BTR: Array  # bool
 
 
@@ -96,8 +97,9 @@ class LanguageModel(abc.ABC):
         Args:
           cache: of this model.
           start_B: ``[B]`` int32, the slot of the tree's first scored row.
-          rows_BT: ``[B, num_rows]`` int32, increasing: the scored rows that stay.
-          num_rows: how many rows of ``rows_BT`` are moved, a static number.
+          rows_BT: ``[B, T]`` int32, increasing: the scored rows that stay. Entries behind the last of them may hold
+            anything.
+          num_rows: how many rows the tree has, a static number; ``start_B + num_rows <= slots``.
 
         Raises:
           NotImplementedError: unless a model says how.

@@ -10,7 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.cache import write_slots
+from specsamp.models.config import TransformerConfig
+from specsamp.models.interface import Block
+from specsamp.models.slots import write_slots
+from specsamp.models.visibility import ancestor_slots
 
 Array = jax.Array
 
@@ -18,8 +21,36 @@ Array = jax.Array
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
+def rows_of_call(
+    tokens_BT: Array, start_B: Array, memory_BS: Array | None, config: TransformerConfig, block: Block | None = None
+) -> tuple[list[Array], Array | None]:
+    """Returns the rows of each table for a call's tokens, and the memory with the call's tokens written.
+
+    Args:
+      memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the text.
+      block: in a tree, an n-gram is a token and its ancestors.
+
+    Returns:
+      For each order from 2 on ``[B, T]`` int32, and the memory.
+    """
+    before, (batch, length) = config.ngram_order - 1, tokens_BT.shape
+    orders = range(2, config.ngram_order + 1)
+    if block is None:
+        context_BX, memory_BS = context(tokens_BT, start_B, memory_BS, before)
+        return [rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders], memory_BS
+    if memory_BS is None:
+        raise ValueError("n-gram embeddings of a tree need a cache: the tokens before the tree are read from it")
+    memory_BS = write_tokens(memory_BS, tokens_BT, start_B)
+    slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
+    tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
+    # Each token of a tree with its own context, as if it were a row of a batch.
+    context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(batch * length, before + 1)
+    rows = [rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length) for order in orders]
+    return rows, memory_BS
+
+
 def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
-    """Rows of the table for all n-grams (n = ``order``) within a context, in the order of their last tokens.
+    """Returns rows of the table for all n-grams (n = ``order``) within a context, in the order of their last tokens.
 
     Args:
       context_BX: ``[B, T + most - 1]`` int32 tokens, ``most`` the longest order of the model; -1 before
@@ -38,7 +69,7 @@ def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
 
 
 def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> tuple[Array, Array | None]:
-    """The call's tokens behind the ``before`` tokens ahead of them, and the memory with the call's written.
+    """Joins the ``before`` tokens ahead of a call and the call's tokens, and writes the latter into the memory.
 
     Returns:
       ``[B, before + T]`` int32 and the memory ``[B, S]``. Without a memory the call begins the text. What
@@ -47,7 +78,7 @@ def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: i
     batch, length = tokens_BT.shape
     if memory_BS is None:
         return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1), None
-    memory_BS = write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]
+    memory_BS = write_tokens(memory_BS, tokens_BT, start_B)
     padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
 
     def read(row, start):
@@ -56,3 +87,8 @@ def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: i
     if batch == 1:  # vmap would make a gather of it
         return read(padded_BS[0], start_B[0])[None], memory_BS
     return jax.vmap(read)(padded_BS, start_B), memory_BS
+
+
+def write_tokens(memory_BS: Array, tokens_BT: Array, start_B: Array) -> Array:
+    """Writes a call's tokens into the memory, see `write_slots`."""
+    return write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]

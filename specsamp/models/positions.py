@@ -27,11 +27,11 @@ Array = jax.Array
 class RotaryScaling:
     """How a rotary model reads texts longer than those it was first trained on.
 
-    "linear": all frequencies divided by ``factor`` (Chen et al., arXiv 2306.15595). "llama3": those of
-    wavelengths beyond ``original_positions / low`` divided by it, those below ``original_positions / high``
-    kept, a mixture between (Llama 3.1). "yarn": those of dimensions that turn less than ``low`` times within
-    the original positions divided, more than ``high`` times kept, a ramp over dimensions between; both
-    cosine and sine times ``amplitude`` (Peng et al., arXiv 2309.00071).
+    "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides those of
+    wavelengths beyond ``original_positions / low``, keeps those below ``original_positions / high`` and mixes between
+    (Llama 3.1). "yarn" divides those of dimensions that turn less than ``low`` times within the original positions,
+    keeps those that turn more than ``high`` times, with a ramp over dimensions between, and multiplies cosine and sine
+    by ``amplitude`` (Peng et al., arXiv 2309.00071).
     """
 
     kind: str
@@ -56,18 +56,24 @@ class RotaryScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Which angles the heads of a layer turn by."""
+    """The rotary embedding of a layer."""
 
-    size: int  # entries of a head that turn, the first ones
+    size: int  # entries of a head that are rotated, the first ones
     base: float
     scaling: RotaryScaling | None = None
 
-    def turns(self, positions_BT: Array) -> tuple[Array, Array]:
-        return turns(positions_BT, self.size, self.base, self.scaling)
+    def angles(self, positions_BT: Array) -> tuple[Array, Array]:
+        """Returns what `rope_angles` does."""
+        return rope_angles(positions_BT, self.size, self.base, self.scaling)
 
 
-def turns(positions_BT: Array, size: int, base: float, scaling: RotaryScaling | None = None) -> tuple[Array, Array]:
-    """Cosine and sine of the rotary embedding (Su et al., arXiv 2104.09864), each ``[B, T, H/2]`` float32."""
+def rope_angles(
+    positions_BT: Array, size: int, base: float, scaling: RotaryScaling | None = None
+) -> tuple[Array, Array]:
+    """Returns cosine and sine of the rotary embedding's angles, each ``[B, T, size/2]`` float32.
+
+    Su et al., arXiv 2104.09864.
+    """
     frequencies = base ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
     if scaling is not None:
         frequencies = _scaled(frequencies, size, base, scaling)
@@ -80,6 +86,7 @@ def turns(positions_BT: Array, size: int, base: float, scaling: RotaryScaling | 
 
 
 def _scaled(frequencies: Array, size: int, base: float, scaling: RotaryScaling) -> Array:
+    """Applies a `RotaryScaling` to the frequencies ``[size/2]``."""
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
@@ -99,9 +106,12 @@ def _scaled(frequencies: Array, size: int, base: float, scaling: RotaryScaling) 
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def rotate(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
-    """Turns the first half of each head against its second half, in float32; of its first entries alone if the
-    angles are fewer, whose first half then turns against their second."""
+def apply_rope(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
+    """Rotates the first half of each head against its second half, in float32.
+
+    With angles for fewer entries, only the first entries of each head are rotated, their first half against their
+    second.
+    """
     half, size = cos_BTH.shape[-1], x_BNTH.shape[-1]
     cos, sin = cos_BTH[:, None], sin_BTH[:, None]
     x1, x2 = x_BNTH[..., :half].astype(jnp.float32), x_BNTH[..., half : 2 * half].astype(jnp.float32)
@@ -109,8 +119,17 @@ def rotate(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
     return turned if 2 * half == size else jnp.concatenate([turned, x_BNTH[..., 2 * half :]], axis=-1)
 
 
+def relative_keys(weight_MDH: Array, slots: int) -> Array:
+    """Returns ``r`` for the distances ``S-1 .. 0``, ``[M, S, H]``."""
+    waves_SD = sinusoids(slots, weight_MDH.shape[1]).astype(weight_MDH.dtype)
+    # One product per head: its result needs no transpose, which XLA's CPU backend would fold into the
+    # product that uses the table and then refuse to run in bfloat16.
+    waves_MSD = jnp.broadcast_to(waves_SD[None], (weight_MDH.shape[0], *waves_SD.shape))
+    return jnp.einsum("MSD,MDH->MSH", waves_MSD, weight_MDH)
+
+
 def sinusoids(slots: int, width: int) -> Array:
-    """Sine and cosine of the distances ``S-1 .. 0`` (reversed), ``[S, D]`` float32."""
+    """Returns sine and cosine of the distances ``S-1 .. 0`` (reversed), ``[S, D]`` float32."""
     distances = jnp.arange(slots - 1, -1, -1, dtype=jnp.float32)
     frequencies = 10_000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = distances[:, None] * frequencies[None, :]
@@ -118,7 +137,7 @@ def sinusoids(slots: int, width: int) -> Array:
 
 
 def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
-    """Scores by distance -> scores by slot.
+    """Turns scores by distance into scores by slot.
 
     Args:
       scores_BXTS: ``[B, ..., T, S]``, of each query with the reversed table.

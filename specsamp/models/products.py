@@ -1,4 +1,4 @@
-"""Products that accumulate in float32, forwards and backwards.
+"""Products that accumulate in float32, forwards and backwards, and the soft cap of what they give.
 
 JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a
 bfloat16 operand, and one with a bfloat16 result into products that accumulate in bfloat16 on some
@@ -51,3 +51,8 @@ _contract.defvjp(_forward, _backward)
 
 def _einsum(spec, precision, x, y, dtype):
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """Soft-caps ``x``: ``cap * tanh(x / cap)`` (Gemma 2, arXiv 2408.00118)."""
+    return cap * jnp.tanh(x / cap)

@@ -69,10 +69,10 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
 def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict) -> None:
     """Creates the folder of a run and writes its configuration, tokenizer and descriptions, all checked before."""
     folder = storage.place(folder)
-    write_json(folder / "run.json", config)
+    storage.write_json(folder / "run.json", config)
     storage.write(folder / "tokenizer.json", tokenizer_json)
     for name, description in made_from.items():
-        write_json(folder / f"{name}.json", description)
+        storage.write_json(folder / f"{name}.json", description)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,11 +198,6 @@ def _read_description(path: epath.Path) -> dict:
     if "sha256" not in description:
         raise ValueError(f"{path} has no sha256: {FIX}")
     return description
-
-
-def write_json(path: str | os.PathLike, content: Any) -> None:
-    """Writes JSON, all of it or nothing."""
-    storage.write(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def write_array(path: str | os.PathLike, array: np.ndarray) -> None:

@@ -232,7 +232,7 @@ def test_a_phase_stands_still_and_stays_in_its_loop(setting, buffers, phase, pro
     in_loop = " ".join(line for line in lines if "/while/body" in line)
     assert ("dot_general" in in_loop) == products
     assert ("log_softmax" in in_loop) == warps
-    shape = ",".join(map(str, before.state.cache.keys[0].shape))
+    shape = ",".join(map(str, before.state.cache.layers[0].values_BMSH.shape))
     assert not [line for line in lines if f"f32[{shape}]" in line.split(" copy(")[0] and " copy(" in line]
 
 

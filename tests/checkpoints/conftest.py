@@ -16,7 +16,7 @@ if not all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return JsonTokenizer.of(train_tokenizer(["def f(x): return x  # é, in Python"] * 3, 300), eos=EOS)
+    return JsonTokenizer.from_tokenizer(train_tokenizer(["def f(x): return x  # é, in Python"] * 3, 300), eos=EOS)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from specsamp.checkpoints.architectures import FAMILIES, config_of
+from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from support import golden
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -17,7 +17,7 @@ WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee
 
 
 def read(name, **changes):
-    return config_of("config.json", copy.deepcopy(golden.read(name).config | changes), "float32")[1]
+    return parse_config("config.json", copy.deepcopy(golden.read(name).config | changes), "float32")[1]
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gpt_neox"])

@@ -12,10 +12,10 @@ import safetensors.numpy
 from etils import epath
 
 from specsamp.checkpoints import safetensors_io
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
-from specsamp.checkpoints.tensor_names import sizes, source_of
+from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
@@ -65,10 +65,10 @@ def test_one_process_reads_only_what_its_devices_hold(original):
         return np.zeros([part.stop - part.start for part in index], np.float32)
 
     letters = sizes(checkpoint.config)
-    query = source_of("layer_1/attention/query", checkpoint.family.names)
+    query = find_source("layer_1/attention/query", checkpoint.family.names)
     assert query.read(read, letters, (slice(2, 3), slice(None), slice(None))).shape == (1, 32, 8)
     assert asked.pop() == (slice(16, 24), slice(0, 32))
-    output = source_of("layer_1/attention/output", checkpoint.family.names)
+    output = find_source("layer_1/attention/output", checkpoint.family.names)
     assert output.read(read, letters, (slice(0, 2), slice(None), slice(None))).shape == (2, 8, 32)
     assert asked.pop() == (slice(0, 32), slice(0, 16))
 
@@ -76,7 +76,7 @@ def test_one_process_reads_only_what_its_devices_hold(original):
 @pytest.mark.parametrize("pattern, part", [("NCH D -> NDH: C={}", 1), ("D CNH -> NDH: C={}", 2), ("D NH -> NHD", None)])
 def test_axes_are_what_their_letters_say(pattern, part):
     letters = dict(N=4, C=3, H=2, D=6)
-    source = source_of("x", {"x": f"tensor  {pattern.format(part)}"})
+    source = find_source("x", {"x": f"tensor  {pattern.format(part)}"})
     values = np.arange(np.prod(source.shape(letters))).reshape(source.shape(letters))
     parts = values.reshape([letters[x] for x in "".join(source.tensor_axes)])
     axes = "".join(source.tensor_axes).lower()
@@ -175,7 +175,7 @@ def test_one_row_of_another_output_embedding_is_seen(saved, monkeypatch):
 
 
 def gemma3(**changes):
-    return config_of("config.json", golden.read("gemma3").config | changes, "float32")[1]
+    return parse_config("config.json", golden.read("gemma3").config | changes, "float32")[1]
 
 
 def test_what_gemma_3_may_leave_out_and_what_it_may_not_say():
@@ -251,7 +251,7 @@ def test_a_model_of_the_hub_that_has_only_pickles(original, tmp_path, monkeypatc
 
 
 def test_a_line_of_a_table_of_names():
-    source = source_of("layer_12/mlp/up", {"layer/mlp/up": "h.{i}.up  F D -> DF"})
+    source = find_source("layer_12/mlp/up", {"layer/mlp/up": "h.{i}.up  F D -> DF"})
     assert (source.tensor, source.tensor_axes, source.axes, source.part) == ("h.12.up", ("F", "D"), "DF", None)
     with pytest.raises(KeyError):
-        source_of("ngrams_2", {})
+        find_source("ngrams_2", {})

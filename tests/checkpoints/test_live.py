@@ -14,14 +14,14 @@ import pytest
 import torch
 import transformers
 
-from specsamp.checkpoints.architectures import config_of
+from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.pair import load_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support import golden, golden_maker
-from support.checkpoint_shapes import CONFIG, random_params
+from support.checkpoint_shapes import CONFIG, edit, random_params
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLOSE = 2e-5  # of the largest logit
@@ -81,7 +81,7 @@ def read_there(content):
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_a_key_that_is_left_out_means_what_it_means_there(name):
     """Or is asked for; also a null, where transformers takes it."""
-    content, read = golden.read(name).config, lambda content: config_of("config.json", content, "float32")[1]
+    content, read = golden.read(name).config, lambda content: parse_config("config.json", content, "float32")[1]
     for key in content.keys() - {"architectures", "model_type"}:
         without = {other: value for other, value in content.items() if other != key}
         for changed in (without, without | {key: None}):
@@ -94,6 +94,34 @@ def test_a_key_that_is_left_out_means_what_it_means_there(name):
             except (TypeError, ValueError, huggingface_hub.errors.StrictDataclassError):
                 continue  # a null
             assert ours == read(there), key
+
+
+ORIGINAL = dict(original_max_position_embeddings=40)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("llama3", ORIGINAL),
+        ("llama_yarn", ORIGINAL),
+        ("gemma3", ORIGINAL),
+        ("llama2", dict(partial_rotary_factor=0.5)),
+        ("qwen3", dict(partial_rotary_factor=0.5)),
+        ("gpt_neox", dict(partial_rotary_factor=0.5)),
+        ("llama2", dict(tie_word_embeddings=True)),
+        ("gpt_neox", dict(tie_word_embeddings=True)),
+    ],
+    ids=str,
+)
+def test_what_a_config_says_in_two_ways_is_read_as_there(name, changes, tmp_path):
+    """The last two have an output embedding of their own."""
+    folder = golden.read(name).write_checkpoint(tmp_path / "model")
+    edit(folder / "config.json", lambda config: config.update(changes))
+    checkpoint = open_checkpoint(folder, dtype="float32")
+    model = TransformerLM(checkpoint.config)
+    tokens_BT = golden.read(name).tokens_BT
+    ours = jax.jit(model.forward)(read_params(checkpoint, model), tokens_BT).logits_BTV
+    assert_close(ours, theirs(folder, tokens_BT))
 
 
 @torch.inference_mode()

@@ -173,14 +173,14 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
     mesh = make_mesh(2, 4)
     split = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(mesh))
     place = tmp_path / "converted"
-    orbax.write(checkpoint, hugging_face.read_params(checkpoint, split), place)
+    hugging_face.write_converted(checkpoint, hugging_face.read_params(checkpoint, split), place)
     again = open_checkpoint(place, dtype="float32")
     assert again.is_converted and not checkpoint.is_converted and again.stop_ids == checkpoint.stop_ids
     assert again.config == checkpoint.config
-    whole = orbax.read_params(again, TransformerLM(again.config))
+    whole = hugging_face.read_params(again, TransformerLM(again.config))
     jax.tree.map(np.testing.assert_array_equal, whole, params)
     wide = shard_model(TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")), split.layout)
-    placed = orbax.read_params(again, wide)
+    placed = hugging_face.read_params(again, wide)
     assert placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
     np.testing.assert_array_equal(
         placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16)
@@ -189,7 +189,7 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
     assert pair.target.vocab_size == 304
     shutil.rmtree(place / "checkpoints/0/params")
     with pytest.raises(ValueError, match="converted is damaged .*convert the checkpoint again"):
-        orbax.read_params(again, TransformerLM(again.config))
+        hugging_face.read_params(again, TransformerLM(again.config))
 
 
 def test_an_output_embedding_of_its_own_stays_when_it_is_converted(original, draft, params, tmp_path):
@@ -201,10 +201,10 @@ def test_an_output_embedding_of_its_own_stays_when_it_is_converted(original, dra
     pair = read_pair(target, draft, dtype="float32", say=said.append)
     assert sum("has an output embedding that differs from its embedding" in line for line in said) == 1
     np.testing.assert_array_equal(pair.target_params["output_embedding"], params["output_embedding"])
-    orbax.write(open_checkpoint(target, dtype="float32"), params, tmp_path / "converted")
+    hugging_face.write_converted(open_checkpoint(target, dtype="float32"), params, tmp_path / "converted")
     again = open_checkpoint(tmp_path / "converted", dtype="float32")
     assert not again.config.tied and again.notes == []
-    jax.tree.map(np.testing.assert_array_equal, orbax.read_params(again, TransformerLM(again.config)), params)
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.read_params(again, TransformerLM(again.config)), params)
 
 
 def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
@@ -216,19 +216,21 @@ def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_p
 
     monkeypatch.setattr(orbax.ocp, "StandardCheckpointHandler", scaled)
     monkeypatch.setattr(orbax, "GB", small)
-    orbax.write(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
+    hugging_face.write_converted(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
     again = open_checkpoint(tmp_path / "large", dtype="bfloat16")
-    read = orbax.read_params(again, shard_model(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4))))
+    read = hugging_face.read_params(
+        again, shard_model(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4)))
+    )
     np.testing.assert_array_equal(read["embedding"], params["embedding"].astype(jnp.bfloat16))
 
 
 def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
     """Orbax would keep the old parameters and say nothing."""
     checkpoint = open_checkpoint(original, dtype="float32")
-    orbax.write(checkpoint, params, tmp_path)
+    hugging_face.write_converted(checkpoint, params, tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(ValueError, match="holds parameters already: delete it, or choose another folder"):
-        orbax.write(checkpoint, random_params(CONFIG, 5), tmp_path)
+        hugging_face.write_converted(checkpoint, random_params(CONFIG, 5), tmp_path)
     assert not open_checkpoint(tmp_path).is_converted
 
 

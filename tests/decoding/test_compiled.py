@@ -23,10 +23,10 @@ OPTIMISED = True
 SLOTS = 256
 
 
-def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, flat=False, **changes):
+def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, layout="default", **changes):
     """`Loop.run`, compiled from abstract shapes."""
-    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes), flat)
-    draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), flat)
+    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes), layout)
+    draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
     request = Request.create(sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
@@ -49,23 +49,23 @@ def moved(text, operation):
 
 
 @pytest.mark.parametrize(
-    "batch, K, positions, flat",
+    "batch, K, positions, layout",
     [
-        (batch, K, p, False)
+        (batch, K, p, "default")
         for p in ("rotary", "relative")
         for batch, K in [(1, 0), (1, 4), (2, 1), (4, 4), (MAX_UNROLLED_ROWS + 3, 2)]
     ]
-    + [(1, 0, "rotary", True), (1, 4, "relative", True), (4, 4, "rotary", True)],
+    + [(1, 0, "rotary", "cpu"), (1, 4, "relative", "cpu"), (4, 4, "rotary", "cpu")],
 )
-def test_caches_and_weights_are_not_copied(batch, K, positions, flat):
+def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     """Caches are updated in place, and weights have the layout that every call wants."""
-    text = compiled_run(batch, K, positions=positions, flat=flat).as_text()
+    text = compiled_run(batch, K, positions=positions, layout=layout).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
-    flat_target, flat_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
-    assert not copies & (target | draft | flat_target | flat_draft)
+    cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
+    assert not copies & (target | draft | cpu_target | cpu_draft)
 
 
 def test_a_cache_that_is_read_after_it_was_written_is_seen():

@@ -11,17 +11,17 @@ from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
-from specsamp.models.transformer import TransformerLM
+from specsamp.models.transformer import LAYOUTS, TransformerLM
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
 
 
-def make_pair(flat):
+def make_pair(layout):
     """Weights large enough for distributions that are far from flat, tables included."""
     shape = dict(vocab_size=48, width=32, num_heads=4, num_kv_heads=2)
-    target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), flat)
+    target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), layout)
     draft = TransformerLM(
-        TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), flat
+        TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), layout
     )
 
     def noisy(model, seed):
@@ -34,7 +34,7 @@ def make_pair(flat):
 
 @pytest.fixture(scope="module")
 def pairs():
-    return {flat: make_pair(flat) for flat in (False, True)}
+    return {layout: make_pair(layout) for layout in LAYOUTS}
 
 
 ROWS = MAX_UNROLLED_ROWS + 3
@@ -44,19 +44,20 @@ PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i i
 def test_layouts_rows_and_streams_agree(pairs):
     """Ragged rows, more than are written one by one, in both layouts, each alone, and as a stream."""
     texts = {
-        flat: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)] for flat, pair in pairs.items()
+        layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
+        for layout, pair in pairs.items()
     }
-    assert texts[True] == texts[False]
-    assert len({tuple(text) for text in texts[True]}) == ROWS
-    alone = generate(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
-    assert alone[0].tokens == texts[True][7] and alone[1].tokens != texts[True][7]
-    chunks = [c.tokens for c in stream(pairs[True], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7])]
-    assert sum(chunks, []) == texts[True][7]
+    assert texts["cpu"] == texts["default"]
+    assert len({tuple(text) for text in texts["cpu"]}) == ROWS
+    alone = generate(pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
+    assert alone[0].tokens == texts["cpu"][7] and alone[1].tokens != texts["cpu"][7]
+    chunks = [c.tokens for c in stream(pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7])]
+    assert sum(chunks, []) == texts["cpu"][7]
 
 
 def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
     """A hole or a stale token in the memory of n-grams would cost acceptance."""
-    pair = pairs[True]
+    pair = pairs["cpu"]
     same = Pair(target=pair.draft, target_params=pair.draft_params, draft=pair.draft, draft_params=pair.draft_params)
     drafted = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=3)
     assert all(c.stats.acceptance_rate == 1 for c in drafted)
@@ -67,7 +68,7 @@ def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
 @pytest.mark.parametrize("positions", ["rotary", "relative"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_layout_of_this_platform_runs(positions, dtype):
-    model = TransformerLM.here(
+    model = TransformerLM.for_backend(
         TransformerConfig(vocab_size=16, width=16, num_layers=1, num_heads=2, positions=positions, dtype=dtype)
     )
     pair = Pair(target=model, target_params=model.init(jax.random.key(0)))
@@ -80,7 +81,7 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     from specsamp.decoding.drafters import ModelDrafter
     from specsamp.sampling.rejection import TokenRule
 
-    pair = pairs[True]
+    pair = pairs["cpu"]
     work = Workload(prompt_length=4, max_new_tokens=4, repeats=1)
     side = decoders(pair, {"": (ModelDrafter(pair.draft, 2), TokenRule())}, greedy(), work)[""]
 
@@ -92,4 +93,4 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     by_name = Loop.run(self=side.loop, weights=side.weights, state=side.prefill(0), max_rounds=9)
     np.testing.assert_array_equal(inside, by_name.tokens_BS)
     np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
-    assert dataclasses.replace(side.loop.target, flat=False).compiler_options == ()
+    assert dataclasses.replace(side.loop.target, layout="default").compiler_options == ()

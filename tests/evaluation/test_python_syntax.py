@@ -7,7 +7,7 @@ import tokenize
 
 import pytest
 
-from specsamp.evaluation.python_syntax import Verdict, parse, parses
+from specsamp.evaluation.python_syntax import ParseResult, parse, parses
 
 SOURCE = inspect.getsource(textwrap)
 DEF = "def f(x):\n"
@@ -16,23 +16,23 @@ DEF = "def f(x):\n"
 @pytest.mark.parametrize(
     "text, verdict",
     [
-        ("", Verdict.COMPLETE),
-        ("x = 1\n", Verdict.COMPLETE),
-        ("return 1\n", Verdict.COMPLETE),  # grammar, not meaning
-        ("def f():\n", Verdict.INCOMPLETE),
-        ("x = (1,\n", Verdict.INCOMPLETE),
-        ('x = """a\n', Verdict.INCOMPLETE),
-        ("try:\n    x\n", Verdict.INCOMPLETE),
-        ("@wraps\n", Verdict.INCOMPLETE),
-        ("x = 1 \\\n", Verdict.INCOMPLETE),
-        ("x =\n", Verdict.ERROR),
-        ("if x:\nx\n", Verdict.ERROR),
-        ("if x:\n    x\n  y\n", Verdict.ERROR),
-        ("x = (1]\n", Verdict.ERROR),
-        ('x = "a\n', Verdict.ERROR),  # the line has ended, and the string with it
-        ("(" * 500 + "\n", Verdict.ERROR),  # deeper than the parser goes
-        ("x = 1\0\n", Verdict.ERROR),
-        ('x = "\\d"\n', Verdict.COMPLETE),  # a warning is no error
+        ("", ParseResult.COMPLETE),
+        ("x = 1\n", ParseResult.COMPLETE),
+        ("return 1\n", ParseResult.COMPLETE),  # grammar, not meaning
+        ("def f():\n", ParseResult.INCOMPLETE),
+        ("x = (1,\n", ParseResult.INCOMPLETE),
+        ('x = """a\n', ParseResult.INCOMPLETE),
+        ("try:\n    x\n", ParseResult.INCOMPLETE),
+        ("@wraps\n", ParseResult.INCOMPLETE),
+        ("x = 1 \\\n", ParseResult.INCOMPLETE),
+        ("x =\n", ParseResult.ERROR),
+        ("if x:\nx\n", ParseResult.ERROR),
+        ("if x:\n    x\n  y\n", ParseResult.ERROR),
+        ("x = (1]\n", ParseResult.ERROR),
+        ('x = "a\n', ParseResult.ERROR),  # the line has ended, and the string with it
+        ("(" * 500 + "\n", ParseResult.ERROR),  # deeper than the parser goes
+        ("x = 1\0\n", ParseResult.ERROR),
+        ('x = "\\d"\n', ParseResult.COMPLETE),  # a warning is no error
     ],
 )
 def test_verdicts(text, verdict):

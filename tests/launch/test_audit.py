@@ -16,7 +16,7 @@ def test_a_sound_pair(tmp_path):
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["passed"] and document["settings"]["detect"] == 0.05
     (check,) = document["checks"]
-    assert check["verdict"] == "passed" and check["numbers"]["accepted"] == check["numbers"]["judged"] > 0
+    assert check["verdict"] == "passed" and check["numbers"]["accepted"] == check["numbers"]["verified"] > 0
 
 
 def test_a_lossy_setting_of_the_configuration():

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import chinchilla_70b, draft_4b, tiny
-from specsamp.models.transformer import TransformerLM
+from specsamp.models.transformer import LAYOUTS, TransformerLM
 
 
 def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
@@ -101,12 +101,12 @@ def test_the_pair_of_the_paper_fits_sixteen_devices():
 
 
 @pytest.mark.parametrize("positions", ["relative", "rotary"])
-@pytest.mark.parametrize("flat", [False, True])
-def test_axes_have_the_structure_of_what_they_name(positions, flat):
-    model = TransformerLM(tiny(positions=positions, ngram_rows=16), flat)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_axes_have_the_structure_of_what_they_name(positions, layout):
+    model = TransformerLM(tiny(positions=positions, ngram_rows=16), layout)
     named = [(model.cache_axes(), jax.eval_shape(lambda: model.init_cache(2, 16)))]
-    if flat:
-        with pytest.raises(ValueError, match="lie flat cannot be split"):
+    if layout == "cpu":
+        with pytest.raises(ValueError, match="weights of layout 'cpu' cannot be split"):
             model.weight_axes()
     else:
         weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), 16))

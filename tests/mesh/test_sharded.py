@@ -50,8 +50,8 @@ def table_pair():
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    target = TransformerLM.here(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer kv heads than devices
-    draft = TransformerLM.here(tiny(num_heads=8, num_layers=1, positions="rotary", ngram_rows=32))
+    target = TransformerLM.for_backend(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer kv heads than devices
+    draft = TransformerLM.for_backend(tiny(num_heads=8, num_layers=1, positions="rotary", ngram_rows=32))
 
     @functools.partial(jax.jit, static_argnums=0)
     def noisy(model, seed):
@@ -170,9 +170,9 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
     check(job.weights.draft["params"]["ngrams_2"], over_draft)
     state = job.prefill()
     for when in ("before", "after"):
-        for keys in state.cache.keys + state.cache.values:
+        for keys in jax.tree.leaves(state.cache.layers):
             check(keys, "data", of_two_key_heads)
-        for keys in state.drafter_state.keys + state.drafter_state.values:
+        for keys in jax.tree.leaves(state.drafter_state.layers):
             check(keys, "data", over_draft)
         check(state.drafter_state.tokens_BS, "data")
         for rows in (state.tokens_BS, state.lengths_B, state.finish_B, state.from_draft_BS, state.log_probs_BS):

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.models.cache import KVCache, write_slots
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
+from specsamp.models.slots import write_slots
+from specsamp.models.transformer import LAYOUTS, TransformerLM
 
 HEADS, SLOTS, SIZE = 2, 12, 3
 
@@ -15,7 +16,7 @@ HEADS, SLOTS, SIZE = 2, 12, 3
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize("length", [1, 4, SLOTS])
 @pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS, MAX_UNROLLED_ROWS + 1])
-def test_write_rows_writes_just_its_slots(batch, length, axis):
+def test_write_slots_writes_just_its_slots(batch, length, axis):
     """Each row at its own offset, the first and the last possible among them; on both sides of the unrolling."""
     rng = np.random.default_rng(batch)
     cache = rng.normal(size=(batch, HEADS, SLOTS, SIZE)).astype(np.float32)
@@ -44,7 +45,7 @@ def test_a_write_past_the_end_moves_back(batch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
     config = tiny(num_kv_heads=2, dtype=dtype, num_layers=3)
-    leaves = jax.tree.leaves(KVCache.zeros(config, batch=5, slots=9))
+    leaves = jax.tree.leaves(TransformerLM(config).init_cache(batch=5, slots=9))
     assert len(leaves) == 2 * config.num_layers
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
     for leaf in leaves:
@@ -52,12 +53,12 @@ def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
         assert leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("transposed_keys", [False, True])
-def test_every_axis_has_its_name(transposed_keys):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_axis_has_its_name(layout):
     config = tiny(num_kv_heads=2, ngram_rows=8)
     sizes = {"batch": 5, "kv_heads": 2, "slots": 9, "head": config.head_size}
-    cache = KVCache.zeros(config, 5, 9, transposed_keys)
-    names = KVCache.logical_axes(config, transposed_keys)
+    model = TransformerLM(config, layout)
+    cache, names = model.init_cache(5, 9), model.cache_axes()
     assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(
         lambda axes: tuple(sizes[name] for name in axes), names
     )
@@ -67,7 +68,7 @@ def test_every_axis_has_its_name(transposed_keys):
 def test_the_whole_cache_is_donated(batch):
     """Every buffer is given up and used again by the result (an unusable donation warns, which is an error here)."""
     config = tiny()
-    cache = KVCache.zeros(config, batch, SLOTS)
+    cache = TransformerLM(config).init_cache(batch, SLOTS)
     new = jnp.ones((batch, config.num_kv_heads, 2, config.head_size))
     start = jnp.arange(batch, dtype=jnp.int32) % SLOTS // 2
 

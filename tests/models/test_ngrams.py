@@ -7,7 +7,7 @@ import pytest
 
 from specsamp.models import ngrams
 from specsamp.models.config import TransformerConfig
-from specsamp.models.transformer import TransformerLM
+from specsamp.models.transformer import LAYOUTS, TransformerLM
 
 ROWS, SLOTS = 97, 24
 
@@ -17,11 +17,11 @@ def make(order=3, **changes):
     return TransformerLM(TransformerConfig(**shape, ngram_rows=ROWS, ngram_order=order), **changes)
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_pieces_give_the_logits_of_the_whole(batch, flat):
+def test_pieces_give_the_logits_of_the_whole(batch, layout):
     """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
-    model = make(flat=flat)
+    model = make(layout=layout)
     params = model.init(jax.random.key(0))
     tables = [name for name in params if name.startswith("ngrams")]
     params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}

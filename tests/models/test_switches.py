@@ -95,7 +95,7 @@ def test_taking_tokens_back_equals_never_having_gone_there(config):
     for b, start in enumerate(starts):
         straight[b, start : start + CHUNK] = other[b]
     expected = forward(TransformerLM(config), params, straight).logits_BTV
-    for model in (TransformerLM(config), TransformerLM(config, flat=True)):
+    for model in (TransformerLM(config), TransformerLM(config, layout="cpu")):
         weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
         for start in range(0, LENGTH, CHUNK):
             cache = call(model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache).cache

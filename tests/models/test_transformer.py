@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.models import layers, positions
-from specsamp.models.cache import KVCache
+from specsamp.models import attention, positions
+from specsamp.models.cache import TransformerCache, TransposedKVCache
 from specsamp.models.compiling import MAX_UNROLLED_ROWS, few_rows_on_cpu
 from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
+from specsamp.models.transformer import LAYOUTS, TransformerLM
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
 every_variant = pytest.mark.parametrize("scheme, kv_heads", VARIANTS)
@@ -75,7 +75,7 @@ def test_one_cached_call_equals_the_uncached_pass(scheme, kv_heads):
     output = call(model, model.fit_slots(model.prepare(params), SLOTS), tokens, at(0, 0, 0), stale_cache(model))
     expected = forward(model, params, tokens)
     assert output.logits_BTV.shape == (3, LENGTH, 64) and output.logits_BTV.dtype == jnp.float32
-    assert expected.cache is None and isinstance(output.cache, KVCache)
+    assert expected.cache is None and isinstance(output.cache, TransformerCache)
     assert np.std(expected.logits_BTV) > 0.5  # logits that differ
     assert_close(output.logits_BTV, expected.logits_BTV)
 
@@ -171,7 +171,7 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     """Together they are written by a vmapped update and projected by one product, in two halves by neither."""
     model, params = model_and_params("rotary", 2)
     batch = MAX_UNROLLED_ROWS + 1
-    length = layers.MAX_BATCHED_ROWS // batch + 1
+    length = attention.MAX_BATCHED_ROWS // batch + 1
     slots = length + batch
     weights, tokens = model.fit_slots(model.prepare(params), slots), some_tokens(batch, length)
     starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
@@ -187,8 +187,8 @@ def test_project_on_both_sides_of_the_branch(batch, length, monkeypatch):
     rng = np.random.default_rng(0)
     x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, 8), (3, 8, 5)))
     for limit in (64, 65):  # one large product, a small one per head
-        monkeypatch.setattr(layers, "MAX_BATCHED_ROWS", limit)
-        project = jax.jit(lambda *args: layers.project(*args))  # a new one: the limit is no argument
+        monkeypatch.setattr(attention, "MAX_BATCHED_ROWS", limit)
+        project = jax.jit(lambda *args: attention.project(*args))  # a new one: the limit is no argument
         assert_close(project(x, weight), np.einsum("btd,ndh->bnth", x, weight))
 
 
@@ -269,26 +269,35 @@ def test_prepare_folds_the_relative_keys():
 
 @pytest.mark.parametrize("scheme", ["rotary", "relative"])
 @pytest.mark.parametrize("length", [1, CHUNK])
-def test_flat_weights_give_the_same_logits(scheme, length):
+def test_the_cpu_layout_gives_the_same_logits(scheme, length):
     """Another layout of weights, tables and keys; values and the meaning of slots stay."""
     model, params = model_and_params(scheme, 2)
-    flat = dataclasses.replace(model, flat=True)
+    on_cpu = dataclasses.replace(model, layout="cpu")
     tokens, starts, cache = some_tokens(3, length), at(0, 6, 10), stale_cache(model)
-    transposed = KVCache(keys=tuple(k.swapaxes(2, 3) for k in cache.keys), values=cache.values)
-    assert jax.tree.map(jnp.shape, transposed) == jax.tree.map(jnp.shape, flat.init_cache(3, SLOTS))
+    layers = [
+        TransposedKVCache(keys_BMHS=layer.keys_BMSH.swapaxes(2, 3), values_BMSH=layer.values_BMSH)
+        for layer in cache.layers
+    ]
+    transposed = TransformerCache(layers=tuple(layers))
+    assert jax.tree.map(jnp.shape, transposed) == jax.tree.map(jnp.shape, on_cpu.init_cache(3, SLOTS))
     expected = call(model, model.fit_slots(model.prepare(params), SLOTS), tokens, starts, cache)
-    got = call(flat, flat.fit_slots(flat.prepare(params), SLOTS), tokens, starts, transposed)
+    got = call(on_cpu, on_cpu.fit_slots(on_cpu.prepare(params), SLOTS), tokens, starts, transposed)
     assert_close(got.logits_BTV, expected.logits_BTV)
-    for ours, theirs in zip(got.cache.keys, expected.cache.keys, strict=True):
-        assert_close(ours.swapaxes(2, 3), theirs)
+    for ours, theirs in zip(got.cache.layers, expected.cache.layers, strict=True):
+        assert_close(ours.keys_BMHS.swapaxes(2, 3), theirs.keys_BMSH)
 
 
-def test_only_flat_float32_models_ask_the_compiler_for_anything():
+def test_only_float32_models_in_the_cpu_layout_ask_the_compiler_for_anything():
     model, _ = model_and_params("rotary")
-    flat = dataclasses.replace(model, flat=True)
-    assert flat.compiler_options == few_rows_on_cpu() and model.compiler_options == ()
-    half = dataclasses.replace(flat, config=dataclasses.replace(flat.config, dtype="bfloat16"))
+    on_cpu = dataclasses.replace(model, layout="cpu")
+    assert on_cpu.compiler_options == few_rows_on_cpu() and model.compiler_options == ()
+    half = dataclasses.replace(on_cpu, config=dataclasses.replace(on_cpu.config, dtype="bfloat16"))
     assert half.compiler_options == ()
+
+
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="layout must be one of default, cpu; got 'tpu'"):
+        TransformerLM(tiny(), layout="tpu")
 
 
 def test_prepare_leaves_rotary_parameters_as_they_are():
@@ -318,7 +327,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
 
     def turned(x, position):
-        return positions.rotate(x, *positions.turns(at(position)[None], 8, 1e4))
+        return positions.apply_rope(x, *positions.rope_angles(at(position)[None], 8, 1e4))
 
     def score(i, j):
         return jnp.sum(turned(query, i) * turned(key, j), axis=-1)
@@ -381,8 +390,8 @@ def test_a_call_streams_the_same_bytes_in_both_layouts():
     """Of the tables that are only looked up, none; of the embedding, what the logits multiply by."""
     config = tiny(positions="rotary", ngram_rows=64, num_kv_heads=2)
     streamed = []
-    for flat in (False, True):
-        model = TransformerLM(config, flat)
+    for layout in LAYOUTS:
+        model = TransformerLM(config, layout)
         weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS))
         streamed.append(sum(4 * math.prod(x.shape) for x in model.streamed(weights)))
     scales = (2 * config.num_layers + 1) * config.width

@@ -50,8 +50,9 @@ SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3)
 
 def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: int) -> str:
     """Returns the StableHLO of one setting."""
-    target = TransformerLM(tiny(positions=positions), cpu_layout)
-    draft = TransformerLM(tiny(positions=positions, num_layers=1), cpu_layout)
+    layout = "cpu" if cpu_layout else "default"
+    target = TransformerLM(tiny(positions=positions), layout)
+    draft = TransformerLM(tiny(positions=positions, num_layers=1), layout)
     name, rule = method
     drafter = {"model": ModelDrafter(draft, K), "ngram": NgramDrafter(K=K), "none": NoDrafter()}[name]
     loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True)

@@ -14,8 +14,7 @@ import numpy as np
 from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
 from specsamp.analysis.draft_length import choose_draft_length
 from specsamp.analysis.timing import of_first_process
-from specsamp.checkpoints import orbax
-from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import Layout, make_mesh
@@ -110,9 +109,9 @@ def checkpoint(folder: pathlib.Path) -> None:
 
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
     assert sum(piece.size for piece in asked) < 0.52 * PUBLIC.num_parameters  # norms are in both
-    orbax.write(opened, params, folder / "converted")
+    write_converted(opened, params, folder / "converted")
     distributed.gather_objects("written")
-    again = orbax.read_params(open_checkpoint(folder / "converted", dtype="float32"), model)
+    again = read_params(open_checkpoint(folder / "converted", dtype="float32"), model)
     assert all(jax.tree.leaves(jax.tree.map(same, again, expected)))
     (folder / f"read{jax.process_index()}").touch()
 

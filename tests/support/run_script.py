@@ -20,18 +20,19 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
+# Nothing is read from or written to the user's cache of programs.
+FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def run(script, *arguments, **environment):
-    """Runs ``launch/{script}.py`` on CPU devices; nothing is read from or written to the user's cache of programs."""
-    fixed = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    """Runs ``launch/{script}.py`` on CPU devices."""
     return subprocess.run(
         [sys.executable, f"launch/{script}.py", *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, **fixed, **environment},
+        env={**os.environ, **FIXED, **environment},
     )
 
 

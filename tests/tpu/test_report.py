@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsamp import TokenRule, chain, top_p
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.models import cache as kv_caches
 from specsamp.models import positions
+from specsamp.models import slots as cache_slots
 from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_out_of_memory
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.models.transformer import TransformerLM
@@ -101,7 +101,7 @@ def test_rows_are_sampled_apart():
 @pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (4, 3)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is a loop on a TPU."""
-    for module in (kv_caches, positions):
+    for module in (positions, cache_slots):
         monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
     made = programs(described_mesh(TOPOLOGY), 1, batch=8, slots=512)
     text = made.call(made.target, 5).compile(compiler_options=dict(FEWEST_COLLECTIVES)).as_text()

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from specsamp import storage
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training import run
@@ -153,7 +154,7 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
     folder = shutil.copytree(trained[0], tmp_path / "run")
     config = run.open_trained(folder).run_config()
     config["model"]["feedforward_width"] += 1
-    run.write_json(folder / "run.json", config)
+    storage.write_json(folder / "run.json", config)
     with pytest.raises(ValueError, match=r"up: \(16, 64\) there, \(16, 65\) wanted"):
         run.open_trained(folder)
     shutil.rmtree(folder / "checkpoints")
@@ -198,7 +199,7 @@ def test_runs_of_older_versions_are_resumed_and_read(trained, tmp_path):
     folder = shutil.copytree(trained[0], tmp_path / "run")
     now = run.read_config(folder)
     old = {{"train": "recipe"}.get(name, name): value for name, value in now.items()} | {"rhythm": {"log": 10}}
-    run.write_json(folder / "run.json", old)
+    storage.write_json(folder / "run.json", old)
     run.check_run(folder, now | {"intervals": {"log": 10}})
     with pytest.raises(ValueError, match="train.batch was 2, is 4"):
         run.check_run(folder, now | {"train": {"batch": 4}, "intervals": {"log": 10}})
@@ -246,7 +247,7 @@ def test_arrays_and_texts_are_written_whole_or_not_at_all(tmp_path, monkeypatch)
     run.write_array(tmp_path / "rows.npy", np.arange(3))
     monkeypatch.setattr(run.os, "replace", lambda *_: None)  # as if killed before the last act
     run.write_array(tmp_path / "rows.npy", np.arange(4))
-    run.write_json(tmp_path / "new.json", {})
+    storage.write_json(tmp_path / "new.json", {})
     np.testing.assert_array_equal(np.load(tmp_path / "rows.npy"), np.arange(3))
     assert not (tmp_path / "new.json").exists()
 

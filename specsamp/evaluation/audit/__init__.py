@@ -1,6 +1,6 @@
-"""Does a pair write what its target would write alone? `audit` runs every check; each is a function of a `Subject`."""
+"""Checks that a pair writes what its target would write alone: `audit` runs every check of a `Subject`."""
 
 from specsamp.evaluation.audit.run import CHECKS, Audit, Settings, audit
-from specsamp.evaluation.audit.subject import Check, Subject, Verdict
+from specsamp.evaluation.audit.subject import Check, Status, Subject
 
-__all__ = ["CHECKS", "Audit", "Check", "Settings", "Subject", "Verdict", "audit"]
+__all__ = ["CHECKS", "Audit", "Check", "Settings", "Subject", "Status", "audit"]

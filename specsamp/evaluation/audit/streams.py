@@ -1,4 +1,4 @@
-"""Checks that compare texts token by token: a difference is a rounding error that can be shown, or a fault."""
+"""Checks that compare texts token by token: each difference is a rounding error that can be shown, or a fault."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import numpy as np
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.job import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.subject import FARTHEST, Check, Subject, Verdict
+from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.warp import Warp, chain
 
 ALONE = 4  # prompts that are also decoded alone
 SHOWN = 3  # faults in a sentence
-MOST_EXCUSABLE = 0.5  # beyond, a tolerance says nothing
+MOST_EXCUSABLE = 0.5  # share of positions; where rounding could decide more, agreement says nothing
 
 
 def greedy_text(subject: Subject) -> Check:
-    """Greedy text with the draft is greedy text without, and each of its tokens the target's choice. In float32."""
+    """Checks that greedy text with the draft equals greedy text without, each token being the target's choice."""
     runs = {"with the draft": subject.decode_greedily(), "alone": subject.decode_greedily(drafter=NoDrafter())}
     return _agreement("greedy", subject, runs, chain(), FARTHEST * subject.rounding)
 
 
 def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
-    """Greedy text in bfloat16: each token is the choice of the target in bfloat16, or nearly.
+    """Checks that each token of greedy text in bfloat16 is the choice of the target in bfloat16, or nearly.
 
-    How near, is measured: both ways to compute a logit are off by what bfloat16 is off from float32 after the prompts.
+    The tolerance is measured: each of two ways to compute a logit may be off by as much as bfloat16 differs from
+    float32 after the prompts.
     """
     if in_bfloat16 is None:
         return _not_applicable("bfloat16", "the target has no dtype to choose")
@@ -40,7 +41,7 @@ def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
 
 
 def coupled_text(subject: Subject) -> Check:
-    """Under the coupled rule the text of a seed does not depend on the draft: this one, prompt lookup, or none."""
+    """Checks that text of the coupled rule is the same with this draft, with prompt lookup, and without a draft."""
     rule = subject.rule if isinstance(subject.rule, CoupledRule) else CoupledRule()
     looked_up = NgramDrafter(K=subject.drafter.K)
     drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": looked_up}
@@ -49,7 +50,7 @@ def coupled_text(subject: Subject) -> Check:
 
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
-    """The target as its own draft: all of it is accepted, but for rounding."""
+    """Checks that all drafted tokens are accepted, but for rounding, where the target is its own draft."""
     if not isinstance(subject.drafter, ModelDrafter):
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
     pair = subject.pair
@@ -60,26 +61,26 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
         pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
     )
     rows = [completion.stats for completion in same.decode()]
-    judged, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
-    allowed = subject.flips_allowed(judged, false_alarm)
-    verdict = Verdict.PASSED if judged - accepted <= allowed and judged else Verdict.FAILED
+    verified, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
+    allowed = subject.flips_allowed(verified, false_alarm)
+    verdict = Status.PASSED if verified - accepted <= allowed and verified else Status.FAILED
     return Check(
         name="acceptance",
         verdict=verdict,
-        sentence=f"with the target as its own draft {accepted} of {judged} drafted tokens were accepted; rounding may "
-        f"refuse {allowed}",
-        numbers={"judged": judged, "accepted": accepted, "refusals_allowed": allowed},
+        sentence=f"with the target as its own draft {accepted} of {verified} drafted tokens were accepted; rounding "
+        f"may reject {allowed}",
+        numbers={"verified": verified, "accepted": accepted, "rejections_allowed": allowed},
     )
 
 
 def neighbours(subject: Subject, false_alarm: float) -> Check:
-    """A prompt's text alone, and amid others in another order, is its text amid the others."""
+    """Checks that a prompt's text is the same alone, beside other prompts, and beside them in another order."""
     prompts = subject.prompts
     if len(prompts) == 1:
         return _not_applicable("neighbours", "a single prompt has no neighbours: give more")
     together, backwards = subject.decode(), range(len(prompts))[::-1]
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
-    # The longest, which are padded alike alone: what padding does is another check.
+    # The longest are padded alone as they are beside others: what padding does is another check.
     longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
     alone = [subject.decode([prompts[i]], prompt_ids=[i])[0] for i in longest]
     pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
@@ -88,12 +89,12 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
 
 
 def padding(subject: Subject, false_alarm: float) -> Check:
-    """A prompt's text does not change where a longer prompt in its batch means more padding, and more slots."""
+    """Checks that a prompt's text is the same where a longer prompt in its batch means more padding and more slots."""
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
     positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]
     room = min(positions, default=np.inf) - subject.max_new_tokens
-    length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # surely padded to more
+    length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # falls into a larger bucket
     if length > room:
         return _not_applicable("padding", f"{length} tokens and the budget are more than the models' positions")
     kept = prompts[:-1] or prompts
@@ -113,24 +114,26 @@ def _agreement(
     *,
     noise_seed: int | None = None,
 ) -> Check:
-    """Each token of each run is the target's choice or explained, hence so is every difference between runs."""
+    """Checks that each token of each run is the target's choice or explained; so is then every difference of runs."""
     texts: dict[Text, str] = {}
     faults, compared = [], list(zip(*runs.values(), strict=True))
     for i, rows in enumerate(compared):
         for run, row in zip(runs, rows, strict=True):
             if row.finish == "invalid":
-                faults.append(f"prompt {i} {run}: the target's logits are no law (NaN or inf)")
+                faults.append(f"prompt {i} {run}: the target's logits are NaN or infinite")
             elif row.tokens:
                 texts.setdefault(Text(prompt_id=i, prompt=tuple(subject.prompts[i]), tokens=tuple(row.tokens)), run)
         for row in rows[1:]:
             shorter, longer = sorted((rows[0].tokens, row.tokens), key=len)
             if len(shorter) < len(longer) and longer[: len(shorter)] == shorter:
                 faults.append(f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on")
-    judgements = judge(subject.pair, list(texts), subject.law(warp), tolerance, noise_seed=noise_seed) if texts else []
+    judgements = (
+        judge(subject.pair, list(texts), subject.full_warp(warp), tolerance, noise_seed=noise_seed) if texts else []
+    )
     for (text, run), judgement in zip(texts.items(), judgements, strict=True):
         for at in np.flatnonzero(~judgement.explained_N)[:1]:
             behind = judgement.behind_N[at]
-            apart = f"{behind:.2g} behind the target's choice" if np.isfinite(behind) else "none that the law allows"
+            apart = f"{behind:.2g} behind the target's choice" if np.isfinite(behind) else "excluded by the warp"
             faults.append(f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}")
     tokens = sum(len(text.tokens) for text in texts)
     near_ties = sum(int((j.explained_N & ~j.chosen_N).sum()) for j in judgements)
@@ -148,31 +151,31 @@ def _agreement(
     if faults or not tokens:
         more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         sentence = "; ".join(faults[:SHOWN]) + more if faults else "nothing was emitted"
-        return Check(name=name, verdict=Verdict.FAILED, sentence=sentence, numbers=numbers)
+        return Check(name=name, verdict=Status.FAILED, sentence=sentence, numbers=numbers)
     if excusable > MOST_EXCUSABLE:
         sentence = f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
-        return Check(name=name, verdict=Verdict.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
+        return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
     equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
     same = equal if len(runs) > 1 else f"{len(compared)} texts"
     sentence = (
         f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} near-ties within "
         f"{2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
     )
-    return Check(name=name, verdict=Verdict.PASSED, sentence=sentence, numbers=numbers)
+    return Check(name=name, verdict=Status.PASSED, sentence=sentence, numbers=numbers)
 
 
 def _unchanged(
     name: str, subject: Subject, pairs: Sequence[tuple[Completion, Completion]], what: str, false_alarm: float
 ) -> Check:
-    """Texts under the audited rule: rounding flips a decision as rarely as `Subject.flips_allowed` says."""
+    """Checks that texts under the audited rule differ as rarely as rounding may change them."""
     tokens = sum(len(row.tokens) for row, _ in pairs)
     differing = sum(row.tokens != other.tokens for row, other in pairs)
     allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)
-    verdict = Verdict.PASSED if tokens and differing <= allowed else Verdict.FAILED
+    verdict = Status.PASSED if tokens and differing <= allowed else Status.FAILED
     sentence = f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
     numbers = {"texts": len(pairs), "tokens": tokens, "texts_that_differ": differing, "differences_allowed": allowed}
     return Check(name=name, verdict=verdict, sentence=sentence, numbers=numbers)
 
 
 def _not_applicable(name: str, why: str) -> Check:
-    return Check(name=name, verdict=Verdict.NOT_APPLICABLE, sentence=why, numbers={})
+    return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=why, numbers={})

@@ -1,4 +1,4 @@
-"""What is audited, and what a check says of it."""
+"""The pair that is audited, with its settings, and what a check says of it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, first_tokens, greedy
 
-# Two float32 computations of the same logits, in units of eps times the largest logit: farthest apart, with a
-# margin of three over what 500,000 logits of the pair "python" showed, and how often a decision of one falls
-# otherwise in the other: a token is one acceptance and one draw, and the distributions were 0.7 apart in total variation.
+# How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
+# bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
+# bounds the probability that rounding changes a sampled token, which is one acceptance and one draw: the two
+# distributions were 0.7 units apart in total variation.
 FARTHEST, FLIPS = 32, 4
 
 
-class Verdict(enum.StrEnum):
+class Status(enum.StrEnum):
+    """How a check ended."""
+
     PASSED = "passed"
     FAILED = "failed"
     NOT_APPLICABLE = "not applicable"
@@ -41,12 +44,21 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check found."""
+    """What one check found.
+
+    Attributes:
+      name: one of `specsamp.evaluation.audit.run.CHECKS`.
+      verdict: how it ended.
+      sentence: what the verdict rests on.
+      numbers: the same for programs; finite, since JSON has no other numbers.
+      seen: which errors would have been seen, and with which probability.
+    """
 
     name: str
-    verdict: Verdict
+    verdict: Status
     sentence: str
-    numbers: dict[str, int | float]  # finite, so that JSON holds them
+    numbers: dict[str, int | float]
+    seen: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,8 +71,8 @@ class Subject:
       drafter, rule: what is audited.
       sampling, draft_sampling: warps whose numbers are the same for all prompts; the draft's own is by default
         the target's.
-      max_new_tokens: of the texts that are compared token by token.
-      seed: of the noise.
+      max_new_tokens: longest length of the texts that are compared or read.
+      seed: seed of the noise.
 
     Raises:
       ValueError: nothing is drafted, there are no prompts, or one is too long.
@@ -82,7 +94,7 @@ class Subject:
         checks.limits(self.pair, self.drafter, lengths, self.max_new_tokens)
 
     def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
-        """`generate` with these settings, of all prompts or others; ``changes`` are arguments of `generate`."""
+        """Calls `generate` with these settings, on all prompts or others; ``changes`` replaces its arguments."""
         settings = {
             "max_new_tokens": self.max_new_tokens,
             "sampling": self.sampling,
@@ -94,17 +106,18 @@ class Subject:
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
 
     def decode_greedily(self, **changes: Any) -> list[Completion]:
+        """Calls `decode` with greedy sampling of target and draft."""
         return self.decode(**({"sampling": greedy(), "draft_sampling": None} | changes))
 
-    def law(self, warp: Warp) -> Warp:
-        """``warp`` over the tokens that the tokenizer has, as `generate` applies it."""
+    def full_warp(self, warp: Warp) -> Warp:
+        """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
         tokenizer = self.pair.tokenizer
         if tokenizer is None or tokenizer.vocab_size == self.pair.target.vocab_size:
             return chain(warp)
         return chain(first_tokens(tokenizer.vocab_size), warp)
 
     def cast(self, dtype: str) -> Subject | None:
-        """The same with models that compute in ``dtype``; None where the target has no such choice."""
+        """Returns the same with models that compute in ``dtype``; None if the target has no dtype to choose."""
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
@@ -117,38 +130,35 @@ class Subject:
             drafter = dataclasses.replace(drafter, model=draft)
         pair = dataclasses.replace(self.pair, target=target, draft=draft)
         if dtype == "float32":
-            # Here, and once: `Pair.weights` would make a wider copy for every number of slots.
-            def wide(params):
-                return jax.tree.map(lambda x: x.astype(dtype), params)
-
-            draft_params = wide(pair.draft_params) if recast else pair.draft_params
-            pair = dataclasses.replace(pair, target_params=wide(pair.target_params), draft_params=draft_params)
+            # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
+            params = {"target_params": pair.target_params} | ({"draft_params": pair.draft_params} if recast else {})
+            pair = dataclasses.replace(pair, **jax.tree.map(lambda x: x.astype(dtype), params))
         return dataclasses.replace(self, pair=pair, drafter=drafter)
 
     @functools.cached_property
     def prompt_logits(self) -> np.ndarray:
-        """What the target says after each prompt, ``[len(prompts), V]``."""
+        """Returns the target's logits after each prompt, ``[len(prompts), V]`` float32."""
         return next_logits(self.pair, self.prompts)
 
     @property
     def rounding(self) -> float:
-        """eps of float32 times the largest logit: what the constants of this module count in."""
+        """Returns eps of float32 times the largest logit: the unit of `FARTHEST` and `FLIPS`."""
         logits = self.prompt_logits
         largest = np.abs(logits[np.isfinite(logits)]).max(initial=1.0)
         return float(jnp.finfo(jnp.float32).eps * largest)
 
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
-        """How many of ``tokens`` decisions may fall otherwise by rounding: more has a chance below ``false_alarm``."""
+        """Returns how many of ``tokens`` tokens rounding may change; more has a probability below ``false_alarm``."""
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
-    """The model computing in another dtype, on its mesh if it is on one; None for models of other kinds."""
+    """Returns the model computing in another dtype, on its mesh if it has one; None for models of other kinds."""
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
-        return inner and ShardedModel(dataclasses.replace(inner, flat=False), model.layout)
+        return inner and ShardedModel(dataclasses.replace(inner, layout="default"), model.layout)
     if not isinstance(model, TransformerLM):
         return None
     if model.config.dtype == dtype:
         return model
-    return TransformerLM.here(dataclasses.replace(model.config, dtype=dtype))
+    return TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))

@@ -1,10 +1,10 @@
-"""Teacher forcing: what the target says of a text that it reads at once, with nothing kept and nothing drafted.
+"""Teacher forcing: reads the target's logits of whole texts in one call, without a cache from before or a draft.
 
-This is what every other way to compute the same logits is held against. Those differ by rounding, so a token is
-*explained* if the target would choose it for some logits within a tolerance of the ones read here. Tried are the two
-most favourable, both with the token's own logit raised by the tolerance: all larger ones lowered by it; or the logit
-of the target's choice lowered, all larger than that raised. That covers the thresholds of a warp as well: a token at
-the edge of a nucleus, this one or the target's choice, may be in it for one rounding and not for another.
+Every other way to compute the same logits is compared with these. It differs by rounding, so a token is *explained* if
+the target would choose it for some logits within a tolerance of these. Two changes of the logits are tried, which
+favour the token most. Both raise its own logit by the tolerance. The first lowers all larger logits by it. The second
+lowers the logit of the target's choice and raises all logits larger than that. This covers the thresholds of a warp: a
+token at the edge of a nucleus, this one or the target's choice, may be inside for one rounding and outside for another.
 """
 
 from __future__ import annotations
@@ -43,17 +43,24 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Of every token of a text's continuation."""
+    """What teacher forcing says of each of the N tokens behind a prompt.
 
-    chosen_N: np.ndarray  # bool, it is the target's choice
-    explained_N: np.ndarray  # bool, it is for some logits within the tolerance
-    excusable_N: np.ndarray  # bool, so would be the token next to the target's choice
-    behind_N: np.ndarray  # how far its score is behind that of the target's choice; inf where it is excluded
+    Attributes:
+      chosen_N: bool, the token is the target's choice.
+      explained_N: bool, it is the target's choice for some logits within the tolerance.
+      excusable_N: bool, the token with the second highest score would be explained, too.
+      behind_N: float32, by how much its score is below that of the target's choice; inf where it is excluded.
+    """
+
+    chosen_N: np.ndarray
+    explained_N: np.ndarray
+    excusable_N: np.ndarray
+    behind_N: np.ndarray
 
 
 def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
-    """The target's logits after each text, ``[len(texts), V]`` float32."""
-    slots, batches = _batches(pair, texts)
+    """Returns the target's logits after each text, ``[len(texts), V]`` float32."""
+    slots, batches = padded_batches(pair, texts)
     weights = pair.weights(NoDrafter(), slots).target
     read = functools.partial(_next_logits, pair.target, pair.shards, weights, slots=slots)
     rows = [to_host(read(tokens_BT, lengths_B)) for tokens_BT, lengths_B, _ in batches]
@@ -63,15 +70,18 @@ def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
 def judge(
     pair: Pair, texts: Sequence[Text], warp: Warp, tolerance: float, *, noise_seed: int | None = None
 ) -> list[Judgement]:
-    """Judges every token: is it the target's choice, the one with the highest log-probability (plus noise)?
+    """Compares every token with the target's choice: the token with the highest score.
 
     Args:
-      warp: with numbers for all texts; ``chain()`` judges greedy texts.
-      tolerance: of logits.
-      noise_seed: for texts written under the coupled rule with this seed, its noise; None: no noise.
+      pair: its target reads the texts.
+      texts: prompts and what followed them.
+      warp: warp with one number for all texts; ``chain()`` for greedy texts.
+      tolerance: how far logits may be off.
+      noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus its noise. None: the score
+        is the log-probability.
     """
     whole = [(*text.prompt, *text.tokens) for text in texts]
-    slots, batches = _batches(pair, whole)
+    slots, batches = padded_batches(pair, whole)
     weights = pair.weights(NoDrafter(), slots).target
     longest = -(-max(len(text.tokens) for text in texts) // 8) * 8
     judgements = []
@@ -103,11 +113,13 @@ def judge(
     return judgements[: len(texts)]
 
 
-def _batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:
-    """Slots, and padded tokens, lengths and indices of equally many texts each: the last one is repeated."""
-    width = -(-max(map(len, texts)) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    if pair.target.max_positions is not None:
-        width = min(width, pair.target.max_positions)
+def padded_batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:
+    """Returns slots, and batches of equally many texts: padded tokens, lengths, indices. The last text is repeated."""
+    longest = max(map(len, texts))
+    width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    for model in (pair.target, pair.draft):
+        if model is not None and model.max_positions is not None:
+            width = max(longest, min(width, model.max_positions))
     rows = -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
     batches = []
     for start in range(0, len(texts), rows):
@@ -120,7 +132,8 @@ def _batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tupl
     return -(-width // SLOTS_MULTIPLE) * SLOTS_MULTIPLE, batches
 
 
-def _read(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> Array:
+def read_logits(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> Array:
+    """Returns the model's logits after every token of whole texts, ``[B, T, V]`` float32."""
     batch = tokens_BT.shape[0]
     output = model(weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots))
     return output.logits_BTV.astype(jnp.float32)
@@ -131,7 +144,7 @@ def _next_logits(
     model: LanguageModel, shards: DataShards, weights: Any, tokens_BT: Array, lengths_B: Array, *, slots: int
 ) -> Array:
     def read(weights: Any, tokens_BT: Array, lengths_B: Array) -> Array:
-        logits_BTV = _read(model, weights, tokens_BT, slots)
+        logits_BTV = read_logits(model, weights, tokens_BT, slots)
         return jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
 
     return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, lengths_B)
@@ -153,8 +166,8 @@ def _judge(
 ) -> dict[str, Array]:
     def read(weights, tokens_BT, starts_B, warp, keys_B, tolerance):
         at_BN = starts_B[:, None] - 1 + jnp.arange(num_tokens)[None, :]
-        at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # beyond a text nobody looks
-        logits_BNV = jnp.take_along_axis(_read(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
+        at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # positions beyond a text are not used
+        logits_BNV = jnp.take_along_axis(read_logits(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
         noise_BNV = None if keys_B is None else _gumbels(keys_B, starts_B, logits_BNV)
         return _verdicts(logits_BNV, jnp.take_along_axis(tokens_BT, at_BN + 1, axis=1), warp, noise_BNV, tolerance)
 
@@ -163,7 +176,7 @@ def _judge(
 
 
 def _gumbels(keys_B: Array, starts_B: Array, like_BNV: Array) -> Array:
-    """The noise of the coupled rule at every position from ``starts_B`` on."""
+    """Returns the noise of the coupled rule at every position from ``starts_B`` on, like ``like_BNV``."""
     keys = RoundKeys(rows_B=keys_B, starts_B=starts_B)
 
     def at(offset: Array) -> Array:

@@ -1,0 +1,64 @@
+"""The keys of a config.json, and what is said where a value cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# The names of activations in config.json, and ours; of several that mean one, the first is written.
+ACTIVATIONS = {
+    "gelu": "gelu_exact",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+class Fields:
+    """Reads the keys of a config.json; messages name the file."""
+
+    def __init__(self, path: str, content: Mapping[str, Any]):
+        self.path, self._content = path, content
+
+    def __call__(self, key: str, *default: Any) -> Any:
+        """Returns the value of a key, or ``default`` where it is absent or null; raises ValueError without a default."""
+        value = self._content.get(key)
+        if value is not None:
+            return value
+        if not default:
+            raise ValueError(f"{self.path} does not say {key!r}")
+        return default[0]
+
+    def or_null(self, key: str, default: Any) -> Any:
+        """Returns the value of a key, null included: some keys mean one thing when absent and another as null."""
+        return self._content.get(key, default)
+
+    def count(self, key: str) -> int:
+        """Returns a positive integer."""
+        value = self(key)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.path} says {key} = {value!r}; a positive integer is wanted")
+        return value
+
+    def object(self, key: str) -> Mapping[str, Any]:
+        """Returns an object, which is empty where the key is absent or null."""
+        value = self(key, {})
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self.path} says {key} = {value!r}; an object is wanted")
+        return value
+
+    def require(self, key: str, allowed: Any) -> None:
+        """Raises ValueError unless a key that changes the model has the one value that is supported."""
+        if self(key, allowed) != allowed:
+            raise ValueError(f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported")
+
+    def activation(self, key: str, *default: str) -> str:
+        """Returns our name of an activation."""
+        name = self(key, *default)
+        if name not in ACTIVATIONS:
+            raise ValueError(f"{self.path} says {key} = {name!r}; known are {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]

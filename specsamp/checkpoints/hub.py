@@ -1,0 +1,83 @@
+"""Folders of checkpoints by name: local, in a bucket, or of a model of the Hugging Face hub, which is downloaded."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from etils import epath
+
+from specsamp import storage
+from specsamp.checkpoints.safetensors_io import INDEX, PICKLES, SINGLE, read_index, refuse_pickles
+
+# config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
+SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
+
+
+def find_folder(name: str) -> tuple[epath.Path, bool]:
+    """Returns the folder of a checkpoint's small files, downloaded if they are not here, and whether they were.
+
+    Raises:
+      FileNotFoundError: no such folder or model, or no config.json in it.
+      ValueError: the name may be a model of the hub, whose library is not installed.
+    """
+    folder = storage.place(name)
+    if (folder / "config.json").exists():
+        return folder, False
+    if folder.exists() or name.startswith(storage.BUCKETS):
+        raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint in the format of Hugging Face")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(
+            f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
+        )
+    return _download(name, SMALL_FILES), True
+
+
+def download_weights(name: str, folder: epath.Path) -> epath.Path:
+    """Downloads the tensors of a model of the hub, and returns their folder.
+
+    Args:
+      folder: of its small files, whose index names the files of tensors.
+
+    Raises:
+      FileNotFoundError: the hub does not give them. ValueError: the model has pickles only.
+    """
+    index = folder / INDEX
+    files = set(read_index(index).values()) if index.exists() else {SINGLE}
+    folder = _download(name, sorted(files))
+    if not index.exists() and not (folder / SINGLE).exists():
+        _refuse_what_the_hub_has(name)
+    return folder
+
+
+def _download(name: str, files: Sequence[str]) -> epath.Path:
+    """Downloads files of a model into the cache of the hub's library, and returns their folder."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"there is no folder {name!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
+        ) from error
+    try:
+        # What lies deeper than config.json is the same model in another format.
+        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
+    except Exception as error:  # of the network, of the hub, of access rights
+        raise FileNotFoundError(
+            f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A gated model needs "
+            "its licence accepted on its page and a token: hf auth login"
+        ) from error
+    return epath.Path(found)
+
+
+def _refuse_what_the_hub_has(name: str) -> None:
+    """Raises ValueError if a model without safetensors has pickles: they are not downloaded to be refused."""
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.list_repo_files(name)
+    except Exception:  # without a network, what is here of the model is all that can be checked
+        return
+    pickles = sorted(file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES))
+    if pickles:
+        raise refuse_pickles(name, pickles)

@@ -1,0 +1,96 @@
+"""What config.json says of rotary positions, as fields of a `TransformerConfig`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specsamp.checkpoints.fields import Fields
+from specsamp.models.positions import RotaryScaling
+
+
+def rope_parameters(fields: Fields) -> Mapping[str, Any]:
+    """Returns what the file says of rotary positions, with the preferences of transformers.
+
+    Of files that have both, rope_scaling counts, not rope_parameters: people add it to lengthen what a model reads.
+    The length of the original training counts where it stands beside them, as Phi 3 writes it, not within.
+    """
+    rope = fields.object("rope_scaling") or fields.object("rope_parameters")
+    original = fields("original_max_position_embeddings", None)
+    return rope if original is None else {**rope, "original_max_position_embeddings": original}
+
+
+def rotary_fields(
+    fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any], *, partial: bool = False
+) -> dict[str, Any]:
+    """Returns the fields of rotary positions.
+
+    Args:
+      given: rope_parameters, or rope_scaling in older files and where it was added; see `rope_parameters`.
+      usual: sizes of the model.
+      partial: whether the family turns a part of each head. transformers knows one such family; for the others it
+        ignores partial_rotary_factor unless positions are scaled as well, and then fails.
+    """
+    given = {key: value for key, value in given.items() if value is not None}
+    if "full_attention" in given:  # by kind of layer, only where kinds differ
+        raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which is known of Gemma 3 only")
+    base = float(given.get("rope_theta", fields("rope_theta", 10_000.0)))
+    share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
+    head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
+    scaling = _scaling(fields, given, usual["max_positions"])
+    if share != 1 and scaling is not None and not partial:
+        raise ValueError(
+            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary positions; this family turns "
+            "whole heads: remove one of the two"
+        )
+    return dict(
+        positions="rotary",
+        rotary_base=base,
+        rotary_size=int(head_size * share) if partial and share != 1 else None,
+        rotary_scaling=scaling,
+    )
+
+
+def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:
+    """Returns how frequencies are scaled, None where they are not; raises ValueError where we do not know how."""
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return None
+
+    def number(key: str, *default: float) -> float:
+        value = given.get(key, *default) if default else given[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{fields.path} scales rotary positions with {key} = {value!r}; a positive number is wanted"
+            )
+        return value
+
+    try:
+        if kind == "linear":
+            return RotaryScaling(kind=kind, factor=float(number("factor")))
+        if kind == "llama3":
+            return RotaryScaling(
+                kind=kind,
+                factor=float(number("factor")),
+                original_positions=number("original_max_position_embeddings"),
+                low=float(number("low_freq_factor")),
+                high=float(number("high_freq_factor")),
+            )
+        if kind == "yarn" and "mscale" not in given and "mscale_all_dim" not in given:
+            factor = float(number("factor"))
+            return RotaryScaling(
+                kind=kind,
+                factor=factor,
+                original_positions=number("original_max_position_embeddings", max_positions),
+                low=float(number("beta_slow", 1)),
+                high=float(number("beta_fast", 32)),
+                amplitude=float(number("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
+                whole_dimensions=given.get("truncate", True),
+            )
+    except KeyError as error:
+        raise ValueError(f"{fields.path} has {kind} scaling of rotary positions without {error}") from error
+    raise ValueError(
+        f"{fields.path} scales its rotary positions by {dict(given)}; known are linear, llama3 and yarn (what depends "
+        "on the length of the text would turn keys that are cached already)"
+    )

@@ -1,0 +1,150 @@
+"""Attention, as a Linen module. What is remembered, and how scores are made from it, is its cache's matter.
+
+Weights keep one layout for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
+With any other the TPU compiler lays weights out again for a loop that uses them at different T. (What a CPU
+prefers is in `specsamp.models.cpu_layout`.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.cache import KVCache, LayerCache
+from specsamp.models.config import TransformerConfig
+from specsamp.models.interface import Block
+from specsamp.models.norm import Norm
+from specsamp.models.parameters import bias, weight
+from specsamp.models.positions import align_distances, apply_rope, relative_keys
+from specsamp.models.products import contract
+from specsamp.models.visibility import Visibility
+
+Array = jax.Array
+
+# Up to this many rows a projection is one small product per head; beyond, a single large one.
+MAX_BATCHED_ROWS = 256
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped or multi-query attention over a cache, or over the call alone.
+
+    With a ``window``, a token sees itself and the ``window - 1`` slots before it. That is a mask: the cache
+    keeps every slot, so taking tokens back across the window's edge is moving lengths, as anywhere.
+    """
+
+    config: TransformerConfig
+    window: int | None = None
+
+    table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: Array,
+        start_B: Array,
+        rope: tuple[Array, Array] | None,
+        cache: LayerCache | None,
+        table: Array | None,
+        block: Block | None,
+    ) -> tuple[Array, LayerCache]:
+        """Returns ``[B, T, D]`` and the cache with the call's tokens.
+
+        Args:
+          rope: from `rope_angles`, of models with rotary positions.
+          cache: None: the call sees its own tokens alone.
+          table: of relative keys for as many slots as the cache has; None: it is made in the call.
+        """
+        config = self.config
+        heads, size, width = config.num_heads, config.head_size, config.width
+        batch, length = x_BTD.shape[:2]
+        q_BNTH, k_BMTH, v_BMTH = self.project_heads(x_BTD)
+        fan_in = 2 * config.num_layers * heads * size
+        output_NHD = weight(self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in)
+        if config.query_key_norm:
+            q_BNTH = Norm(config, "head", name="query_norm")(q_BNTH)
+            k_BMTH = Norm(config, "head", name="key_norm")(k_BMTH)
+        if rope is not None:
+            q_BNTH, k_BMTH = apply_rope(q_BNTH, *rope), apply_rope(k_BMTH, *rope)
+        if cache is None:
+            cache = KVCache(keys_BMSH=k_BMTH, values_BMSH=v_BMTH)
+        else:
+            cache = cache.append(k_BMTH, v_BMTH, start_B)
+        visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)
+        bias_BNTS = None
+        if config.positions == "relative":
+            q_BNTH, bias_BNTS = self.score_distances(q_BNTH, table, visible, cache.num_slots)
+        scale = config.attention_scale or 1 / math.sqrt(size)
+        mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=config.attention_cap)
+        # One contraction over heads and their entries together: as two, the weight is transposed for it.
+        mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
+        out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
+        if config.output_bias:
+            out_BTD = out_BTD + bias(self, "output_bias", ("embed",), out_BTD)
+        return out_BTD, cache
+
+    def project_heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+        """Returns queries ``[B, N, T, H]``, keys and values ``[B, M, T, H]``."""
+        config = self.config
+
+        def project_part(name, count, axis):
+            y_BNTH = project(x_BTD, self._projection(name, count, axis))
+            if not config.attention_bias:
+                return y_BNTH
+            init = nn.with_logical_partitioning(nn.initializers.zeros, (axis, "head"))
+            bias_NH = self.param(f"{name}_bias", init, (count, config.head_size))
+            return y_BNTH + bias_NH.astype(y_BNTH.dtype)[None, :, None]
+
+        return (
+            project_part("query", config.num_heads, "heads"),
+            project_part("key", config.num_kv_heads, "kv_heads"),
+            project_part("value", config.num_kv_heads, "kv_heads"),
+        )
+
+    def score_distances(
+        self, q_BNTH: Array, table: Array | None, visible: Visibility, num_slots: int
+    ) -> tuple[Array, Array]:
+        """Returns the queries for the keys, and their scores on the relative keys by slot, ``[B, N, T, S]`` float32.
+
+        See `specsamp.models.positions`. In a block each slot's score is gathered: the slots of a tree are no run of
+        distances.
+        """
+        config = self.config
+        batch, heads, length, size = q_BNTH.shape
+
+        def head_bias(name):
+            value_NH = weight(self, name, (heads, size), ("heads", "head"), fan_in=size)
+            return value_NH.astype(q_BNTH.dtype)[None, :, None, :]
+
+        content_BNTH = q_BNTH + head_bias("content_bias")
+        distance_BNTH = q_BNTH + head_bias("distance_bias")
+        if table is None:
+            weight_MDH = self._projection("relative", config.num_kv_heads, "kv_heads")
+            table, axes = relative_keys(weight_MDH, num_slots).astype(q_BNTH.dtype), "MSH"
+        else:
+            axes = self.table_axes
+        distance_BMRH = distance_BNTH.reshape(batch, config.num_kv_heads, -1, size)
+        scores = contract(f"BMRH,{axes}->BMRS", distance_BMRH, table, dtype=jnp.float32)
+        scores_BNTS = scores.reshape(batch, heads, length, num_slots)
+        if visible.block is None:
+            return content_BNTH, align_distances(scores_BNTS, visible.start_B)
+        column_BTS = jnp.clip(num_slots - 1 - visible.distances(num_slots), 0, num_slots - 1)
+        return content_BNTH, jnp.take_along_axis(scores_BNTS, column_BTS[:, None], axis=-1)
+
+    def _projection(self, name: str, count: int, axis: str) -> Array:
+        shape = (count, self.config.width, self.config.head_size)
+        return weight(self, name, shape, (axis, "embed", "head"), fan_in=self.config.width)
+
+
+def project(x_BTD: Array, weight_NDH: Array) -> Array:
+    """Multiplies ``BTD,NDH -> BNTH``, without laying the weight out again for few rows."""
+    batch, length, width = x_BTD.shape
+    heads, _, size = weight_NDH.shape
+    if batch * length > MAX_BATCHED_ROWS:
+        return contract("BTD,NDH->BNTH", x_BTD, weight_NDH)
+    rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
+    rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
+    return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)

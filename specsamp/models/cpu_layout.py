@@ -1,0 +1,64 @@
+"""Decode-time weights as a CPU wants them: products over few rows as ``[T, in] x [in, out]``, few and large.
+
+Q, K and V are one matrix ``[D, (N+2M) H]``, the output is ``[D, V]`` (a copy, if it is tied), tables of relative keys
+are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
+``[D, N, H]`` in every call. Such weights cannot be split over a mesh: their axes hold several things.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.attention import Attention
+from specsamp.models.decoder import OUTPUT_EMBEDDING, Decoder
+from specsamp.models.products import contract
+
+Array = jax.Array
+
+HEADS, HEADS_BIAS, UNEMBEDDING = "query_key_value", "query_key_value_bias", "unembedding"
+
+
+def to_cpu_layout(params: Any) -> Any:
+    """Rearranges parameters for `CPUDecoder`."""
+    arranged = dict(params)
+    arranged[UNEMBEDDING] = arranged.pop(OUTPUT_EMBEDDING, params["embedding"]).T
+    for name in params:
+        if name.startswith("layer_"):
+            attention = dict(params[name]["attention"])
+            parts = [attention.pop(part) for part in ("query", "key", "value")]
+            side_by_side = [part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts]
+            attention[HEADS] = jnp.concatenate(side_by_side, axis=1)
+            if "query_bias" in attention:
+                biases = [attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
+                attention[HEADS_BIAS] = jnp.concatenate(biases)
+            arranged[name] = dict(params[name]) | {"attention": attention}
+    return arranged
+
+
+class CPUAttention(Attention):
+    """`Attention` with one projection for queries, keys and values."""
+
+    table_axes: ClassVar[str] = "MHS"
+
+    def project_heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:
+        config, (batch, length) = self.config, x_BTD.shape[:2]
+        heads_BTX = contract("BTD,DX->BTX", x_BTD, self.get_variable("params", HEADS))
+        if config.attention_bias:
+            heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
+        heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
+        return jnp.split(heads_BXTH, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+
+
+class CPUDecoder(Decoder):
+    """`Decoder` for the weights of `to_cpu_layout`."""
+
+    attention: ClassVar[type[Attention]] = CPUAttention
+
+    def declare_output(self) -> Array:
+        return self.get_variable("params", UNEMBEDDING)
+
+    def project_to_vocabulary(self, x_BTD: Array) -> Array:
+        return contract("BTD,DV->BTV", x_BTD, self.output_embedding, dtype=jnp.float32)

@@ -1,0 +1,205 @@
+"""The decoder as a Linen module: embedding, pre-normalised layers, output.
+
+Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied layer
+by layer. Names of parameters are those of checkpoints: they follow from the names below.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp.models import ngrams
+from specsamp.models.attention import Attention
+from specsamp.models.cache import LayerCache, TransformerCache
+from specsamp.models.config import TransformerConfig
+from specsamp.models.feedforward import FeedForward
+from specsamp.models.interface import Block, Output
+from specsamp.models.norm import Norm
+from specsamp.models.parameters import weight
+from specsamp.models.products import contract, soft_cap
+
+Array = jax.Array
+
+POSITION_EMBEDDING = "position_embedding"
+OUTPUT_EMBEDDING = "output_embedding"  # of a model whose output is not tied
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the stream."""
+
+    config: TransformerConfig
+    window: int | None  # see `Attention`
+    attention: type[Attention]
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: Array,
+        start_B: Array,
+        rope: tuple[Array, Array] | None,
+        cache: LayerCache | None,
+        table: Array | None,
+        block: Block | None,
+    ) -> tuple[Array, LayerCache]:
+        config = self.config
+
+        def post_norm(name, y_BTD):
+            return Norm(config, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
+
+        with jax.named_scope("attention"):
+            y_BTD = Norm(config, name="attention_norm")(x_BTD)
+            attention = self.attention(config, self.window, name="attention")
+            y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
+            attended_BTD = x_BTD + post_norm("attention", y_BTD)
+        with jax.named_scope("mlp"):
+            y_BTD = Norm(config, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
+            x_BTD = attended_BTD + post_norm("mlp", FeedForward(config, name="mlp")(y_BTD))
+        return x_BTD, cache
+
+
+class Decoder(nn.Module):
+    """A call is `embed`, `run_layers`, `unembed`; each can be called by itself."""
+
+    config: TransformerConfig
+
+    attention: ClassVar[type[Attention]] = Attention
+
+    def setup(self):
+        config = self.config
+        self.embedding = weight(
+            self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
+        )
+        # From zero: an n-gram that was never seen adds nothing.
+        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
+        self.ngram_tables = [
+            self.param(f"ngrams_{order}", zeros, (config.ngram_rows, config.width))
+            for order in range(2, config.num_ngram_tables + 2)
+        ]
+        if config.positions == "learned":
+            shape = (config.max_positions, config.width)
+            self.position_embedding = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
+        self.layer = [Layer(config, config.window_of(i), self.attention) for i in range(config.num_layers)]
+        self.final_norm = Norm(config)
+        self.output_embedding = self.declare_output()
+
+    def __call__(
+        self,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: TransformerCache | None = None,
+        tables: tuple[Array, ...] | None = None,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> Output:
+        """Scores tokens; without a cache they see each other alone.
+
+        Args:
+          tables: of relative keys, one for each layer; None: made in the call.
+        """
+        x_BTD, cache = self.embed(tokens_BT, start_B, cache, block)
+        last = self.config.num_layers
+        x_BTD, cache, hidden = self.run_layers(x_BTD, start_B, cache, tables, 0, last, hidden_layers, block)
+        return Output(logits_BTV=self.unembed(x_BTD), cache=cache, hidden=hidden)
+
+    def embed(
+        self, tokens_BT: Array, start_B: Array, cache: TransformerCache | None, block: Block | None = None
+    ) -> tuple[Array, TransformerCache | None]:
+        """Returns the stream ``[B, T, D]`` that enters layer 0, and the cache with the tokens that n-grams need."""
+        config = self.config
+        x_BTD = self.embedding[tokens_BT]
+        if config.num_ngram_tables:
+            memory_BS = None if cache is None else cache.tokens_BS
+            rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)
+            for table_RD, rows_BT in zip(self.ngram_tables, rows, strict=True):
+                x_BTD = x_BTD + table_RD[rows_BT]
+            if cache is not None:
+                cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
+        if config.positions == "learned":
+            # Scratch slots beyond the table read its last row.
+            x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
+        x_BTD = x_BTD.astype(config.compute_dtype)
+        if config.embedding_scale is not None:
+            x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
+        return x_BTD, cache
+
+    def run_layers(
+        self,
+        x_BTD: Array,
+        start_B: Array,
+        cache: TransformerCache | None,
+        tables: tuple[Array, ...] | None,
+        first: int,
+        last: int,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> tuple[Array, TransformerCache | None, tuple[Array, ...]]:
+        """Runs layers ``first .. last - 1``; see `LayeredModel.layers`."""
+        config = self.config
+        numbers = range(first, last)
+        _check_layers(numbers, hidden_layers, config.num_layers)
+        rotaries = [config.rotary_of(config.window_of(i)) for i in numbers]
+        positions_BT = _positions(start_B, x_BTD.shape[1], block)
+        ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
+        caches, hidden = [], {}
+        for i, rotary in zip(numbers, rotaries, strict=True):
+            layer_cache = None if cache is None else cache.layers[i]
+            table = None if tables is None else tables[i]
+            x_BTD, layer_cache = self.layer[i](x_BTD, start_B, ropes[rotary], layer_cache, table, block)
+            caches.append(layer_cache)
+            hidden[i] = x_BTD
+        if config.num_layers in hidden_layers:
+            hidden[config.num_layers] = self.final_norm(x_BTD)
+        if cache is not None:
+            layers = (*cache.layers[:first], *caches, *cache.layers[last:])
+            cache = TransformerCache(layers=layers, tokens_BS=cache.tokens_BS)
+        return x_BTD, cache, tuple(hidden[i] for i in hidden_layers)
+
+    def unembed(self, x_BTD: Array) -> Array:
+        """Returns logits ``[B, T, V]`` float32 from the stream that leaves the last layer."""
+        config = self.config
+        x_BTD = self.final_norm(x_BTD)
+        with jax.named_scope("logits"):
+            logits_BTV = self.project_to_vocabulary(x_BTD)
+            if config.logit_cap is not None:
+                logits_BTV = soft_cap(logits_BTV, config.logit_cap)
+            if config.num_real_tokens not in (None, config.vocab_size):
+                is_token_V = jnp.arange(config.vocab_size) < config.num_real_tokens
+                logits_BTV = jnp.where(is_token_V[None, None], logits_BTV, -jnp.inf)
+        return logits_BTV
+
+    def declare_output(self) -> Array:
+        """Returns the matrix that the logits multiply by."""
+        config = self.config
+        if config.tied:
+            return self.embedding
+        shape = (config.vocab_size, config.width)
+        return weight(self, OUTPUT_EMBEDDING, shape, ("vocab", "embed"), fan_in=config.width)
+
+    def project_to_vocabulary(self, x_BTD: Array) -> Array:
+        """Returns the product of the normalised stream and the output's matrix, float32."""
+        return contract("BTD,VD->BTV", x_BTD, self.output_embedding, dtype=jnp.float32)
+
+
+def _positions(start_B: Array, length: int, block: Block | None) -> Array:
+    if block is not None:
+        return block.positions_BT
+    return start_B[:, None] + jnp.arange(length)[None, :]
+
+
+def _check_layers(numbers: range, hidden_layers: tuple[int, ...], num_layers: int) -> None:
+    first, last = numbers.start, numbers.stop
+    if not 0 <= first <= last <= num_layers:
+        raise ValueError(
+            f"no layers from {first} up to {last} in a model of {num_layers}: give 0 <= first <= last <= {num_layers}"
+        )
+    known = (*numbers, num_layers) if last == num_layers else tuple(numbers)
+    for layer in hidden_layers:
+        if layer not in known:
+            raise ValueError(
+                f"hidden_layers names layer {layer}; a call of layers {first} up to {last} has {known} "
+                f"({num_layers}: the stream after the final norm)"
+            )

@@ -1,0 +1,77 @@
+"""Slots of a cache, read, written and moved at every row's own offset.
+
+Row by row, unrolled, up to `MAX_UNROLLED_ROWS` rows, and ``vmap`` of the same beyond: a scatter or a gather is a loop
+over rows and heads on a TPU.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
+
+Array = jax.Array
+
+SLOTS_AXIS = 2
+
+
+def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
+    """Writes T slots of each row from that row's own start; requires ``start_B + T <= S``.
+
+    An update that would pass the end is moved back by XLA and overwrites earlier slots: hence the headroom of the
+    loop's buffers.
+
+    Args:
+      axis: of the slots, 2, or 3 for transposed keys.
+    """
+    batch, slots = cache_BMSH.shape[0], cache_BMSH.shape[axis]
+    zero = jnp.zeros((), start_B.dtype)
+
+    def place(row, start):
+        return (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
+
+    if (batch, new_BMTH.shape[axis]) == (1, 1) and slots > 1:
+        # A single slot of a single row is rewritten together with a neighbour. Written alone, XLA's CPU
+        # backend fuses the update into its reader and into the carry, and copies the cache for each
+        # (eight copies per layer and step; tests/decoding/test_compiled.py).
+        first = jnp.minimum(start_B[0], slots - 2)
+        two = tuple(2 if i == axis else n for i, n in enumerate(new_BMTH.shape))
+        old_BM2H = jax.lax.dynamic_slice(cache_BMSH, place(zero, first), two)
+        is_new = (jnp.arange(2) + first == start_B[0]).reshape([2 if i == axis else 1 for i in range(4)])
+        return jax.lax.dynamic_update_slice(cache_BMSH, jnp.where(is_new, new_BMTH, old_BM2H), place(zero, first))
+    if batch <= MAX_UNROLLED_ROWS:
+        for b in range(batch):
+            at = place(jnp.full((), b, start_B.dtype), start_B[b])
+            cache_BMSH = jax.lax.dynamic_update_slice(cache_BMSH, new_BMTH[b : b + 1], at)
+        return cache_BMSH
+
+    def write(cache, new, start):
+        return jax.lax.dynamic_update_slice(cache, new, place(zero, start)[1:])
+
+    return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)
+
+
+def read_slots(cache_BMSH: Array, start_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
+    """Reads ``count`` slots of each row from that row's own start; requires ``start_B + count <= S``."""
+
+    def read(row, start):
+        return jax.lax.dynamic_slice_in_dim(row, start, count, axis)
+
+    if len(start_B) <= MAX_UNROLLED_ROWS:
+        return jnp.concatenate([read(cache_BMSH[b : b + 1], start_B[b]) for b in range(len(start_B))])
+    return jax.vmap(lambda row, start: read(row[None], start)[0])(cache_BMSH, start_B)
+
+
+def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
+    """Moves slots ``start_B + rows_BT`` of each row to ``start_B ..``; all are read before any is written.
+
+    Args:
+      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. What is no longer of use may name any slot.
+      num_rows: slots of the block, ``start_B + num_rows <= S``.
+      axis: of the slots, 2, or 3 for transposed keys.
+    """
+    block_BMRH = read_slots(cache_BMSH, start_B, num_rows, axis)
+    rows_BT = jnp.clip(rows_BT, 0, num_rows - 1)
+    index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
+    return write_slots(cache_BMSH, jnp.take_along_axis(block_BMRH, index, axis=axis), start_B, axis)

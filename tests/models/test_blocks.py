@@ -1,0 +1,184 @@
+"""A tree scored in one call equals each of its paths scored alone, and can be cut down to one of them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.config import tiny
+from specsamp.models.interface import Block
+from specsamp.models.slots import move_slots
+from specsamp.models.transformer import TransformerLM
+from support.enumeration import COMPILE_FAST
+
+# Parents of six scored rows, in two rows of the batch: row 0 is the pending token, then five nodes.
+PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
+PATHS = ([0, 1, 3, 5], [0, 3, 4, 5])  # the longest of each
+STARTS, SLOTS = np.array([7, 10]), 24
+SCHEMES = {
+    "rotary": dict(positions="rotary", num_kv_heads=2),
+    "learned": dict(positions="learned", max_positions=SLOTS),
+    "relative": dict(positions="relative", num_kv_heads=2),
+    "windowed": dict(positions="rotary", window=3, global_layers=(1,)),
+    "relative, windowed": dict(positions="relative", window=3),
+    "n-grams": dict(positions="rotary", ngram_rows=64, ngram_order=4),
+}
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
+
+
+def ancestors(parents):
+    """The path from the root to each row, itself the last."""
+    paths = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+def block_of(parents_BT, start_B):
+    visible_BTR = np.zeros((*parents_BT.shape, parents_BT.shape[1]), bool)
+    depths_BT = np.zeros(parents_BT.shape, np.int32)
+    for b, parents in enumerate(parents_BT):
+        for t, path in enumerate(ancestors(parents)):
+            visible_BTR[b, t, path] = True
+            depths_BT[b, t] = len(path) - 1
+    return Block(
+        start_B=jnp.asarray(start_B, jnp.int32),
+        positions_BT=jnp.asarray(start_B[:, None] + depths_BT, jnp.int32),
+        visible_BTR=jnp.asarray(visible_BTR),
+    )
+
+
+@functools.cache
+def prepared(scheme, layout="default"):
+    model = TransformerLM(tiny(**SCHEMES[scheme]), layout)
+    rng = np.random.default_rng(0)
+
+    def fill(path, leaf):
+        noise = rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else math.sqrt(model.config.width))
+        return jnp.asarray(noise + (path[-1].key == "scale"), jnp.float32)
+
+    params = jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
+    return model, model.fit_slots(model.prepare(params), SLOTS)
+
+
+def cached_prompts(model, weights):
+    """A cache that holds the tokens before the tree, and what was taken back behind them."""
+    rng = np.random.default_rng(1)
+    prompts_BT = rng.integers(0, 64, (2, STARTS.max() + 4), dtype=np.int32)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(2, SLOTS))
+    return call(model, weights, prompts_BT, jnp.zeros(2, jnp.int32), cache).cache
+
+
+def nodes(seed=2):
+    return np.random.default_rng(seed).integers(0, 64, PARENTS.shape, dtype=np.int32)
+
+
+def score_paths(model, weights, cache, tokens_BT):
+    """Each row's logits in a chain of its ancestors, row of the batch by row of the batch."""
+    logits = np.zeros((*tokens_BT.shape, 64), np.float32)
+    for b, parents in enumerate(PARENTS):
+        for t, path in enumerate(ancestors(parents)):
+            # Padded on the right, so that all calls have one shape.
+            chain_BT = np.resize(tokens_BT[b, path], (1, 4))
+            row = jax.tree.map(lambda x, b=b: x[b : b + 1], cache)
+            output = call(model, weights, chain_BT, jnp.asarray(STARTS[b : b + 1], jnp.int32), row)
+            logits[b, t] = output.logits_BTV[0, len(path) - 1]
+    return logits
+
+
+@every_scheme
+def test_a_tree_in_one_call_equals_its_paths(scheme):
+    model, weights = prepared(scheme)
+    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
+    expected = score_paths(model, weights, cache, tokens_BT)
+    block = block_of(PARENTS, STARTS)
+    output = call(model, weights, tokens_BT, start_B, cache, block=block)
+    np.testing.assert_allclose(output.logits_BTV, expected, atol=1e-5)
+    causal = call(model, weights, tokens_BT, start_B, cache)
+    assert np.abs(causal.logits_BTV - expected)[:, 3:].max(-1).min() > 1e-3, "the control: other ancestors"
+
+    # The accepted path is moved together; then the next call is that of a chain.
+    kept = compact(model, output.cache, start_B, jnp.asarray(PATHS, jnp.int32), PARENTS.shape[1])
+    chain_BT = np.take_along_axis(tokens_BT, np.array(PATHS), axis=1)
+    chained = call(model, weights, chain_BT, start_B, cache).cache
+    after_BT = np.random.default_rng(3).integers(0, 64, (2, 4), dtype=np.int32)
+    wanted = call(model, weights, after_BT, start_B + 4, chained).logits_BTV
+    np.testing.assert_allclose(call(model, weights, after_BT, start_B + 4, kept).logits_BTV, wanted, atol=1e-5)
+    unmoved = call(model, weights, after_BT, start_B + 4, output.cache).logits_BTV
+    assert scheme == "windowed" or np.abs(unmoved - wanted).max() > 1e-3, "the control: nothing was moved"
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "relative", "n-grams"])
+def test_a_tree_in_the_layout_of_cpus(scheme):
+    tokens_BT, start_B, block = nodes(), jnp.asarray(STARTS, jnp.int32), block_of(PARENTS, STARTS)
+    results = []
+    for layout in ("default", "cpu"):
+        model, weights = prepared(scheme, layout)
+        output = call(model, weights, tokens_BT, start_B, cached_prompts(model, weights), block=block)
+        kept = compact(model, output.cache, start_B, jnp.asarray(PATHS, jnp.int32), PARENTS.shape[1])
+        results.append((output.logits_BTV, call(model, weights, tokens_BT[:, :4], start_B + 4, kept).logits_BTV))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@every_scheme
+def test_a_tree_may_be_scored_in_several_calls(scheme):
+    """As a drafter does that grows it: the later call sees slots of the earlier one, R > T."""
+    model, weights = prepared(scheme)
+    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
+    block = block_of(PARENTS, STARTS)
+    whole = call(model, weights, tokens_BT, start_B, cache, block=block).logits_BTV
+    for first, last in ((0, 3), (3, 6)):
+        part = Block(
+            start_B=block.start_B,
+            positions_BT=block.positions_BT[:, first:last],
+            visible_BTR=block.visible_BTR[:, first:last],
+        )
+        output = call(model, weights, tokens_BT[:, first:last], start_B + first, cache, block=part)
+        cache = output.cache
+        np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "relative, windowed", "n-grams"])
+def test_a_chain_as_a_block_equals_a_call_without_one(scheme):
+    model, weights = prepared(scheme)
+    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
+    chain = block_of(np.arange(-1, 5)[None].repeat(2, axis=0), STARTS)
+    ours, theirs = (call(model, weights, tokens_BT, start_B, cache, block=block) for block in (chain, None))
+    np.testing.assert_allclose(ours.logits_BTV, theirs.logits_BTV, atol=1e-5)
+
+
+def test_ngrams_of_a_tree_need_a_cache():
+    model, weights = prepared("n-grams")
+    with pytest.raises(ValueError, match="n-gram embeddings of a tree need a cache"):
+        model.embed(weights, nodes(), jnp.zeros(2, jnp.int32), None, block=block_of(PARENTS, np.zeros(2, int)))
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_slots_are_read_before_any_is_written(batch, axis):
+    """On both sides of the unrolling; rows that are of no use any more do no harm wherever they point."""
+    rng = np.random.default_rng(batch)
+    cache = rng.normal(size=(batch, 2, 12, 3)).astype(np.float32)
+    rows = np.sort(rng.integers(0, 6, (batch, 4)), axis=1).astype(np.int32)
+    starts = rng.integers(0, 7, batch).astype(np.int32)
+    expected = cache.copy()
+    for b, start in enumerate(starts):
+        expected[b, :, start : start + 4] = cache[b][:, start + rows[b]]
+
+    def turn(x):
+        return x if axis == 2 else x.swapaxes(2, 3)
+
+    move = jax.jit(move_slots, static_argnums=(3, 4))
+    np.testing.assert_array_equal(turn(move(turn(cache), starts, rows, 6, axis)), expected)
+    rows[:, -1] = 1000
+    moved = turn(move(turn(cache), starts, rows, 6, axis))
+    for b, start in enumerate(starts):
+        np.testing.assert_array_equal(moved[b, :, : start + 3], expected[b, :, : start + 3])
+        np.testing.assert_array_equal(moved[b, :, start + 4 :], expected[b, :, start + 4 :])

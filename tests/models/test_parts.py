@@ -1,0 +1,95 @@
+"""A model in three calls: together they are one call; each says what it cannot do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.config import tiny
+from specsamp.models.transformer import LAYOUTS, TransformerLM
+from support.enumeration import COMPILE_FAST
+
+SLOTS = 16
+MODELS = {
+    "relative": tiny(num_layers=3, num_kv_heads=2, ngram_rows=32, logit_cap=5.0),
+    "learned": tiny(
+        num_layers=3, positions="learned", max_positions=SLOTS, norm="layer", tied=False, num_real_tokens=60
+    ),
+    "rotary": tiny(num_layers=3, positions="rotary", embedding_scale=3.0, window=4, window_rotary_base=100.0),
+}
+
+
+def make(config, layout="default"):
+    model = TransformerLM(config, layout)
+    params = model.init(jax.random.key(0))
+    return model, params, model.fit_slots(model.prepare(params), SLOTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_calls_are_one(name, layout):
+    """Bit by bit, caches and hidden states included; the layers in two calls."""
+    model, _, weights = make(MODELS[name], layout)
+    assert (model.num_layers, model.width) == (3, 32)
+    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
+    cache = model.init_cache(2, SLOTS)
+
+    def whole(weights, cache):
+        return model(weights, tokens_BT, start_B, cache, hidden_layers=(3, 0, 2))
+
+    def in_parts(weights, cache):
+        x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
+        x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 2, hidden_layers=(0,))
+        x_BTD, cache, others = model.layers(weights, x_BTD, start_B, cache, 2, 3, hidden_layers=(2, 3))
+        return model.unembed(weights, x_BTD), cache, (others[1], first[0], others[0])
+
+    one, parts = (jax.jit(f, compiler_options=COMPILE_FAST)(weights, cache) for f in (whole, in_parts))
+    jax.tree.map(np.testing.assert_array_equal, (one.logits_BTV, one.cache, one.hidden), parts)
+    assert one.hidden[0].shape == (2, 5, 32)
+
+
+def test_the_stream_after_the_final_norm_is_what_the_logits_are_made_from():
+    model, params, _ = make(MODELS["rotary"])
+    output = model.forward(params, jnp.arange(6)[None], hidden_layers=(3, 2))
+    normed, last = output.hidden
+    np.testing.assert_allclose(normed @ params["embedding"].T, output.logits_BTV, atol=1e-5)
+    assert np.abs(normed - last).max() > 1e-2
+
+
+def test_a_part_of_the_layers_leaves_other_caches_alone():
+    model, _, weights = make(MODELS["relative"])
+    x_BTD, cache = model.embed(weights, jnp.array([[1, 2]]), jnp.array([3]), model.init_cache(1, SLOTS))
+    assert cache.tokens_BS.tolist() == [[0, 0, 0, 1, 2] + [0] * 11]
+    _, after, hidden = model.layers(weights, x_BTD, jnp.array([3]), cache, 1, 2)
+    written = [bool(np.any(layer.values_BMSH)) for layer in after.layers]
+    assert written == [False, True, False] and hidden == ()
+
+
+def test_without_fitted_slots_the_tables_are_made_in_the_call():
+    """The same logits; what depends on the number of slots is apart from what does not."""
+    model, params, weights = make(MODELS["relative"])
+    prepared = model.prepare(params)
+    assert prepared["relative_keys"] is None and "relative" in prepared["params"]["layer_0"]["attention"]
+    assert [table.shape for table in weights["relative_keys"]] == [(2, SLOTS, 8)] * 3
+    tokens_BT, start_B = jnp.array([[1, 2, 3]]), jnp.array([5])
+    ours, theirs = (model(w, tokens_BT, start_B, model.init_cache(1, SLOTS)).logits_BTV for w in (weights, prepared))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    rotary, _, weights = make(MODELS["rotary"])
+    assert rotary.fit_slots(weights, 2 * SLOTS) is weights
+
+
+@pytest.mark.parametrize(
+    "first, last, hidden_layers, message",
+    [
+        (0, 4, (), "no layers from 0 up to 4 in a model of 3: give 0 <= first <= last <= 3"),
+        (2, 1, (), "no layers from 2 up to 1"),
+        (0, 2, (2,), r"hidden_layers names layer 2; a call of layers 0 up to 2 has \(0, 1\)"),
+        (0, 2, (3,), r"layer 3; .* has \(0, 1\) \(3: the stream after the final norm\)"),
+        (0, 3, (4,), r"layer 4; .* has \(0, 1, 2, 3\)"),
+    ],
+)
+def test_layers_that_do_not_exist(first, last, hidden_layers, message):
+    model, _, weights = make(MODELS["rotary"])
+    x_BTD, start_B = jnp.zeros((1, 2, 32)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        model.layers(weights, x_BTD, start_B, model.init_cache(1, 4), first, last, hidden_layers=hidden_layers)
