@@ -17,7 +17,9 @@ from specsamp import storage
 from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.evaluation.prompts import cut_prompts
 
-_PAIR = flags.DEFINE_string("pair", "python", "The pair, by its name or folder, whose held-out files and tokenizer are used.")
+_PAIR = flags.DEFINE_string(
+    "pair", "python", "The pair, by its name or folder, whose held-out files and tokenizer are used."
+)
 _COUNT = flags.DEFINE_integer("count", 160, "The number of prompts.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 64, "The most tokens of a prompt.", lower_bound=8)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed that decides which prompts are drawn.", lower_bound=0)
