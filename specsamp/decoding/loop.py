@@ -246,11 +246,16 @@ class Loop:
         """Calls the target once; the result has a row for each of the K+1 positions."""
         rows = draft.tokens_BK.shape[1] + 1
         width = max(rows, self.window)
-        tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
         start_B = jnp.maximum(state.lengths_B + rows - 1 - width, 0)
+        if width == rows:
+            pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
+            tokens_BT = jnp.concatenate([pending_B1, draft.tokens_BK], axis=1)
+        else:  # a window wider than the block feeds tokens again that the cache holds
+            tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
+            tokens_BT = gather_tokens(tokens_BS, start_B, width)
         output = self.target(
             weights.target,
-            gather_tokens(tokens_BS, start_B, width),
+            tokens_BT,
             start_B,
             cache,
             hidden_layers=self.drafter.hidden_layers,
