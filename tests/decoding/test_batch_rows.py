@@ -11,7 +11,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.state import Finish, Request, Weights
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import Chain, Warp, register_warp, chain, greedy, temperature
+from specsamp.sampling.warp import Chain, Warp, chain, greedy, register_warp, temperature
 from support.fakes import TableLM, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
 
