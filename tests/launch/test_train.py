@@ -95,7 +95,7 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
         text=True,
     )
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 1800
         while process.poll() is None and time.monotonic() < until:
             if any(record["step"] >= step for record in metrics(folder)):
                 break
