@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from support import extras
 from support.run_script import call, save_tiny_pair
 
 TINY = "--config=configs/random_pair.py:tiny"
@@ -31,6 +32,7 @@ def test_what_is_refused(script, arguments, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+@extras.needs("matplotlib")
 def test_figures_are_drawn_from_the_committed_results(tmp_path):
     done = call("studies/figures", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
