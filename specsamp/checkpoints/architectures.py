@@ -211,6 +211,11 @@ def _gemma3(fields: Fields) -> dict:
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
     everywhere |= fields.object("rope_scaling")
+    if everywhere.get("truncate", True) is not True:
+        raise ValueError(
+            f"{fields.path} says truncate = {everywhere['truncate']!r} of yarn scaling, which transformers ignores in this "
+            "family: remove it"
+        )
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
         raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")

@@ -60,7 +60,7 @@ class Checkpoint:
         """The model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
 
         Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
-        wrong (transformers says so, and uses both): the model is not tied.
+        wrong (transformers says so, and uses both): the model is not tied. To see that, every process reads both.
 
         Raises:
           FileNotFoundError, ValueError: of a tied model, see `find_tensors`.

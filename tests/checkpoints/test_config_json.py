@@ -39,6 +39,15 @@ def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
     assert found == read("gemma3", rope_parameters=rope) and found.rotary_scaling.original_positions == 8
 
 
+def test_gemma_3_refuses_what_transformers_ignores_of_yarn():
+    """It looks for the key outside of the kind of layer."""
+    yarn = SCALINGS["yarn"]
+    assert not read("llama2", rope_scaling=yarn | dict(truncate=False)).rotary_scaling.whole_dimensions
+    assert read("gemma3", rope_scaling=yarn | dict(truncate=True)) == read("gemma3", rope_scaling=yarn)
+    with pytest.raises(ValueError, match="truncate = False of yarn scaling, which transformers ignores"):
+        read("gemma3", rope_scaling=yarn | dict(truncate=False))
+
+
 @pytest.mark.parametrize("name", WHOLE_HEADS)
 def test_families_that_turn_whole_heads_ignore_a_part(name):
     assert read(name, rope_parameters=None, partial_rotary_factor=0.5) == read(name, rope_parameters=None)
