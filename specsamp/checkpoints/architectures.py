@@ -16,6 +16,14 @@ from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.models.config import TransformerConfig
 
+# What GPT-2 calls its sizes, and what the other families do.
+GPT2_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -148,6 +156,11 @@ def _gpt2(fields: Fields) -> dict:
         ("add_cross_attention", False),
     ):
         fields.require(key, allowed)
+    for key, alias in GPT2_ALIASES.items():
+        if (other := fields(alias, None)) not in (None, fields(key, None)):  # transformers goes by the alias
+            raise ValueError(
+                f"{fields.path} says {key} = {fields(key, None)!r} and {alias} = {other!r}: keep {key} only"
+            )
     return dict(
         vocab_size=fields("vocab_size"),
         width=fields("n_embd"),
