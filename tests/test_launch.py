@@ -113,6 +113,7 @@ def test_every_size_describes_a_pair(size):
 
 def test_the_demo_runs_without_jit():
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
+    fields += ("--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary")
     with jax.disable_jit():
         done = call("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields)
     assert done.returncode == 0, done.stderr

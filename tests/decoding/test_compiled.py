@@ -23,9 +23,9 @@ OPTIMISED = True
 SLOTS = 256
 
 
-def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, layout="default", **changes):
+def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, layout="default", num_layers=2, **changes):
     """`Loop.run`, compiled from abstract shapes."""
-    target = TransformerLM(target_38m(num_layers=2, vocab_size=vocab_size, **changes), layout)
+    target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
     request = Request.create(sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch)
@@ -85,7 +85,7 @@ def test_a_cache_that_is_read_after_it_was_written_is_seen():
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
 def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
-    text = compiled_run(1, 3, rule, vocab_size=512).as_text()
+    text = compiled_run(1, 3, rule, vocab_size=512, num_layers=1).as_text()
     assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
 
 
@@ -93,7 +93,7 @@ def test_memory_grows_with_the_scored_laws_only():
     """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
 
     def temporaries(batch, K, vocab_size):
-        return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
+        return compiled_run(batch, K, vocab_size=vocab_size, num_layers=1).memory_analysis().temp_size_in_bytes
 
     def laws(batch, K, vocab_size):
         return 4 * batch * (K + 1) * vocab_size

@@ -166,7 +166,9 @@ def test_lost_draft_of_the_last_round_under_a_budget():
             )
 
     def prefixes(loop_type, budget):
-        run = decode(model_loop(BlockRule(), loop=loop_type), TARGET, NEAR, PROMPTS, budget, FULL, samples=200)
+        run = decode(
+            model_loop(BlockRule(), loop=loop_type), TARGET, NEAR, PROMPTS, budget, FULL, samples=200, slots=32
+        )
         return run.emitted(4)
 
     assert np.array_equal(prefixes(Loop, 4), prefixes(Loop, 12))
@@ -176,10 +178,13 @@ def test_lost_draft_of_the_last_round_under_a_budget():
 def test_shared_uniforms_between_rows_are_seen_by_the_address():
     """The control of invariance: a row keyed by its place in the batch changes with its neighbours."""
     loop = model_loop(TokenRule())
-    keyed = [
-        decode(loop, TARGET, NEAR, [prompt], 8, FULL, prompt_ids=[i]).emitted(8)[0] for i, prompt in enumerate(PROMPTS)
-    ]
-    by_place = [decode(loop, TARGET, NEAR, [prompt], 8, FULL, prompt_ids=[0]).emitted(8)[0] for prompt in PROMPTS]
-    together = decode(loop, TARGET, NEAR, PROMPTS, 8, FULL).emitted(8)
+    shapes = {"padded_length": 4, "slots": 32}
+
+    def alone(index, prompt_id):
+        return decode(loop, TARGET, NEAR, [PROMPTS[index]], 8, FULL, prompt_ids=[prompt_id], **shapes).emitted(8)[0]
+
+    keyed = [alone(index, index) for index in range(len(PROMPTS))]
+    by_place = [alone(index, 0) for index in range(len(PROMPTS))]
+    together = decode(loop, TARGET, NEAR, PROMPTS, 8, FULL, **shapes).emitted(8)
     assert np.array_equal(together, np.stack(keyed))
     assert not np.array_equal(together, np.stack(by_place))

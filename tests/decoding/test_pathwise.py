@@ -62,6 +62,7 @@ def test_sample_depends_on_its_address_only(rule):
     warp, length = chain(temperature(0.9)), 24
 
     def run(prompts, ids, budget=length, **options):
+        options = {"padded_length": 7, "slots": 96} | options  # else most calls compile programs of their own
         return decode(loop, TARGET, NEAR, prompts, budget, warp, prompt_ids=ids, seed=5, **options).emitted(length)
 
     ids = [100, 7, 2, 55]
@@ -126,7 +127,7 @@ def pair():
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 61, size=rng.integers(1, 16)).tolist() for _ in range(200)]
+    return [rng.integers(0, 61, size=rng.integers(1, 16)).tolist() for _ in range(100)]
 
 
 def in_batches(pair, prompts, batch, **options):
@@ -164,7 +165,7 @@ def unexplained(pair, prompts, reference, other, warp, noise_seed):
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
-    """200 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
+    """100 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
     options = {"greedy": dict(), "coupled": dict(rule=CoupledRule(), sampling=WARM)}[mode]
     how = {"greedy": (chain(), None), "coupled": (WARM, 0)}[mode]
 
@@ -175,8 +176,8 @@ def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
     ties = {(1, 0): unexplained(pair, prompts, reference, run(1, 0), *how)}
     for batch, K in ((1, 4), (3, 16), (8, 1)):
         ties[batch, K] = unexplained(pair, prompts, reference, run(batch, K), *how)
-    print(f"near-ties of 200 prompts by (B, K), {mode}: {ties}")
-    assert max(ties.values()) <= 4, f"float32 near-ties should be rare: {ties}"
+    print(f"near-ties of 100 prompts by (B, K), {mode}: {ties}")
+    assert max(ties.values()) <= 2, f"float32 near-ties should be rare: {ties}"
 
 
 @pytest.mark.parametrize("rule, batches", [(TokenRule(), (3, 8)), (BlockRule(), (8,))])
@@ -191,7 +192,7 @@ def test_transformer_samples_do_not_change_with_the_batch(pair, prompts, rule, b
     alone = run(1)
     for batch in batches:
         differing = sum(a != b for a, b in zip(alone, run(batch), strict=True))
-        assert differing <= 2, f"{differing} of 200 samples changed with batch {batch}"
+        assert differing <= 1, f"{differing} of 100 samples changed with batch {batch}"
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])

@@ -125,22 +125,33 @@ def test_streams_and_other_drafters(transformer_pair):
         assert parts == [c.tokens for c in alone]
 
 
-@pytest.mark.parametrize("scheme, kv_heads", [("relative", 8), ("rotary", 1), ("relative", 2)])
-@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (4, 2), (8, 1)])
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of_two_calls(model, params, tokens_BT):
+    weights, start_B = model.fit_slots(model.prepare(params), 16), jnp.zeros(8, jnp.int32)
+    output = model(weights, tokens_BT, start_B, model.init_cache(8, 16))
+    return model(weights, tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
+
+
+@pytest.mark.parametrize(
+    "scheme, kv_heads, sizes",
+    [
+        ("relative", 8, (1, 8)),
+        ("relative", 8, (4, 2)),
+        ("rotary", 1, (1, 8)),
+        ("rotary", 1, (2, 4)),
+        ("relative", 2, (2, 4)),  # fewer key heads than devices, and as many
+        ("relative", 2, (4, 2)),
+        ("rotary", 1, (8, 1)),
+    ],
+)
 def test_logits_of_transformers(scheme, kv_heads, sizes):
     model = TransformerLM(tiny(num_heads=8, width=64, positions=scheme, num_kv_heads=kv_heads))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     tokens_BT = jax.random.randint(jax.random.key(1), (8, 7), 0, 64)
-    start_B = jnp.zeros(8, jnp.int32)
-
-    def logits(model, params):
-        output = model(model.fit_slots(model.prepare(params), 16), tokens_BT, start_B, model.init_cache(8, 16))
-        return model(model.fit_slots(model.prepare(params), 16), tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
-
-    expected = jax.jit(logits, static_argnums=0)(model, params)
+    expected = logits_of_two_calls(model, params, tokens_BT)
     split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
     placed = jax.device_put(params, split.param_shardings(params))
-    np.testing.assert_allclose(jax.jit(logits, static_argnums=0)(split, placed), expected, atol=2e-5)
+    np.testing.assert_allclose(logits_of_two_calls(split, placed, tokens_BT), expected, atol=2e-5)
 
 
 def test_a_model_on_a_mesh_can_be_called_in_parts():

@@ -28,9 +28,22 @@ def test_there_are_three():
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {script.stem for script in SCRIPTS}
 
 
+# Sizes at which a run shows as much: that every cell works, and what the cells assert.
+SMALLER = {
+    "method": {"SAMPLES = 20_000": "SAMPLES = 10_000", "(1, 2, 4, 8), 128, 96": "(1, 2), 32, 24"},
+    "one_chip": {"top_p(0.95)), 48": "top_p(0.95)), 12", "repeats=4": "repeats=2"},
+    "python_pair": {"K, TOKENS = 4, 48": "K, TOKENS = 4, 12", "(0, 1, 4), 24, 3": "(0, 1, 4), 8, 3"},
+}
+
+
 @all_notebooks
-def test_runs(script, tmp_path):
+def test_runs(script, tmp_path, tmp_path_factory):
     """The notebooks assert what they say: which rules are exact, and which are not."""
+    text = script.read_text(encoding="utf-8")
+    for size, smaller in SMALLER[script.stem].items():
+        text = text.replace(size, smaller)
+    copy = tmp_path_factory.mktemp("notebook") / script.name
+    copy.write_text(text, encoding="utf-8")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -39,7 +52,7 @@ def test_runs(script, tmp_path):
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
+        [sys.executable, copy], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())

@@ -210,7 +210,7 @@ def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
 
 def many_heads():
     return TransformerLM(
-        TransformerConfig(vocab_size=V, width=16, num_layers=2, num_heads=8, num_kv_heads=2, positions="rotary")
+        TransformerConfig(vocab_size=V, width=16, num_layers=1, num_heads=8, num_kv_heads=2, positions="rotary")
     )
 
 
@@ -229,8 +229,8 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
 
         moments = state.opt_state[1][0].mu
         for tree in (state.params, moments):
-            assert tree["layer_1"]["mlp"]["up"].sharding.is_equivalent_to(place(None, "model"), 2)
-            assert tree["layer_1"]["attention"]["query"].sharding.is_equivalent_to(place("model"), 3)
+            assert tree["layer_0"]["mlp"]["up"].sharding.is_equivalent_to(place(None, "model"), 2)
+            assert tree["layer_0"]["attention"]["query"].sharding.is_equivalent_to(place("model"), 3)
             key_heads = place("model") if model <= 2 else place()
             assert tree["layer_0"]["attention"]["key"].sharding.is_equivalent_to(key_heads, 3)
             assert tree["final_norm"]["scale"].sharding.is_equivalent_to(place(), 1)
