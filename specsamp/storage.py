@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,8 +84,12 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     """
     content = content.encode() if isinstance(content, str) else content
     if is_stream(path):
-        with open(os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND), "wb") as file:
-            file.write(content)
+        sys.stdout.flush()  # what was printed before stands before it
+        try:
+            with open(os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND), "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         return
     path = place(path)
     if os.fspath(path).startswith(BUCKETS):

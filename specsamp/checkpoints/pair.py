@@ -126,12 +126,13 @@ def save_pair(
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pair.json").unlink(missing_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     shapes = {}
     for side, (config, params) in {"target": target, "draft": draft}.items():
         save_file(quantise(params), folder / f"{side}.safetensors")
-        (folder / f"{side}.safetensors").chmod(0o644)  # safetensors makes it private
+        # safetensors makes its files private; like the others, they get what the umask leaves.
+        (folder / f"{side}.safetensors").chmod((folder / "tokenizer.json").stat().st_mode)
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
-    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     storage.write_json(folder / "pair.json", {**shapes, "eos": eos, "provenance": provenance})
 
 

@@ -1,6 +1,7 @@
 """Pairs in a folder: int8 within half a step, written and read without a change, and every damage named."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -128,6 +129,17 @@ def test_pairs_of_one_shape_are_told_apart_by_their_weights(original, params, sa
     other = {**params["draft"], "embedding": params["draft"]["embedding"] + 1}
     save_pair(saved, target=(TARGET, params["target"]), draft=(DRAFT, other), tokenizer_json=tokenizer, provenance={})
     assert fingerprint(saved) != fingerprint(original)
+
+
+def test_files_of_a_pair_have_the_permissions_that_the_umask_leaves(params, tmp_path):
+    before = os.umask(0o077)
+    try:
+        sides = {"target": (TARGET, params["target"]), "draft": (DRAFT, params["draft"])}
+        save_pair(tmp_path / "private", **sides, tokenizer_json="{}", provenance={})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "private").iterdir()}
+    assert set(modes.values()) == {0o600} and len(modes) == 4, modes
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
