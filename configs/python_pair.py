@@ -1,12 +1,12 @@
-"""A pair that writes Python, from the standard library's own source.
+"""Trains a pair that writes Python, on the source of the standard library.
 
     python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
     python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "tiny_target"
-and "tiny_draft" show the whole way in a minute. "llama_target" and "llama_draft" are of a kind that other
-engines know: gated, without tables of n-grams (launch/export_hugging_face.py).
+and "tiny_draft" go through all steps in a minute. "llama_target" and "llama_draft" have an architecture that other
+engines can read: gated, without n-gram embeddings (launch/export_hugging_face.py).
 """
 
 from ml_collections import ConfigDict
@@ -21,13 +21,13 @@ def get_config(kind: str = "target") -> ConfigDict:
     config = ConfigDict()
 
     config.data = ConfigDict()
-    config.data.folder = ""  # of texts; "" is the Python standard library
+    config.data.folder = ""  # a folder of texts; "" is the Python standard library
     config.data.pattern = "*.py"
     config.data.exclude = ("site-packages", "dist-packages", "encodings", "pydoc_data")
-    config.data.held_out = 0.03  # share of the files
+    config.data.held_out = 0.03  # share of the files that is kept from training
     config.data.tokenizer = ""  # a tokenizer.json; "" trains one (a draft takes its target's)
-    config.data.eos = "<eos>"  # its end-of-text token
-    config.data.length = 64 if tiny else 256  # T, tokens of a window
+    config.data.eos = "<eos>"  # the tokenizer's end-of-text token
+    config.data.length = 64 if tiny else 256  # T, tokens that a training window predicts
     config.data.held_out_windows = 16 if tiny else 256
     if tiny:
         config.data.pattern = "s*.py"
@@ -54,7 +54,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.train.seed = 0
 
     config.mesh = ConfigDict()
-    config.mesh.model = 1  # devices that hold one copy together; the others take other rows
+    config.mesh.model = 1  # devices that share one replica of the model; the others are data shards
 
     config.intervals = ConfigDict()
     config.intervals.log = 10
@@ -62,23 +62,23 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.intervals.checkpoint = 30 if tiny else 100
 
     if draft:
-        config.target = ""  # the folder of its run
-        config.init = ""  # the folder of a draft's run to start from; "" starts from random parameters
+        config.target = ""  # the folder of the target's run
+        config.init = ""  # the folder of a draft's run whose parameters to start from; "" starts from random ones
         config.objective = "forward_kl"  # or "reverse_kl", "total_variation", "cross_entropy"
-        config.text_share = 0.0  # of cross-entropy beside the divergence
+        config.text_share = 0.0  # weight of cross-entropy on the text; the divergence has the rest
         config.generated = ConfigDict()
         config.generated.rows = 32 if tiny else 4096  # windows that the target completes
-        config.generated.share = 0.6  # of the rows of a batch
+        config.generated.share = 0.6  # share of a training batch's rows that the target wrote
         config.generated.prompt_length = 16 if tiny else 32
         config.generated.temperature = 0.8
         config.generated.top_p = 0.95
         config.generated.batch = 16 if tiny else 64  # rows written at a time
-        config.generated.greedy_share = 0.25  # of these rows
+        config.generated.greedy_share = 0.25  # share of these rows that is written greedily
         config.model.width = 32 if tiny else 128
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2
         config.model.feedforward_width = 128 if tiny else 512
-        config.model.ngram_rows = 256 if tiny else 32768  # of each table of n-gram embeddings; 0: none
+        config.model.ngram_rows = 256 if tiny else 32768  # rows of each table of n-gram embeddings; 0: no such table
         config.model.ngram_order = 3
         if not tiny:
             config.train.steps = 8000

@@ -22,11 +22,11 @@ from experiment import (
     EXPERIMENT_FIELDS,
     RULES,
     Experiment,
-    choose,
     make_drafter,
     make_sampling,
 )
 from hyper import Point, product, sweep
+from shapes import choose
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results

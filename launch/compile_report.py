@@ -22,7 +22,8 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import entry
 from config_file import ConfigFlag, require
-from experiment import EXPERIMENT_FIELDS, RULES, choose, known_models, make_sampling
+from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
+from shapes import choose, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS

@@ -28,7 +28,7 @@ _CHECKPOINT = flags.DEFINE_string(
     "The checkpoint to convert: a folder, a gs:// folder or the id of a model of the hub.",
     required=True,
 )
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write, local or gs://.", required=True)
+_OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "The dtype of the parameters that are written.")
 _MODEL = flags.DEFINE_integer(
     "model", 1, "The number of devices that one copy of the parameters is split over.", lower_bound=1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,13 +14,12 @@ from rich.console import Console
 
 import entry
 from config_file import require
+from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.synthetic import SyntheticAcceptance
-from specsamp.analysis.workload import Workload
-from specsamp.checkpoints.architectures import parse_config
+from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair
-from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.checks import integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
@@ -31,7 +29,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
-from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -40,10 +37,6 @@ from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_
 from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints
 
-PRESETS = {
-    preset.__name__: preset
-    for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
-}
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 DRAFTERS = {
     "model": lambda pair, length: ModelDrafter(pair.draft, length, decode_window()),
@@ -93,7 +86,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     for side, model in known_models(config).items():
-        check_positions(side, model, workload, config.draft_length)
+        if side == "target" or config.drafter == "model":
+            check_positions(side, model.max_positions, workload, config.draft_length)
     name = config.get("pair")
     if "hugging_face" in config:
         pair = read_public_pair(config, mesh)
@@ -152,54 +146,11 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
     )
 
 
-def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
-    """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
-    if "hugging_face" not in config:
-        return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
-    models = {}
-    for side in ("target", "draft"):
-        name = config.hugging_face[side]
-        if (path := pathlib.Path(name, "config.json")).is_file():
-            shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
-        elif name in CONFIGS:
-            shape = published_config(name, config.hugging_face.dtype)
-        else:
-            continue
-        models[side] = TransformerLM(shape)
-    return models
-
-
-def check_positions(side: str, model: TransformerLM, workload: Workload, draft_length: int) -> None:
-    """Refuses a workload that is too long for a model, before its weights are read.
-
-    Raises:
-      ValueError: with both numbers.
-    """
-    if model.max_positions is None:
-        return
-    if workload.longest > model.max_positions:
-        raise ValueError(
-            f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-            f"{workload.longest} positions, but the {side} has {model.max_positions}"
-        )
-    if draft_length >= model.max_positions:
-        raise ValueError(
-            f"draft_length {draft_length} must be below the {side}'s {model.max_positions} positions: a few drafted "
-            "tokens pay, such as 4"
-        )
-
-
 def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
     """Returns the workload with these prompts, and room for the longest."""
     tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
-
-
-def make_model(fields: ConfigDict) -> TransformerLM:
-    """Returns the preset's model, with the fields that are set."""
-    changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
-    return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
 
 
 def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
@@ -244,11 +195,6 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
         f"{task or cell}\n"
         + (f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts" if experiment.pair_name else random)
     )
-
-
-def looked_up_parameters(config: models.TransformerConfig) -> int:
-    """Returns how many parameters are tables of n-grams, of which a step reads a few rows."""
-    return config.num_ngram_tables * config.ngram_rows * config.width
 
 
 def bare_pair(
@@ -339,17 +285,6 @@ def num_kv_heads(config: ConfigDict) -> int | None:
     if "hugging_face" in config:
         return config.mesh.num_kv_heads or None
     return make_model(config.target).config.num_kv_heads if "target" in config else None
-
-
-def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
-    """Returns ``known[name]``.
-
-    Raises:
-      ValueError: there is no such name; the message lists those there are.
-    """
-    if name not in known:
-        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
-    return known[name]
 
 
 def refuse(config: ConfigDict, *names: str) -> None:

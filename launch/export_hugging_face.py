@@ -17,7 +17,7 @@ _PAIR = flags.DEFINE_string(
     "pair", None, "Instead of --run: a pair, by its name or folder, of which --side is written."
 )
 _SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write, local or gs://.", required=True)
+_OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ _TARGET = flags.DEFINE_string("target", None, "The folder of the target's traini
 _DRAFT = flags.DEFINE_string(
     "draft", None, "The folder of the draft's training run, distilled from --target.", required=True
 )
-_OUTPUT = flags.DEFINE_string("output", None, "The folder to write the pair to.", required=True)
+_OUTPUT = entry.define_output("The folder to write the pair to.", required=True)
 
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 

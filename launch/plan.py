@@ -19,7 +19,7 @@ from rich.console import Console
 
 import entry
 from config_file import ConfigFlag
-from experiment import make_model
+from shapes import make_model
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival

@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh
 source launch/setup.sh
 prepare_venv ".[test]"
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest --complete "$@"

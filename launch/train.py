@@ -51,8 +51,11 @@ _WORKDIR = flags.DEFINE_string(
 
 def main() -> None:
     require(_CONFIG.value, ("data", "model", "train", "intervals", "mesh", "compute_dtype"), "training")
+    folder = storage.place(_WORKDIR.value)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--workdir={_WORKDIR.value} is a file: name a folder")
     with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
-        start(_CONFIG.value, storage.place(_WORKDIR.value), entry.make_console())
+        start(_CONFIG.value, folder, entry.make_console())
 
 
 def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
@@ -205,7 +208,7 @@ def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None
     for name, (least, most) in (ranges | {"prompt_length": (1, length)}).items():
         if not least <= fields[name] <= most:
             raise ValueError(f"generated.{name} must be in [{least}, {most}]; got {fields[name]}")
-    generated_law(fields)
+    generated_sampling(fields)
     if length + 1 > target.config.max_positions:
         raise ValueError(
             f"to write windows of data.length {length} + 1 tokens the target has too few positions, "
@@ -243,7 +246,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows
                 seed=config.train.seed,
                 batch=fields.batch,
                 first_id=first,
-                sampling=generated_law(fields),
+                sampling=generated_sampling(fields),
             )
             run.write_array(path, part)
         progress.report(min(first + fields.batch, len(rows)))
@@ -257,7 +260,7 @@ def data_tokens(config: ConfigDict) -> int:
     return config.data.length + 1 - config.generated.prompt_length
 
 
-def generated_law(fields: ConfigDict) -> Warp:
+def generated_sampling(fields: ConfigDict) -> Warp:
     """Returns the distribution that the target writes a batch of rows with."""
     return chain(temperature(mixed_temperatures(fields)), top_p(fields.top_p))
 

@@ -1,9 +1,19 @@
 """Eight CPU devices, full-precision products, strict rank promotion: before any backend starts."""
 
+import atexit
 import gc
 import os
 import pathlib
+import shutil
+import tempfile
 
+# Compiled programs are kept for one session, for its workers and for the scripts that tests start, and nowhere else.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specsamp-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start; of this one, see `compilation`
@@ -11,10 +21,37 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests
 import jax
 import pytest
 
+from support import extras
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_enable_compilation_cache", False)  # nothing outside the checkout is read or written
+
+
+def pytest_addoption(parser):
+    parser.addoption("--complete", action="store_true", help="Fail where a package is missing that a test needs.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two workers, where pytest-xdist is installed and the command line says nothing else."""
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker that asked for workers would go on without end
+        return
+    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not config.option.usepdb:
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
+
+
+def pytest_configure(config):
+    if config.getoption("complete") and extras.MISSING:
+        raise pytest.UsageError(f"missing: {', '.join(extras.MISSING)}. Install them: pip install -e .[test]")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says what was left out for want of a package, and whose installation brings it back."""
+    for name, what in extras.MISSING.items():
+        terminalreporter.write_line(f"left out without {name} (pip install -e .[test]): {what}")
+    for name, what in extras.UNUSUAL.items():
+        terminalreporter.write_line(f"left out without {name}: {what}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,8 +8,8 @@ from configs import hf
 from launch import experiment
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.training.data import EOS, train_tokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.training.data import train_tokenizer
 from specsamp.training.run import open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call
@@ -51,9 +51,19 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
     again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "holds a model already: choose another folder" in again.stderr
+    export_of_it = call("export_hugging_face", f"--run={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
+    assert export_of_it.returncode == 2 and "was converted from a public checkpoint: export" in export_of_it.stderr
     (tmp_path / "orbax" / "run.json").unlink()
     again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "a conversion that did not end: delete the folder" in again.stderr
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"wdth": 3}}'])
+def test_a_damaged_run_is_one_line(tmp_path, content):
+    (tmp_path / "run.json").write_text(content, encoding="utf-8")
+    done = call("export_hugging_face", f"--run={tmp_path}", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 2 and done.stderr.startswith(f"{tmp_path}/run.json ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_exporting_the_shipped_target(tmp_path):

@@ -18,8 +18,9 @@ import _launch  # noqa: F401, the folder of entry
 import entry
 from cells import identity_of, read_prompts
 from config_file import ConfigFlag
-from experiment import DRAFTERS, RULES, Experiment, build, choose, config_mesh, headline, refuse
+from experiment import DRAFTERS, RULES, Experiment, build, config_mesh, headline, refuse
 from forecasting import Agreement, agreement, agreement_table
+from shapes import choose
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, outcome_of

@@ -7,11 +7,17 @@ Their model has random weights: the time of a token does not depend on which one
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 
+import sys
 import time
 
 import numpy as np
-import torch
-import transformers
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    print(f"{error}: pip install torch transformers", file=sys.stderr)
+    sys.exit(2)
 
 import _launch  # noqa: F401, the folder of entry
 import entry

@@ -220,14 +220,35 @@ def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> N
     """Checks a workload before anything is compiled.
 
     Raises:
-      ValueError: it needs more positions than a model has, or its rows do not divide over the data shards.
+      ValueError: it needs more positions than a model has, K is as long as these, or its rows do not divide over the
+        data shards.
     """
     if workload.batch % pair.shards.count:
         raise ValueError(f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the data axis")
-    limits = [("target", pair.target.max_positions)] + [("draft", drafter.max_positions) for drafter in drafters]
-    for name, positions in limits:
-        if positions is not None and workload.longest > positions:
-            raise ValueError(
-                f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-                f"{workload.longest} positions, but the {name} has {positions}"
-            )
+    for drafter in drafters:
+        check_positions("target", pair.target.max_positions, workload, drafter.K)
+        check_positions("draft", drafter.max_positions, workload, drafter.K)
+
+
+def check_positions(name: str, positions: int | None, workload: Workload, draft_length: int) -> None:
+    """Checks that a model has the positions for a workload and for ``draft_length`` drafted tokens.
+
+    Args:
+      name: of the model, for the message.
+      positions: how many tokens it can read; None for any number.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    if positions is None:
+        return
+    if workload.longest > positions:
+        raise ValueError(
+            f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
+            f"{workload.longest} positions, but the {name} has {positions}"
+        )
+    if draft_length >= positions:
+        raise ValueError(
+            f"draft_length {draft_length} must be below the {name}'s {positions} positions; few drafted tokens pay, "
+            "such as 4"
+        )

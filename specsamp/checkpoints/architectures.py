@@ -53,11 +53,15 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     if content.get("quantization_config") is not None:
         raise ValueError(f"{path} has a quantization_config: give the checkpoint before it was quantised")
     try:
-        return family, TransformerConfig(dtype=dtype, **family.read(fields))
+        config = TransformerConfig(dtype=dtype, **family.read(fields))
     except (ArithmeticError, TypeError, ValueError) as error:
         if path in str(error):
             raise
         raise ValueError(f"{path} describes no model that can be read: {error}") from error
+    kinds = fields("layer_types", [])
+    if config.window is None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ValueError(f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported")
+    return family, config
 
 
 def _usual(fields: Fields) -> dict:
@@ -101,8 +105,14 @@ def _arcee(fields: Fields) -> dict:
 
 def _mistral(fields: Fields) -> dict:
     """Reads a MistralForCausalLM."""
-    return _llama(fields) | dict(
-        window=fields.or_null("sliding_window", 4096), num_kv_heads=fields.or_null("num_key_value_heads", 8)
+    window = fields.or_null("sliding_window", 4096)
+    kinds = ["full_attention" if window is None else "sliding_attention"] * fields.count("num_hidden_layers")
+    no_biases = dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # whatever the file says
+    return (
+        _llama(fields)
+        | _windows(fields, window, kinds)
+        | no_biases
+        | dict(num_kv_heads=fields.or_null("num_key_value_heads", 8))
     )
 
 
@@ -117,7 +127,8 @@ def _qwen2(fields: Fields) -> dict:
     return (
         _llama(fields)
         | _windows(fields, window, kinds)
-        | dict(attention_bias=True, output_bias=False, num_kv_heads=fields.or_null("num_key_value_heads", 32))
+        | dict(attention_bias=True, output_bias=False, feedforward_bias=False)
+        | dict(num_kv_heads=fields.or_null("num_key_value_heads", 32))
     )
 
 
@@ -221,6 +232,7 @@ def _like_gemma(fields: Fields) -> dict:
     return _like_llama(fields) | dict(
         tied=fields("tie_word_embeddings", True),
         activation=activation,
+        feedforward_bias=False,
         norm_offset=True,
         post_norms=True,
         embedding_scale=math.sqrt(fields("hidden_size")),

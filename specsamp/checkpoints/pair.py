@@ -27,11 +27,10 @@ from safetensors.numpy import load_file, save_file
 from specsamp import storage
 from specsamp.checkpoints.int8_storage import dequantise, quantise
 from specsamp.checkpoints.params import check_shapes
-from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.data import EOS
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
 

@@ -11,6 +11,8 @@ import tokenizers
 
 from specsamp import storage
 
+EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here, and of bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
@@ -26,11 +28,11 @@ class ByteTokenizer:
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
     def token_id(self, text: str) -> int | None:
-        encoded = [self.eos_id] if text == "<eos>" else self.encode(text)
+        encoded = [self.eos_id] if text == EOS else self.encode(text)
         return encoded[0] if len(encoded) == 1 else None
 
     def token(self, index: int) -> str:
-        return "<eos>" if index == self.eos_id else repr(bytes([index]))
+        return EOS if index == self.eos_id else repr(bytes([index]))
 
 
 class JsonTokenizer:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tokenizers
 
-EOS = "<eos>"
+from specsamp.checkpoints.tokenizer import EOS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,16 @@
 """A small checkpoint in the format of Hugging Face, of several files, with its tokenizer."""
 
-import importlib.util
 import shutil
 
 import pytest
 
 from specsamp.checkpoints import export
-from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.training.data import EOS, train_tokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.training.data import train_tokenizer
+from support import extras
 from support.checkpoint_shapes import CONFIG, random_params
 
-if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+if extras.UNUSUAL:
     collect_ignore = ["test_live.py"]
 
 

@@ -82,6 +82,28 @@ def test_layers_with_a_window_need_one():
         read("gemma2", sliding_window=None)
 
 
+def test_a_mistral_may_have_layers_without_a_window():
+    """transformers reads a file that lists its layers as Ministral; all layers had the window here."""
+    found = read("mistral", layer_types=["full_attention", "sliding_attention"])
+    assert found.window == 5 and found.global_layers == (0,)
+    assert read("mistral", layer_types=2 * ["full_attention"]).window is None
+    assert read("mistral", layer_types=2 * ["sliding_attention"]) == read("mistral") and read("mistral").window == 5
+    assert read("mistral", attention_bias=True) == read("mistral")
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_families_without_biases_of_the_feedforward_ignore_them(name):
+    assert read(name, mlp_bias=True) == read(name) and read("llama2", mlp_bias=True).feedforward_bias
+
+
+@pytest.mark.parametrize("name", ["llama2", "arcee", "gpt2", "gpt_neox"])
+def test_families_without_windows_have_full_attention_only(name):
+    assert read(name, layer_types=2 * ["full_attention"]) == read(name)
+    for kinds in (["full_attention", "sliding_attention"], ["linear_attention"], "full"):
+        with pytest.raises(ValueError, match="layer_types = .* only 'full_attention' is supported"):
+            read(name, layer_types=kinds, sliding_window=4)
+
+
 @pytest.mark.parametrize(
     "name, changes, message",
     [

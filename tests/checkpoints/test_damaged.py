@@ -129,13 +129,13 @@ def test_a_pipe_is_not_waited_for(saved, file):
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
 def test_json_that_cannot_be_read_is_named(saved, file):
     for content, why in (
-        (b'{"a": "\xff"}', "'utf-8' codec can't decode"),
-        (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "maximum recursion depth exceeded"),
-        (b'{"a": ' + 5_000 * b"1" + b"}", "Exceeds the limit"),
-        (b"[]", ""),
+        (b'{"a": "\xff"}', "is no text in UTF-8 .byte 7"),
+        (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "is no JSON: maximum recursion depth exceeded"),
+        (b'{"a": ' + 5_000 * b"1" + b"}", "is no JSON: Exceeds the limit"),
+        (b"[]", "is no JSON object"),
     ):
         (saved / file).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{file} is no JSON( object|: {why})"):
+        with pytest.raises(ValueError, match=f"{file} {why}"):
             open_all(saved)
 
 

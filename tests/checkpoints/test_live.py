@@ -106,6 +106,8 @@ ORIGINAL = dict(original_max_position_embeddings=40)
         ("llama_yarn", ORIGINAL),
         ("gemma3", ORIGINAL),
         ("llama2", dict(partial_rotary_factor=0.5)),
+        ("mistral", dict(layer_types=["full_attention", "sliding_attention"])),
+        ("mistral", dict(layer_types=["full_attention", "full_attention"])),
         ("qwen3", dict(partial_rotary_factor=0.5)),
         ("gpt_neox", dict(partial_rotary_factor=0.5)),
         ("llama2", dict(tie_word_embeddings=True)),

@@ -197,7 +197,7 @@ def test_weights_of_another_model_list_both_shapes(saved):
         (b"", "is no JSON"),
         (b"{", "is no JSON"),
         (b"[]", "is no JSON object"),
-        (b'{"eos": "\xff"}', "is no JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"eos": "\xff"}', "is no text in UTF-8"),
         (b'{"eos": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "is no JSON: maximum recursion depth exceeded"),
         (b'{"target": {}}', "describes no pair"),
         (b'{"target": 1, "draft": 1}', "describes no pair"),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
 
 from specsamp import generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
@@ -236,6 +235,7 @@ def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, p
 
 def spm_model(path, words):
     text = [f"the {a} of {b} is {a}{b}" for a in words for b in ("rain", "snow", "wind")] * 4
+    sentencepiece = pytest.importorskip("sentencepiece")
     with open(path, "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(text), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2

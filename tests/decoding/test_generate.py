@@ -11,7 +11,9 @@ import pytest
 import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
 from specsamp.checkpoints.tokenizer import ByteTokenizer
+from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
@@ -84,21 +86,17 @@ def test_prompt_lookup_copies_and_continues_a_period():
 @pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
 def test_longer_matches_win_over_recent_ones(max_ngram, expected):
     """Context 0 1 2 6 | 9 1 2 5 | 9 8 2 4 | 0 1 2: what followed depends on how much must agree."""
-    from specsamp.decoding.state import Weights
-
     context = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
     tokens = jnp.asarray([context + [7] * 5])
-    draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(
-        Weights(target=None), (), tokens, jnp.array([len(context)]), None, None
-    )
+    prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([len(context)]))
+    draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(Weights(target=None), (), prefix, None, None)
     assert draft.tokens_BK[0, 0] == expected and draft.num_drafted_B[0] == 2
 
 
 def test_no_match_drafts_nothing():
-    from specsamp.decoding.state import Weights
-
     tokens = jnp.asarray([[0, 1, 2, 3, 3, 3], [5, 0, 0, 0, 0, 0]])
-    draft, _, _ = NgramDrafter(3).propose(Weights(target=None), (), tokens, jnp.array([4, 1]), None, None)
+    prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([4, 1]))
+    draft, _, _ = NgramDrafter(3).propose(Weights(target=None), (), prefix, None, None)
     assert draft.num_drafted_B.tolist() == [0, 0]
 
 

@@ -18,9 +18,7 @@ OPTIMISED = True
     "rule, K, draft, sampling",
     [
         (TokenRule(), 1, FAR, FULL),
-        (TokenRule(), 3, NEAR, NUCLEUS),
         (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
-        (BlockRule(), 2, FAR, NUCLEUS),
         (BlockRule(), 3, NEAR, FULL),
         (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
         (CoupledRule(), 3, NEAR, chain(temperature(0.8), min_p(0.1))),
@@ -43,8 +41,8 @@ def test_prompt_lookup_of_ragged_length(rule):
 
 
 def test_draft_with_a_warp_of_its_own():
-    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 3))
-    assert law_test(loop, NEAR, NUCLEUS, draft_sampling=chain(temperature(0.5), top_k(2))) > FALSE_ALARM
+    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 2))
+    assert law_test(loop, FAR, NUCLEUS, draft_sampling=chain(temperature(0.5), top_k(2))) > FALSE_ALARM
 
 
 def test_windows_wider_than_needed():
@@ -57,7 +55,7 @@ def test_six_tokens():
     """Longer than a block, over at least two rounds."""
     loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 4))
     flat = chain(temperature(2.0))
-    assert law_test(loop, NEAR, flat, length=6, prompts=[[1, 2]], samples=1_000_000) > FALSE_ALARM
+    assert law_test(loop, NEAR, flat, length=6, prompts=[[1, 2]]) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():
@@ -77,7 +75,7 @@ def test_stop_token_inside_a_block():
     """The distribution of texts cut at token 0: what follows the stop token is never emitted."""
     length, stop = 4, 0
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
-    run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=800_000, stop_ids=(stop,))
+    run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=300_000, stop_ids=(stop,))
     emitted, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], length), stop)
     assert p_value([(emitted, law)]) > FALSE_ALARM
 

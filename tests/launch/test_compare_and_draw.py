@@ -1,9 +1,11 @@
 """Agreement and figures from the command line: what they refuse in one line, before any work."""
 
+import importlib.util
 import json
 
 import pytest
 
+from support import extras
 from support.run_script import call, save_tiny_pair
 
 TINY = "--config=configs/random_pair.py:tiny"
@@ -31,6 +33,21 @@ def test_what_is_refused(script, arguments, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_cells_that_are_damaged_are_named(tmp_path):
+    path = tmp_path / "cells.json"
+    key = {"draft_length": 1, "drafter": "model", "rule": "token", "batch": 1}
+    path.write_text(json.dumps({"identity": {}, "cells": [{"key": key, "result": {}}]}), encoding="utf-8")
+    done = call("studies/figures", f"--cells={path}", f"--output={tmp_path}")
+    assert done.returncode == 2 and "cells.json is damaged, or of another kind: KeyError" in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
+def test_without_torch_there_is_nothing_to_compare_with():
+    done = call("studies/compare_transformers", "--help")
+    assert done.returncode == 2 and "No module named 'torch': pip install torch transformers" in done.stderr
+
+
+@extras.needs("matplotlib")
 def test_figures_are_drawn_from_the_committed_results(tmp_path):
     done = call("studies/figures", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr

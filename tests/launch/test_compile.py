@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
+from support import extras
 from support.run_script import ROOT, call, run
+
+pytestmark = extras.needs("libtpu", "matplotlib")
 
 RESULTS = ROOT / "notebooks" / "results"
 

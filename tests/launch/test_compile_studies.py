@@ -10,6 +10,7 @@ import compile_cells
 from compile_figures import PICTURES
 from compile_variants import variants
 from specsamp.tpu.calibration import calibrate
+from support import extras
 
 RESULTS = pathlib.Path(__file__).parents[2] / "notebooks" / "results"
 
@@ -88,12 +89,14 @@ def test_on_every_slice_the_paper_s_pair_is_as_it_should_be():
                 assert sum(program["collectives"].values()) == serial
 
 
+@extras.needs("matplotlib")
 def test_the_figure_of_shapes_has_a_line_for_each_number_of_chips():
     """And a point of the paper."""
     cells = answers("shapes")
     assert len(PICTURES["shapes"](cells).axes[0].lines) == 4 + 1
 
 
+@extras.needs("matplotlib")
 def test_the_figure_of_scoring_shows_the_calibrated_ratios_of_the_table():
     """A line for each kind of chip, and one at 1; what does not fit is left out."""
     cells = answers("scoring")

@@ -7,6 +7,7 @@ import pytest
 
 import curves as figures
 import published
+from support import extras
 
 
 def SPREAD(x):
@@ -99,6 +100,7 @@ def test_too_few_cells():
         figures.batch_curves(CELLS[:2])
 
 
+@extras.needs("matplotlib")
 def test_the_pictures():
     """Our lines and the published points are in them."""
     paper = figures.draw_paper(figures.curves(CELLS))

@@ -20,7 +20,7 @@ from configs import python_pair
 from launch import export_pair
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
-from support.run_script import ROOT, run
+from support.run_script import ROOT, call, run
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -95,7 +95,7 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
         text=True,
     )
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 1800
         while process.poll() is None and time.monotonic() < until:
             if any(record["step"] >= step for record in metrics(folder)):
                 break
@@ -282,8 +282,14 @@ def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = call("train", f"--workdir={tmp_path / 'file'}")
+    assert done.returncode == 2 and "file is a file: name a folder" in done.stderr
+
+
 def test_a_training_without_its_target_ends_with_a_message(tmp_path):
-    done = run("train", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
+    done = call("train", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 2
     assert "give --config.target, the folder of its training" in done.stderr and "Traceback" not in done.stderr
 

@@ -8,8 +8,12 @@ import re
 import subprocess
 import sys
 
-import jupytext
 import pytest
+
+from support import extras
+
+jupytext = pytest.importorskip("jupytext")
+pytestmark = extras.needs("matplotlib")
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
@@ -33,7 +37,6 @@ def test_runs(script, tmp_path):
         "JAX_PLATFORMS": "cpu",
         "MPLBACKEND": "Agg",
         "HF_HUB_OFFLINE": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800

@@ -1,6 +1,7 @@
 """Table models and the exact distributions they imply: small enough to enumerate, honest enough to see cache bugs."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -149,21 +150,31 @@ def chi_square(samples, law):
 
 FALSE_ALARM = 1e-6
 DETECTED_TV = 0.01
+POWER = 0.999
+
+
+def power(degrees, samples, groups):
+    """The probability that a TV error of `DETECTED_TV` in one of ``groups`` tests is seen."""
+    shift = 4 * DETECTED_TV**2 * samples  # a TV error e moves the statistic by at least 4 e^2 N
+    return scipy.stats.ncx2.sf(scipy.stats.chi2.isf(FALSE_ALARM / groups, degrees), degrees, shift)
+
+
+@functools.cache
+def samples_for(degrees, groups):
+    """The fewest samples, in steps of ten thousand, at which `p_value` has its power."""
+    return next(n for n in itertools.count(10_000, 10_000) if power(degrees, n, groups) > POWER)
 
 
 def p_value(groups, powered=True):
-    """The p-value of the worst of several (samples, distribution), corrected for their number.
+    """The p-value of the worst of several (samples, law), corrected for their number.
 
     Checks, unless ``powered`` is false, that a TV error of 0.01 in a single one of them would have been seen.
     """
     worst = 1.0
     for samples, law in groups:
         statistic, degrees = chi_square(samples, law)
-        # A TV error e moves the statistic by at least 4 e^2 N.
-        shift = 4 * DETECTED_TV**2 * len(samples)
-        threshold = scipy.stats.chi2.isf(FALSE_ALARM / len(groups), degrees)
-        power = scipy.stats.ncx2.sf(threshold, degrees, shift)
-        assert power > 0.999 or not powered, f"power {power} at TV {DETECTED_TV}: draw more"
+        seen = power(degrees, len(samples), len(groups))
+        assert seen > POWER or not powered, f"power {seen} at TV {DETECTED_TV}: draw more"
         worst = min(worst, scipy.stats.chi2.sf(statistic, degrees))
     return min(worst * len(groups), 1.0)
 

@@ -3,24 +3,29 @@
 import numpy as np
 
 from specsamp.sampling.warp import chain, temperature, top_p
-from support.fakes import decode, joint_law, near, p_value, random_table
+from support.fakes import decode, joint_law, near, p_value, random_table, samples_for
 
 V = 3
 TARGET = random_table(0, V)
 NEAR = near(TARGET, 1, 0.5)
 FAR = random_table(2, V)
 PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
-SAMPLES = 450_000
+SAMPLES = samples_for(V**4 - 1, len(PROMPTS))  # of each prompt, four tokens long
 FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 
 
-def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=SAMPLES, powered=True, **options):
-    """The p-value of ``length`` tokens of every prompt; rows have budgets of their own."""
+def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=None, powered=True, **options):
+    """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by default.
+
+    Rows have budgets of their own.
+    """
+    laws = [joint_law(TARGET, sampling, prompt, length) for prompt in prompts]
+    samples = samples or max(samples_for(np.count_nonzero(law) - 1, len(laws)) for law in laws)
     budgets = [length + i % 3 for i in range(len(prompts))]
     run = decode(loop, TARGET, draft, prompts, budgets, sampling, samples=samples, **options)
     emitted = run.emitted(length).reshape(len(prompts), samples, length)
-    return p_value([(rows, joint_law(TARGET, sampling, p, length)) for rows, p in zip(emitted, prompts)], powered)
+    return p_value(list(zip(emitted, laws)), powered)
 
 
 def cut_at_stop(run, law, stop):

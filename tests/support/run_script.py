@@ -21,7 +21,7 @@ from specsamp.training.data import train_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Nothing is read from or written to the user's cache of programs.
-FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def run(script, *arguments, **environment):
@@ -31,7 +31,7 @@ def run(script, *arguments, **environment):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         env={**os.environ, **FIXED, **environment},
     )
 

@@ -133,7 +133,7 @@ class Cloud:
             env=self.environment | environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def dry_run(self, script, *arguments):

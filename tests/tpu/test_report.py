@@ -22,8 +22,10 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import _largest, compile_report, measure
 from specsamp.tpu.topology import described_mesh, parse
+from support import extras
 
 OPTIMISED = True
+pytestmark = extras.needs("libtpu")
 
 TOPOLOGY = "v4:2x2x4"
 

@@ -5,9 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import (
-    EOS,
     Mixture,
     Windows,
     held_out_windows,

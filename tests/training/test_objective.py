@@ -12,7 +12,7 @@ B, T, V = 2, 5, 7
 CLOSE = 1e-5
 
 
-def log_law(logits):
+def exact_log_probs(logits):
     with np.errstate(divide="ignore"):
         probs = np.exp(np.asarray(logits, np.float64))
         return np.log(probs / probs.sum(-1, keepdims=True))
@@ -41,11 +41,13 @@ def total_variation(target, draft):
     return 0.5 * np.abs(np.exp(target) - np.exp(draft)).sum()
 
 
-ORACLES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+REFERENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
 
 
-def of_rows(oracle, target, draft):
-    return np.array([[oracle(log_law(target[b, t]), log_law(draft[b, t])) for t in range(T)] for b in range(B)])
+def of_rows(reference, target, draft):
+    return np.array(
+        [[reference(exact_log_probs(target[b, t]), exact_log_probs(draft[b, t])) for t in range(T)] for b in range(B)]
+    )
 
 
 def ours(name, target, draft):
@@ -55,7 +57,7 @@ def ours(name, target, draft):
 
 def check(name, function, target, draft):
     """Raises where ``function`` is not the divergence."""
-    np.testing.assert_allclose(function(name, target, draft), of_rows(ORACLES[name], target, draft), atol=CLOSE)
+    np.testing.assert_allclose(function(name, target, draft), of_rows(REFERENCES[name], target, draft), atol=CLOSE)
 
 
 def supported(name, target, draft):
@@ -85,11 +87,11 @@ def test_reverse_divergence_is_infinite_where_the_target_has_no_mass(logits):
 
 
 def test_total_variation_is_one_less_the_overlap(logits):
-    target, draft = (jnp.asarray(log_law(x), jnp.float32) for x in logits)
+    target, draft = (jnp.asarray(exact_log_probs(x), jnp.float32) for x in logits)
     variation, overlap = objective.total_variation(target, draft), objective.overlap(target, draft)
     np.testing.assert_allclose(variation + overlap, 1, atol=CLOSE)
     assert 0.05 < variation.max() < 0.95
-    exact = np.minimum(np.exp(log_law(logits[0])), np.exp(log_law(logits[1]))).sum(-1)
+    exact = np.minimum(np.exp(exact_log_probs(logits[0])), np.exp(exact_log_probs(logits[1]))).sum(-1)
     np.testing.assert_allclose(overlap, exact, atol=CLOSE)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(2 * variation + overlap, 1, atol=CLOSE)  # without the half
@@ -105,8 +107,8 @@ def gradient(function, logits):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
     target, draft = supported(name, *logits)
-    law = jnp.asarray(log_law(target), jnp.float32)
-    of_ours = gradient(lambda q: DIVERGENCES[name](law, q), draft)
+    target_BTV = jnp.asarray(exact_log_probs(target), jnp.float32)
+    of_ours = gradient(lambda q: DIVERGENCES[name](target_BTV, q), draft)
     assert np.isfinite(of_ours).all()
     step = 1e-5
     for index in [(0, 2, 3), (1, 4, 6)]:
@@ -114,7 +116,7 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
         for sign in (1, -1):
             moved = draft.copy()
             moved[index] += sign * step
-            ends.append(of_rows(ORACLES[name], target, moved).sum())
+            ends.append(of_rows(REFERENCES[name], target, moved).sum())
         np.testing.assert_allclose(of_ours[index], (ends[0] - ends[1]) / (2 * step), atol=1e-4)
         assert abs(of_ours[index]) > 1e-3  # zero would be finite too
 
@@ -122,15 +124,15 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
 def test_a_careless_divergence_has_no_gradient(logits):
     """The control: without its masks the reverse divergence of the same distributions has a gradient that is not a number."""
     target, draft = supported("reverse_kl", *logits)
-    law = jnp.asarray(log_law(target), jnp.float32)
-    careless = gradient(lambda q: (jnp.exp(q) * (q - law)).sum(-1), draft)
+    target_BTV = jnp.asarray(exact_log_probs(target), jnp.float32)
+    careless = gradient(lambda q: (jnp.exp(q) * (q - target_BTV)).sum(-1), draft)
     assert np.isnan(careless).any()
 
 
 def test_forward_divergence_has_the_gradient_of_cross_entropy_on_the_targets_tokens(logits):
     """In expectation over them, taken exactly: every token as a label, weighted with its chance."""
     target, draft = logits
-    law = jnp.asarray(log_law(target), jnp.float32)
+    target_BTV = jnp.asarray(exact_log_probs(target), jnp.float32)
 
     def expected(q_BTV, weights_BTV):
         labels = [jnp.full((B, T), token) for token in range(2, V)]  # the others have no chance
@@ -138,14 +140,14 @@ def test_forward_divergence_has_the_gradient_of_cross_entropy_on_the_targets_tok
             weights_BTV[..., token] * objective.cross_entropy(q_BTV, label) for token, label in enumerate(labels, 2)
         )
 
-    divergence = gradient(lambda q: objective.forward_kl(law, q), draft)
-    np.testing.assert_allclose(divergence, gradient(lambda q: expected(q, jnp.exp(law)), draft), atol=CLOSE)
+    divergence = gradient(lambda q: objective.forward_kl(target_BTV, q), draft)
+    np.testing.assert_allclose(divergence, gradient(lambda q: expected(q, jnp.exp(target_BTV)), draft), atol=CLOSE)
     uniform = gradient(lambda q: expected(q, jnp.full((B, T, V), 1 / (V - 2))), draft)
     assert np.abs(divergence - uniform).max() > 0.1
 
 
 def test_greedy_agreement(logits):
-    target, draft = (jnp.asarray(log_law(x), jnp.float32) for x in logits)
+    target, draft = (jnp.asarray(exact_log_probs(x), jnp.float32) for x in logits)
     agreement = np.asarray(objective.greedy_agreement(target, draft))
     np.testing.assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
     assert 0 < agreement.mean() < 1

@@ -1,0 +1,59 @@
+"""Shapes of models that a configuration names, known before any weights are read."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from specsamp import storage
+from specsamp.checkpoints.architectures import parse_config
+from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.models import config as models
+from specsamp.models.transformer import TransformerLM
+
+PRESETS = {
+    preset.__name__: preset
+    for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
+}
+
+
+def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
+    """Returns ``known[name]``.
+
+    Raises:
+      ValueError: there is no such name; the message lists those there are.
+    """
+    if name not in known:
+        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
+    return known[name]
+
+
+def make_model(fields: ConfigDict) -> TransformerLM:
+    """Returns the preset's model, with the fields that are set."""
+    changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
+    return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
+
+
+def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
+    """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
+    if "hugging_face" not in config:
+        return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
+    models = {}
+    for side in ("target", "draft"):
+        name = config.hugging_face[side]
+        if (path := pathlib.Path(name, "config.json")).is_file():
+            shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
+        elif name in CONFIGS:
+            shape = published_config(name, config.hugging_face.dtype)
+        else:
+            continue
+        models[side] = TransformerLM(shape)
+    return models
+
+
+def looked_up_parameters(config: models.TransformerConfig) -> int:
+    """Returns how many parameters are tables of n-grams, of which a step reads a few rows."""
+    return config.num_ngram_tables * config.ngram_rows * config.width

@@ -1,0 +1,48 @@
+"""Packages that some tests need and plain pytest may lack: those tests are skipped, and the summary says so."""
+
+import importlib.util
+import pathlib
+import platform
+import shutil
+import sys
+
+import pytest
+
+ON_LINUX_X86 = sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def shellcheck():
+    """Returns the path of the program, beside this Python or on the path; None where it is missing."""
+    beside = pathlib.Path(sys.executable).with_name("shellcheck")
+    return str(beside) if beside.exists() else shutil.which("shellcheck")
+
+
+def is_here(name):
+    """Whether a package can be imported; shellcheck is a program."""
+    if name == "shellcheck":
+        return shellcheck() is not None
+    return importlib.util.find_spec(name) is not None
+
+
+# What the extra `test` of setup.py installs, and what is left out without it.
+LEFT_OUT = {
+    "xdist": "a second worker: the tests take twice as long",
+    "matplotlib": "figures and notebooks",
+    "jupytext": "notebooks",
+    "sentencepiece": "tokenizers of the kind of SentencePiece",
+    "shellcheck": "the check of shell scripts",
+    "libtpu": "programs compiled for TPUs",
+}
+if not ON_LINUX_X86:
+    del LEFT_OUT["libtpu"]  # there is none for this platform
+MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
+# Not part of any extra: golden files hold what these two compute.
+UNUSUAL = {"torch and transformers": "new comparisons with the models of Hugging Face (golden files stay)"}
+if is_here("torch") and is_here("transformers"):
+    UNUSUAL = {}
+
+
+def needs(*names):
+    """Returns a mark that skips a test, or a module, where one of the packages is missing."""
+    missing = [name for name in names if not is_here(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"without {', '.join(missing)}")
