@@ -11,6 +11,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+import re
 import shlex
 import sys
 import threading
@@ -164,7 +165,9 @@ def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: 
         flag = flags.FLAGS[name]
         if not name.startswith("experimental_orbax"):
             default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
-            lines.append(f"  --{name}: {flag.help.partition(';' + chr(10))[0]}{default}")
+            text = flag.help.partition(";\n")[0]  # absl says what "may be repeated" says
+            choices, text = re.match(r"(?:(<.*?>): )?(.*)", text, re.DOTALL).groups("")
+            lines.append(f"  --{name}{choices and '='}{choices}: {text}{default}")
     if config is not None:
         config.load([argument for argument in arguments[1:] if argument not in HELP])
         lines += ["", *config.describe()]

@@ -29,12 +29,20 @@ from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
-_PASSES = flags.DEFINE_integer("passes", 2, "Over all texts and draft lengths.", lower_bound=2)
-_FIT = flags.DEFINE_multi_integer("fit", [1, 4, 8], "K whose rounds are timed; may be repeated.", lower_bound=1)
+_PASSES = flags.DEFINE_integer("passes", 2, "How often all texts and draft lengths are measured.", lower_bound=2)
+_FIT = flags.DEFINE_multi_integer(
+    "fit", [1, 4, 8], "Time rounds of this K to fit the costs; may be repeated.", lower_bound=1
+)
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to forecast.", lower_bound=1)
-_BATCHES = flags.DEFINE_multi_integer("batch", [1, 8], "The smallest and largest to fit.", lower_bound=1)
-_CHECK_BATCH = flags.DEFINE_integer("check_batch", 4, "To forecast from them; 0 leaves that out.", lower_bound=0)
-_PROMPTS = flags.DEFINE_string("prompts", None, "File of prompts, JSON or one in each line; default the pair's.")
+_BATCHES = flags.DEFINE_multi_integer(
+    "batch", [1, 8], "Fit costs at this batch size, the smallest and the largest; may be repeated.", lower_bound=1
+)
+_CHECK_BATCH = flags.DEFINE_integer(
+    "check_batch", 4, "Forecast this batch size from the fitted ones; 0 leaves that out.", lower_bound=0
+)
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
+)
 _OUTPUT = entry.define_output()
 
 ALLOWED = 0.10  # what the forecasts are meant to keep

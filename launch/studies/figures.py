@@ -19,12 +19,16 @@ from specsamp import storage
 from specsamp.analysis import grid
 
 GRID = "notebooks/results/python_pair_grid.json"
-_CELLS = flags.DEFINE_multi_string("cells", [GRID], "JSON of launch/benchmark.py or sweep.py.")
+_CELLS = flags.DEFINE_multi_string(
+    "cells", [GRID], "Draw the cells of this file of launch/benchmark.py or sweep.py; may be repeated."
+)
 _OUTPUT = entry.define_output("Write figure_1.png and speedup_by_batch.png into this folder.", default="runs")
-_BATCH = flags.DEFINE_integer("batch", 1, "Of the paper's figure.", lower_bound=1)
-_RULE = flags.DEFINE_string("rule", "token", "Of both figures.")
-_DRAFTER = flags.DEFINE_string("drafter", "model", "Of both figures.")
-_LENGTHS = flags.DEFINE_multi_integer("draft_length", [], "K in the figure by batch; default all.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 1, "Draw the paper's figure at this batch size.", lower_bound=1)
+_RULE = flags.DEFINE_string("rule", "token", "Draw cells of this acceptance rule.")
+_DRAFTER = flags.DEFINE_string("drafter", "model", "Draw cells of this drafter.")
+_LENGTHS = flags.DEFINE_multi_integer(
+    "draft_length", [], "Draw this K in the figure by batch; by default all; may be repeated.", lower_bound=1
+)
 
 
 def main() -> None:

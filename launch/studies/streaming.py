@@ -1,4 +1,4 @@
-"""Host memory while a checkpoint is read onto a mesh, and converted: what stays, and the most that lay beside it.
+"""Measures host memory while a checkpoint is read onto a mesh, and converted: what stays, and the peak beside it.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/studies/streaming.py --gigabytes=3 --model=8 \\
         --output=runs/streaming_3gb.json
@@ -32,10 +32,12 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A checkpoint to read; by default one is made.")
-_GIGABYTES = flags.DEFINE_float("gigabytes", 3.0, "Size of the one that is made, in bfloat16.", lower_bound=0.01)
-_MODEL = flags.DEFINE_integer("model", 1, "Devices that hold the parameters together.", lower_bound=1)
-_CONVERT = flags.DEFINE_bool("convert", False, "Also write them as an Orbax folder and read that.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Read this checkpoint; by default one is made.")
+_GIGABYTES = flags.DEFINE_float(
+    "gigabytes", 3.0, "How many gigabytes the checkpoint has that is made, in bfloat16.", lower_bound=0.01
+)
+_MODEL = flags.DEFINE_integer("model", 1, "How many devices hold the parameters together.", lower_bound=1)
+_CONVERT = flags.DEFINE_bool("convert", False, "Also write the parameters as an Orbax folder and read that.")
 _OUTPUT = entry.define_output()
 
 VOCABULARY, WIDTH = 32_000, 2048

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding import batch_rows
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, Prefix, Sampler
 from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
@@ -160,14 +162,16 @@ class Loop:
         """What the target asks of the compiler; most ask nothing."""
         return self.target.compiler_options
 
-    def run(self, weights: Weights, state: DecodeState, max_rounds: Array | int) -> DecodeState:
-        """Runs until every row has ended, or for ``max_rounds`` rounds.
+    def run(
+        self, weights: Weights, state: DecodeState, max_rounds: Array | int, min_running: Array | int = 1
+    ) -> DecodeState:
+        """Runs while at least ``min_running`` rows of all shards are running, and for at most ``max_rounds`` rounds.
 
         It can be called again; slicing a run does not change its result. ``state`` is donated, but for its request:
         caches are updated in place.
         """
         request, state = state.request, dataclasses.replace(state, request=None)
-        return dataclasses.replace(self.run_request(weights, request, state, max_rounds), request=request)
+        return dataclasses.replace(self.run_request(weights, request, state, max_rounds, min_running), request=request)
 
     @functools.partial(
         compiling.jit,
@@ -181,10 +185,11 @@ class Loop:
         request: Request,
         state: DecodeState,
         max_rounds: Array | int,
+        min_running: Array | int = 1,
     ) -> DecodeState:
         """Compiles and runs `run`, with the request beside the state that is donated."""
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED)
-        return self.shards.map(self._run, specs)(weights, request, state, max_rounds)
+        specs = (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED, REPLICATED)
+        return self.shards.map(self._run, specs)(weights, request, state, max_rounds, min_running)
 
     def _run(
         self,
@@ -192,10 +197,11 @@ class Loop:
         request: Request,
         state: DecodeState,
         max_rounds: Array | int,
+        min_running: Array | int = 1,
     ) -> DecodeState:
         def go_on(carry: tuple[Array, DecodeState]) -> Array:
             rounds, state = carry
-            return (rounds < max_rounds) & self.shards.any(jnp.any(state.running_B))
+            return (rounds < max_rounds) & (self.shards.sum(jnp.sum(state.running_B)) >= jnp.maximum(min_running, 1))
 
         def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
             rounds, state = carry
@@ -205,6 +211,14 @@ class Loop:
         # Devices may have sampled apart; the next run expects its state where this one found it.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         return dataclasses.replace(small, cache=state.cache, drafter_state=state.drafter_state)
+
+    def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Writes ``rows`` over the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.insert`."""
+        return batch_rows.insert(state, rows, at, self.shards)
+
+    def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Returns the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.extract`."""
+        return batch_rows.extract(state, at, self.shards)
 
     def round(self, weights: Weights, request: Request, state: DecodeState) -> DecodeState:
         """Runs one round for all rows."""
@@ -246,11 +260,16 @@ class Loop:
         """Calls the target once; the result has a row for each of the K+1 positions."""
         rows = draft.tokens_BK.shape[1] + 1
         width = max(rows, self.window)
-        tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
         start_B = jnp.maximum(state.lengths_B + rows - 1 - width, 0)
+        if width == rows:
+            pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
+            tokens_BT = jnp.concatenate([pending_B1, draft.tokens_BK], axis=1)
+        else:  # a window wider than the block feeds tokens again that the cache holds
+            tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
+            tokens_BT = gather_tokens(tokens_BS, start_B, width)
         output = self.target(
             weights.target,
-            gather_tokens(tokens_BS, start_B, width),
+            tokens_BT,
             start_B,
             cache,
             hidden_layers=self.drafter.hidden_layers,

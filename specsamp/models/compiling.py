@@ -3,7 +3,7 @@
 XLA's CPU backend hands float32 products to YNNPACK, whose time grows with every row: scoring 5 to 7
 rows took 20 to 40% longer than with Eigen, which takes as long for seven rows as for two. Eigen is
 several times *slower* where both sides contract their last axis; so only a model whose weights are laid
-out for it asks for it (`TransformerLM.flat`).
+out for it asks for it (`TransformerLM.compiler_options`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ MAX_UNROLLED_ROWS = 32
 
 @functools.cache
 def few_rows_on_cpu() -> Options:
-    """Products of few rows by Eigen; nothing on other platforms, or where the compiler knows no such option."""
+    """Returns options that give products of few rows to Eigen.
+
+    Returns nothing on other platforms, or where the compiler knows no such option.
+    """
     return _if_known((("xla_cpu_experimental_ynn_fusion_type", ""),)) if jax.default_backend() == "cpu" else ()
 
 
@@ -34,7 +37,7 @@ FEWEST_COLLECTIVES = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000
 
 @functools.cache
 def fewest_collectives_on_tpu() -> Options:
-    """`FEWEST_COLLECTIVES`; nothing on other platforms, or where the compiler knows no such option."""
+    """Returns `FEWEST_COLLECTIVES`; nothing on other platforms, or where the compiler knows no such option."""
     return _if_known(FEWEST_COLLECTIVES) if jax.default_backend() == "tpu" else ()
 
 
@@ -52,7 +55,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
-    """`jax.jit`, compiled with the options that ``options_of`` gives for a call."""
+    """Jits a function like `jax.jit`, with the compiler options that ``options_of`` gives for a call.
+
+    Within another program the options of that program hold. JAX has no public way to ask whether a call is traced, so
+    its arguments are looked at.
+    """
     variants: dict[Options, Callable] = {}
 
     @functools.wraps(function)
@@ -60,9 +67,8 @@ def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: 
         return variant(*args, **kwargs)(*args, **kwargs)
 
     def variant(*args: Any, **kwargs: Any) -> Callable:
-        # Inside another program, that program's options hold.
-        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        options = () if inside else options_of(*args, **kwargs)
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        options = () if traced else options_of(*args, **kwargs)
         if options not in variants:
             variants[options] = jax.jit(function, compiler_options=dict(options) or None, **arguments)
         return variants[options]

@@ -37,7 +37,7 @@ Array = jax.Array
 
 
 class Warp:
-    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; derive from it to write one.
+    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; derive from it, under `register_warp`, to write one.
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
     `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
@@ -66,8 +66,8 @@ def is_stateless(state: Any) -> bool:
 GREEDY_BELOW = 1e-5
 
 
-def _pytree(cls: type) -> type:
-    """A frozen dataclass whose fields are data.
+def register_warp(cls: type) -> type:
+    """Makes a class a frozen dataclass whose fields are data: the decorator of every warp.
 
     Not `jax.tree_util.register_dataclass`: with it, trees of different classes compare equal (JAX 0.10 to
     0.12), and when their hashes also meet, jit runs the program of one warp for another.
@@ -166,7 +166,7 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
     return jax.tree.map(expand, warp)
 
 
-@_pytree
+@register_warp
 class Chain(Warp):
     warps: tuple[Warp, ...]
 
@@ -186,13 +186,13 @@ class Chain(Warp):
         return logits
 
 
-@_pytree
+@register_warp
 class Greedy(Warp):
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         return _only_argmax(logits)
 
 
-@_pytree
+@register_warp
 class Temperature(Warp):
     value: Array  # [] or [B]
 
@@ -202,7 +202,7 @@ class Temperature(Warp):
         return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
 
 
-@_pytree
+@register_warp
 class TopK(Warp):
     value: Array  # [] or [B] int32
 
@@ -214,7 +214,7 @@ class TopK(Warp):
         return jnp.where(bits >= threshold, logits, -jnp.inf)
 
 
-@_pytree
+@register_warp
 class TopP(Warp):
     value: Array  # [] or [B]
 
@@ -232,7 +232,7 @@ class TopP(Warp):
         return jnp.where((bits >= threshold) | (p >= 1), logits, -jnp.inf)
 
 
-@_pytree
+@register_warp
 class MinP(Warp):
     value: Array  # [] or [B]
 
@@ -241,7 +241,7 @@ class MinP(Warp):
         return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
-@_pytree
+@register_warp
 class FirstTokens(Warp):
     value: Array  # [] or [B] int32
 

@@ -107,6 +107,24 @@ def test_help_lists_flags_and_fields():
         assert text in done.stdout
 
 
+SCRIPTS = [
+    str(path.relative_to(ROOT / "launch").with_suffix(""))
+    for path in sorted([*ROOT.glob("launch/*.py"), *ROOT.glob("launch/studies/*.py")])
+    if "entry.run(" in path.read_text(encoding="utf-8") and path.stem != "compare_transformers"  # which needs torch
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_explains_itself_in_sentences(script):
+    done = call(script, "--help")
+    assert done.returncode == 0 and done.stdout[0].isupper(), done.stderr
+    helps = re.findall(r"^  --(\w+)(?:=<.*>)?: (.*)$", done.stdout, re.MULTILINE)
+    assert {"plain", "traceback"} <= {name for name, _ in helps}
+    for name, text in helps:
+        sentence = text.partition(" Default: ")[0]
+        assert sentence[0].isupper() and sentence.endswith(".") and len(sentence.split()) >= 3, (name, text)
+
+
 @pytest.fixture
 def status_of(entry):
     """The exit status of a command, and what it wrote to stderr."""

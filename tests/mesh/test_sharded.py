@@ -19,6 +19,7 @@ from specsamp.decoding.method import Method
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
+from specsamp.models.interface import Output
 from specsamp.models.transformer import TransformerLM
 from support.fakes import TableLM, random_table
 
@@ -140,6 +141,29 @@ def test_logits_of_transformers(scheme, kv_heads, sizes):
     split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
     placed = jax.device_put(params, split.param_shardings(params))
     np.testing.assert_allclose(jax.jit(logits, static_argnums=0)(split, placed), expected, atol=2e-5)
+
+
+def test_a_model_on_a_mesh_can_be_called_in_parts():
+    """Embed, layers and unembed are one call, hidden states included; moved slots are those of one device."""
+    model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
+    params = model.init(jax.random.key(0))
+    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (8, 5), 0, 64), jnp.arange(8)
+    rows_BT = jnp.broadcast_to(jnp.array([0, 2, 3]), (8, 3))
+
+    def call(model, params):
+        weights, cache = model.fit_slots(model.prepare(params), 16), model.init_cache(8, 16)
+        whole = model(weights, tokens_BT, start_B, cache, hidden_layers=(0, 2))
+        x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
+        x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 1, hidden_layers=(0,))
+        x_BTD, cache, second = model.layers(weights, x_BTD, start_B, cache, 1, 2, hidden_layers=(2,))
+        parts = Output(logits_BTV=model.unembed(weights, x_BTD), cache=cache, hidden=first + second)
+        return [dataclasses.replace(o, cache=model.compact(o.cache, start_B, rows_BT, 5)) for o in (whole, parts)]
+
+    expected, _ = jax.jit(call, static_argnums=0)(model, params)
+    split = shard_model(model, Layout.tensor_parallel(make_mesh(2, 4)))
+    placed = jax.device_put(params, split.param_shardings(params))
+    for output in jax.jit(call, static_argnums=0)(split, placed):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), output, expected)
 
 
 @every_mesh

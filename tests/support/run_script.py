@@ -20,7 +20,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Nothing is read from or written to the user's cache of programs.
+# Compiled programs are kept in the folder of this session of tests (tests/conftest.py), not in the cache of the user.
 FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 

@@ -1,0 +1,157 @@
+"""Rows that move between batches, runs that return early, prompts read in chunks, warps with a state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.state import Finish, Request, Weights
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.warp import Chain, Warp, chain, greedy, register_warp, temperature
+from support.fakes import TableLM, decode, table_loop
+from support.loop_distributions import NEAR, TARGET, V
+
+PROMPTS, BUDGET, SLOTS = [[1, 2], [0], [2, 2, 1]], 12, 24
+LOOP = table_loop(BlockRule(), ModelDrafter(TableLM(V), 3))
+WEIGHTS = Weights(target=TARGET, draft=NEAR)
+SAMPLING = chain(temperature(0.9))
+
+
+def prefill(ids, slots=SLOTS, loop=LOOP, **options):
+    """The state of some of the prompts, each with its own id."""
+    prompts = [PROMPTS[i] for i in ids]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    request = Request.create(sampling=SAMPLING, limits=lengths + BUDGET, prompt_ids=ids)
+    padded = np.ones((len(prompts), 4), np.int32)
+    for row, prompt in zip(padded, prompts):
+        row[: len(prompt)] = prompt
+    return loop.prefill(WEIGHTS, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, **options)
+
+
+def finished(state):
+    return LOOP.run(WEIGHTS, state, 1000)
+
+
+def texts(state):
+    return [
+        tokens[:length].tolist() for tokens, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The text of each prompt when it is decoded by itself."""
+    return [texts(finished(prefill([i])))[0] for i in range(3)]
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
+    """A prompt read with fewer slots takes the place of a finished row, while its neighbour is in the middle."""
+    batch = LOOP.run(WEIGHTS, prefill([0, 1]), 2)
+    newcomer = prefill([2], slots=20)
+    if rounds:
+        newcomer = LOOP.run(WEIGHTS, newcomer, rounds)
+    mixed = LOOP.insert(batch, newcomer, [0])
+    assert texts(finished(mixed)) == [alone[2], alone[1]]
+
+
+def test_rows_are_put_aside_and_come_back_elsewhere(alone):
+    batch = LOOP.run(WEIGHTS, prefill([0, 1, 2]), 1)
+    aside = LOOP.extract(batch, [2, 0])
+    assert texts(aside) == [texts(batch)[2], texts(batch)[0]]
+    back = LOOP.insert(prefill([1, 1, 1]), aside, [1, 2])
+    assert texts(finished(back)) == [alone[1], alone[2], alone[0]]
+
+
+def test_the_request_of_a_caller_survives_donation():
+    batch, request = prefill([0, 1]), prefill([2]).request
+    after = LOOP.insert(LOOP.run(WEIGHTS, batch, 1), prefill([2]), [1])
+    assert int(after.request.limits_B[1]) == int(request.limits_B[0]) == 3 + BUDGET
+    assert int(batch.request.limits_B[1]) == 1 + BUDGET, "not donated"
+
+
+@pytest.mark.parametrize(
+    "at, message",
+    [([2], r"\[0, 2\)"), ([-1], r"\[0, 2\)"), ([0, 0], "occurs twice"), ([], "at least one"), ([0, 1], "1 rows for 2")],
+)
+def test_places_that_do_not_exist(at, message):
+    with pytest.raises(ValueError, match=message):
+        LOOP.insert(prefill([0, 1]), prefill([2]), at)
+
+
+def test_rows_with_more_slots_are_refused():
+    with pytest.raises(ValueError, match="32 slots do not fit a state of 24"):
+        LOOP.insert(prefill([0, 1]), prefill([2], slots=32), [0])
+
+
+def test_a_run_returns_once_fewer_rows_are_running(alone):
+    state = prefill([0, 1, 2])
+    state = dataclasses.replace(
+        state, request=dataclasses.replace(state.request, limits_B=jnp.array([4, 1 + BUDGET, 3 + BUDGET]))
+    )
+    state = LOOP.run(WEIGHTS, state, 1000, 3)
+    assert np.asarray(state.running_B).tolist() == [False, True, True]
+    state = LOOP.run(WEIGHTS, state, 1000, 2)
+    assert np.asarray(state.running_B).sum() < 2
+    assert texts(finished(state)) == [alone[0][:4], *alone[1:]]
+
+
+def test_stop_tokens_of_each_row():
+    """The same prompt twice, and one of the rows stops at its second token."""
+    state = prefill([1, 1])
+    stop = texts(finished(prefill([1])))[0][2]
+    stops = jnp.full_like(state.request.stop_ids_BN, -1).at[1, 0].set(stop)
+    done = finished(dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stops)))
+    assert np.asarray(done.finish_B).tolist() == [Finish.LENGTH, Finish.STOP]
+    assert texts(done)[1] == texts(done)[0][: len(texts(done)[1])] and texts(done)[1][-1] == stop
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_prompts_read_in_chunks(alone, chunk):
+    """Chunks that divide the padded prompts, and one that leaves a rest."""
+    assert texts(finished(prefill([0, 1, 2], chunk=chunk))) == alone
+
+
+@register_warp
+class NeverTwice(Warp):
+    """Excludes a row's last token, and what it excluded is known only from the tokens before: a warp with a state."""
+
+    weight: jax.Array
+
+    def init(self, tokens_BP, lengths_B):
+        return jnp.take_along_axis(tokens_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
+
+    def advance(self, state, tokens_B):
+        return tokens_B
+
+    def __call__(self, logits, state=()):
+        is_last = jnp.arange(logits.shape[-1])[None, :] == state[:, None]
+        return logits - jnp.where(is_last, self.weight[:, None], 0)
+
+
+NEVER = Chain((NeverTwice(np.float32(50.0)),))
+
+
+def test_a_warp_with_a_state_forbids_repetition():
+    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, NEVER, samples=5)
+    tokens, lengths = np.asarray(run.state.tokens_BS), np.asarray(run.state.lengths_B)
+    for row, length, start in zip(tokens, lengths, run.prompt_lengths):
+        emitted = row[start - 1 : length]
+        assert (emitted[1:] != emitted[:-1]).all(), emitted
+    assert int(run.state.stats.accepted_BT[:, 1:].sum()) > 0, "the draft follows the same state"
+
+
+@pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2)])
+@pytest.mark.parametrize("rule, sampling", [(CoupledRule(), NEVER), (TokenRule(), Chain((*NEVER.warps, greedy())))])
+def test_a_stateful_text_does_not_depend_on_the_draft(rule, sampling, drafter):
+    """Under the coupled rule and under greedy decoding: verification sees the state of each scored row."""
+
+    def tokens(drafter):
+        draft = NEAR if isinstance(drafter, ModelDrafter) else None
+        return decode(table_loop(rule, drafter), TARGET, draft, PROMPTS, 20, sampling).emitted(20)
+
+    np.testing.assert_array_equal(tokens(drafter), tokens(NoDrafter()))
