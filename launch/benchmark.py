@@ -16,9 +16,8 @@ from absl import flags
 import entry
 from cells import check_points, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline
+from experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
-from specsamp.analysis import memory
 
 _CONFIG = ConfigFlag("configs/random_pair.py")
 _GRID = flags.DEFINE_multi_string(
@@ -29,45 +28,21 @@ _PROMPTS = flags.DEFINE_string(
 )
 _OUTPUT = entry.define_output()
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
-_MEMORY = flags.DEFINE_bool(
-    "memory", False, "Report the memory that the loop compiles to, over batch, K and vocabulary, instead of times."
-)
 
 
 def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    if _MEMORY.value and _GRID.value:
-        raise ValueError("--memory has a grid of its own, over batch, K and vocabulary: leave out --grid")
     points = parse_grid(_GRID.value)
     check_points(config, points)  # before weights are read
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
     experiment = build(config, prompts, mesh=config_mesh(config))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    if _MEMORY.value:
-        show_memory(experiment, console)
-        return
     run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
-
-
-def show_memory(experiment: Experiment, console) -> None:
-    work, pair = experiment.workload, experiment.pair
-    with entry.progress(console, "starting") as say:
-        grid = memory.memory_grid(
-            pair.target.config,
-            pair.draft.config,
-            experiment.rule,
-            experiment.sampling,
-            slots=work.prompt_length + work.max_new_tokens,
-            progress=say,
-        )
-    entry.show([memory.memory_table(grid)], console)
-    models = {"target": pair.target.config, "draft": pair.draft.config}
-    entry.write_result(_OUTPUT.value, {"config": _CONFIG.value.to_dict(), "models": models, "result": grid}, console)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import phases, report
+from specsamp.analysis.split import PhaseTimer
+from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
@@ -57,14 +59,18 @@ def main() -> None:
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
     sides = {name: decoders(experiment.pair, contenders, warp, experiment.workload) for name, warp in warps.items()}
     compile_all(sides["greedy"], console)
-    timings = {(distribution, name): [] for distribution in warps for name in contenders}
     with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
-        for number, prompt in itertools.product(range(_PASSES.value), range(prompts)):
-            for distribution, name in timings:
-                say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {distribution}, {name}")
-                timings[distribution, name].append(sides[distribution][name].decode(prompt))
-            if number == 0:
-                show_text(experiment, prompt, timings["sampled", "speculative"][-1], console)
+
+        def decode(distribution: str, name: str, turn: int) -> Timing:
+            number, prompt = divmod(turn, prompts)
+            say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {distribution}, {name}")
+            timing = sides[distribution][name].decode(prompt)
+            if number == 0 and (distribution, name) == ("sampled", "speculative"):
+                show_text(experiment, prompt, timing, console)
+            return timing
+
+        keys = itertools.product(warps, contenders)
+        timings = take_turns({key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts)
     show_agreement(experiment, prompts, timings, console)
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
@@ -155,19 +161,12 @@ def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timin
 
 def streaming_share(side: Decoder) -> float:
     """Measures the time of plain products with the target's matrices over that of an autoregressive step, in turn."""
-    request = side.request(0)
-    buffers = phases.first_buffers(side.loop, side.weights, request, side.warm_state())
-    matrices = phases.matrices_of(side.loop.target, side.weights.target)
-    iterations, ratios = 8, []
-    for number in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(phases.stream(side.loop, matrices, iterations, rows=side.workload.batch))
-        middle = time.perf_counter()
-        buffers = phases.repeat(phases.whole_round, side.loop, side.weights, request, buffers, iterations)
-        jax.block_until_ready(buffers)
-        if number:  # the first one compiles
-            ratios.append((middle - start) / (time.perf_counter() - middle))
-    return float(np.median(ratios))
+    timer, iterations = PhaseTimer(*side.running()), 8
+    runs = {"products": timer.run_products(), "step": timer.run(phases.whole_round)}
+    for run in runs.values():
+        run(iterations)  # compiles
+    seconds = take_turns({name: lambda turn, run=run: run(iterations) for name, run in runs.items()}, 5)
+    return float(np.median(np.array(seconds["products"]) / np.array(seconds["step"])))
 
 
 def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:

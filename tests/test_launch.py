@@ -180,7 +180,6 @@ def test_a_wrong_configuration_ends_the_command_with_its_message(argument, messa
         (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
         (["--config.draft_length=4000"], "draft_length 4000 must be below the target's"),
         (["--config.seed=4294967296"], "seed must be an integer >= 0 and below 4294967296"),
-        (["--memory", "--grid=draft_length=1"], "--memory has a grid of its own"),
     ],
 )
 def test_what_is_wrong_is_found_before_weights_are_made(monkeypatch, arguments, message):

@@ -1,10 +1,11 @@
-"""Does the planner foresee what the benchmark measures? Fitted on half of the prompts, checked on the other half.
+"""Checks the planner's forecasts against measurements: fitted on half of the prompts, checked on the other half.
 
     python launch/studies/agreement.py --config=configs/trained_pair.py --output=runs/python_pair_agreement.json
 
-Greedy and with the configuration's sampling: costs fitted at K = 1, 4, 8, with plain decoding beside them, and batch 1
-forecast K = 0 .. 12 at batch 1; fitted at batch 1 and 8 they forecast batch 4. The file is written after each of the
-four; the same command goes on where it was interrupted. The configuration's own K, batch and repeats do not count.
+Two distributions are checked, greedy and the configuration's sampling. Costs are fitted at K = 1, 4, 8 and plain decoding:
+at batch 1 to forecast K = 0 .. 12 at batch 1, and at batches 1 and 8 to forecast batch 4. The file is written after each
+of the four cells, and the same command goes on where it was interrupted. The configuration's own K, batch and repeats are
+not used.
 """
 
 import itertools
@@ -64,14 +65,14 @@ def main() -> None:
     results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
     use_compilation_cache()
     console.print(headline(experiment, task(config, experiment)))
-    laws = {"greedy": greedy(), law_in_words(config): experiment.sampling}
+    distributions = {"greedy": greedy(), in_words(config): experiment.sampling}
     with entry.progress(console, "starting") as say:
-        for (law, warp), batch in itertools.product(laws.items(), fit_batches()):
-            found = compare(config, experiment, results, warp, {"law": law, "batch": batch}, say)
+        for (name, warp), batch in itertools.product(distributions.items(), fit_batches()):
+            found = compare(config, experiment, results, warp, {"law": name, "batch": batch}, say)
             if isinstance(found, str):
                 console.print(found, soft_wrap=True)
             else:
-                table = agreement_table(f"{law}, batch {batch}", found, ALLOWED)
+                table = agreement_table(f"{name}, batch {batch}", found, ALLOWED)
                 entry.show([table], console)
     if _OUTPUT.value and entry.is_first():
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
@@ -85,7 +86,7 @@ def compare(
     key: Mapping[str, Any],
     progress: Callable[[str], None],
 ) -> Agreement | str:
-    """One distribution and batch, unless the results have it; what is to be said of it."""
+    """Measures one distribution and batch unless the results hold it; returns the result, or a line that says why not."""
     where, work = f"{key['law']}, batch {key['batch']}", experiment.workload
     if known := distributed.gather_objects(results.find(key))[0]:  # the first process reads the file
         told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
@@ -116,27 +117,27 @@ def compare(
 
 
 def fit_batches() -> dict[int, tuple[int, ...]]:
-    """To the batch that is forecast."""
+    """Returns the batches that are fitted, by the batch that is forecast."""
     between = {_CHECK_BATCH.value: tuple(sorted(_BATCHES.value))} if _CHECK_BATCH.value else {}
     return {1: (1,)} | between
 
 
 def task(config: ConfigDict, experiment: Experiment) -> str:
-    """What is about to be compared, in a line."""
+    """Describes what is about to be compared, in a line."""
     fitted = ", ".join(map(str, sorted({0, *_FIT.value})))
     batches = [f"batch {batch} from {' and '.join(map(str, fit))}" for batch, fit in fit_batches().items()]
     return (
-        f"{config.drafter} drafter, {config.rule} rule, greedy and {law_in_words(config)}; K = 0 to {_LONGEST.value} "
+        f"{config.drafter} drafter, {config.rule} rule, greedy and {in_words(config)}; K = 0 to {_LONGEST.value} "
         f"from {fitted}; {', '.join(batches)}; {experiment.workload.max_new_tokens} tokens, {_PASSES.value} passes"
     )
 
 
-def law_in_words(config: ConfigDict) -> str:
+def in_words(config: ConfigDict) -> str:
     return distribution_of(config.sampling.to_dict())
 
 
 def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
-    """What all that is in one file shares."""
+    """Returns what all cells of one file share."""
     asked = {"fit": _FIT.value, "longest": _LONGEST.value, "batches": _BATCHES.value, "passes": _PASSES.value}
     turned = {name: config[name] for name in ("rule", "drafter")} | {"sampling": config.sampling.to_dict()}
     return identity_of(config, experiment) | turned | {"asked": asked}

@@ -24,7 +24,7 @@ import entry
 from config_file import ConfigFlag
 from experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy
-from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import decoders
 from specsamp.models.config import TransformerConfig
 
@@ -45,15 +45,15 @@ def main() -> None:
     parameters, own = sum(p.numel() for p in theirs.parameters()), experiment.pair.target.config.num_parameters
     if abs(parameters - own) > own / 100:  # their norms have biases
         raise ValueError(f"--config: {own} parameters, but theirs of this shape has {parameters}: nothing to compare")
-    ms: dict[str, list[float]] = {"ours": [], "transformers": []}
-    for repeat in range(-1, work.repeats):  # the first one warms up
-        prompt = work.prompts[max(repeat, 0) % len(work.prompts)]
-        timing = ours.decode(max(repeat, 0))
-        seconds = complete(theirs, prompt, work.max_new_tokens)
-        if repeat >= 0:
-            ms["ours"].append(timing.loop_seconds / work.max_new_tokens * 1e3)
-            ms["transformers"].append(seconds / work.max_new_tokens * 1e3)
-    ratio = Quartiles.of(np.array(ms["transformers"]) / np.array(ms["ours"]))
+    runs = {
+        "ours": lambda repeat: ours.decode(repeat).loop_seconds,
+        "transformers": lambda repeat: complete(theirs, work.prompts[repeat % len(work.prompts)], work.max_new_tokens),
+    }
+    for run in runs.values():
+        run(0)  # warms up
+    seconds = take_turns(runs, work.repeats)
+    ms = {name: np.array(samples) / work.max_new_tokens * 1e3 for name, samples in seconds.items()}
+    ratio = Quartiles.of(ms["transformers"] / ms["ours"])
     for name, values in ms.items():
         console.print(f"{name:13} {Quartiles.of(values).median:6.2f} ms per token")
     console.print(f"ratio         {ratio.median:6.2f}x")

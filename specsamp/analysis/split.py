@@ -84,7 +84,7 @@ def split_round(
     """
     if jax.config.jax_disable_jit:
         raise ValueError("phases cannot be timed under JAX_DISABLE_JIT")
-    spec, auto = _Bench(*speculative), _Bench(*autoregressive)
+    spec, auto = PhaseTimer(*speculative), PhaseTimer(*autoregressive)
     runs: dict[str, Run] = {  # in this order: the first five read the target's weights
         "round": spec.run(phases.whole_round),
         "score": spec.run(phases.score),
@@ -144,8 +144,11 @@ def _summary(ms: dict[str, np.ndarray], iterations: dict[str, int], streamed_byt
     )
 
 
-class _Bench:
-    """A loop and the buffers that its phases hand on."""
+class PhaseTimer:
+    """Times the phases of a loop, and products with its target's matrices, from a state whose rows are running.
+
+    The arguments are those of `Loop.round`; the state is donated.
+    """
 
     def __init__(self, loop: Loop, weights: Weights, request: Request, state: DecodeState):
         self.loop, self.weights, self.request = loop, weights, request
@@ -153,6 +156,8 @@ class _Bench:
         self.buffers = phases.first_buffers(loop, weights, request, state)
 
     def run(self, phase: phases.Phase) -> Run:
+        """Returns a timer of this phase."""
+
         def seconds(iterations: int) -> float:
             start = time.perf_counter()
             buffers = phases.repeat(phase, self.loop, self.weights, self.request, self.buffers, iterations)
@@ -162,6 +167,7 @@ class _Bench:
         return seconds
 
     def run_products(self) -> Run:
+        """Returns a timer of the products of one call of the target, see `time_products`."""
         return time_products(self.loop, self.matrices, *self.buffers.logits_BTV.shape[:2])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import device, memory, phases, report, split, tables
+from specsamp.analysis import device, phases, report, split, tables
 from specsamp.analysis.acceptance import expected_tokens, rate_error
 from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.measured import counts_of
@@ -167,7 +167,7 @@ def test_phases_are_timed_in_caches_as_a_loop_leaves_them(monkeypatch, warm_samp
 
             return seconds
 
-    monkeypatch.setattr(split, "_Bench", Bench)
+    monkeypatch.setattr(split, "PhaseTimer", Bench)
     monkeypatch.setattr(split, "find_iterations", lambda run, seconds: 4)
     monkeypatch.setattr(split, "WARM_SAMPLES", warm_samples)
     timed = split.split_round((None,) * 4, (None,) * 4, 2)
@@ -371,14 +371,3 @@ def test_tables_hold_the_numbers(result, plain):
     assert f"{result.split.round.ms.median:.3g}" in text
     for words in ("draft: warp and draw", "unexplained", "the whole round", "GB: weights, caches, peak"):
         assert words in text
-
-
-def test_memory_counts_what_the_loop_adds():
-    """Room for the scored distributions, a few times over; how it grows is tests/decoding/test_compiled.py's matter."""
-    model = tiny(num_layers=1)
-    (point,) = memory.memory_grid(model, model, TokenRule(), SAMPLING, slots=32, grid=((1, 2, 8192),))
-    assert point.logits_bytes == 4 * 3 * 8192
-    assert 1 <= point.temp_bytes / point.logits_bytes <= 16
-    assert point.cache_bytes == 4 * 2 * 2 * 32 * 32  # keys and values of two models, 32 slots of width 32
-    (row,) = memory.memory_table([point]).rows
-    assert row[0] == "1, 2, 8192" and len(row) == len(memory.memory_table([]).header)

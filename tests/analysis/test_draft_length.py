@@ -43,8 +43,8 @@ def clocks(monkeypatch):
 
 def choose(pair, **options):
     said = []
-    options = {"sampling": SAMPLING, "draft_lengths": (1, 4), "repeats": 2, "say": said.append} | options
-    return choose_draft_length(pair, PROMPTS, 30, **options), said
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "draft_lengths": (1, 4), "repeats": 2} | options
+    return choose_draft_length(pair, max_new_tokens=30, say=said.append, **options), said
 
 
 def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
@@ -75,8 +75,10 @@ def test_acceptance_counts_as_well(pair, clocks):
 
 def test_drafters_of_ones_own_and_several_samples(pair, clocks):
     ran = clocks({0: 1.0, 3: 0.5})
-    K, _ = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), num_samples=2)
-    assert K == 3 and ran[-1].loop.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 4
+    K, _ = choose(
+        pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), prompts=PROMPTS[:1], num_samples=2
+    )
+    assert K == 3 and ran[-1].loop.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
 
 
 def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(pair, clocks, monkeypatch):

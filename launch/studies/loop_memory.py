@@ -94,7 +94,7 @@ def loop_memory(
 
 
 def memory_table(grid: Iterable[LoopMemory]) -> Table:
-    """Returns a table of the points of the grid, in MB."""
+    """Returns a table of the points of a grid, in MB."""
 
     def megabytes(size: int) -> str:
         return f"{size / 1e6:.2f}"
