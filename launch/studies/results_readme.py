@@ -94,7 +94,8 @@ SECTIONS = (
     ),
     Section(
         "Audit of the pair",
-        "Seven checks that the pair writes what its target would write alone.",
+        "Seven checks that the pair writes what its target would write alone. The file was written before the audit also "
+        "looked for named mistakes in acceptance and residual (`specsamp/evaluation/audit/mistakes.py`).",
         measured.audit,
         ["python_pair_audit"],
     ),

@@ -10,6 +10,7 @@ from support.run_script import module
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = [README, *(ROOT / folder / "README.md" for folder in ("launch", "notebooks", "notebooks/results"))]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_commands_that_measure_again_name_scripts_that_are_there(script):
 
 def test_the_main_readme_takes_the_time_of_a_coffee_and_its_links_lead_somewhere():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
-    for page in (README, ROOT / "launch/README.md", ROOT / "notebooks/results/README.md"):
+    for page in PAGES:
         links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
         assert links
         for path, heading in links:
@@ -62,3 +63,19 @@ def test_commands_of_the_readmes_name_files_that_are_there():
         paths += re.findall(r"\b(specsamp/[\w/]+(?:\.py)?)\b", text)
         paths = [path for path in paths if path != "specsamp/xla" and "NAME" not in path]  # the cache, and placeholders
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
+    shared = (ROOT / "launch/entry.py").read_text(encoding="utf-8") + (ROOT / "launch/config_file.py").read_text(
+        "utf-8"
+    )
+    checked = 0
+    for page in PAGES:
+        for script, arguments in re.findall(r"python (launch/\S+\.py)([^\n`]*)", page.read_text(encoding="utf-8")):
+            if "NAME" in script:
+                continue
+            source = (ROOT / script).read_text(encoding="utf-8") + shared
+            for flag in re.findall(r" --(\w+)", arguments):
+                assert flag == "config" or f'"{flag}"' in source, (page.name, script, flag)
+                checked += 1
+    assert checked > 60
