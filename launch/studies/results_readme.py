@@ -1,0 +1,264 @@
+"""Writes notebooks/results/README.md from the JSON files beside it, and the two tables of numbers in the main README.
+
+    python launch/studies/results_readme.py --output=notebooks/results/README.md
+    python launch/studies/results_readme.py --table=headline        # prints the first table of README.md
+    python launch/studies/results_readme.py --table=summary         # prints its table of results
+
+Every number comes from a file. Tests hold the committed texts against what this command makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+import _launch  # noqa: F401, the folder of entry
+import entry
+import results_compiled as compiled
+import results_tables as measured
+from results_in_short import headline, summary
+from results_tables import Documents
+from specsamp import storage
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = ROOT / "notebooks/results"
+PAIR = ROOT / "specsamp/checkpoints/assets/python/pair.json"
+
+_TABLE = flags.DEFINE_enum(
+    "table", "all", ["all", "headline", "summary"], "Which text to make: the whole page, or a table of README.md."
+)
+_OUTPUT = entry.define_output("Write the text to this file instead of printing it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table with what must be known to read it."""
+
+    title: str
+    text: str
+    make: Callable[[Documents], str]
+    files: Sequence[str] = ()  # without .json: the first is where the numbers come from
+    figures: Sequence[str] = ()
+
+
+ESTIMATE = "A compiler estimate: nothing ran on a TPU. "
+SECTIONS = (
+    Section(
+        "The pair that comes with the package",
+        "Trained on two cores on the source of the Python standard library, as `specsamp/checkpoints/assets/python/"
+        "pair.json` records. The loss and the acceptance are those of text that neither model was trained on.",
+        measured.trained,
+    ),
+    Section(
+        "Speedup by draft length and rule",
+        "Held-out prompts at batch 1 in float32, on a shared machine; medians over prompts, with quartiles of the "
+        "speedup. The best K of each rule is bold. `alone` is plain decoding of the same prompts, in turn with the "
+        "speculative sides. Theory allows what the acceptance rate and the costs of the calls allow if nothing else "
+        "cost anything. The costs are timed between the same prompts and scatter by a tenth on this machine, so a "
+        "share can exceed 100%. What limits this machine is scoring K + 1 rows; on a TPU, Chen et al. report, a call "
+        "for a few rows costs about as much as one for a single row.",
+        measured.speedup,
+        ["python_pair_speedup"],
+    ),
+    Section(
+        "Best draft length by drafter, rule, batch and temperature",
+        "The best K of each setting, and 0 where no draft pays. The cells were measured minutes to hours apart on a "
+        "shared machine: compare ratios, and these loosely. The same setting can differ by a fifth from the table "
+        "above, and the best of several is a little flattered. The draft model gains least at batch 4 on this CPU. "
+        "`launch/studies/figures.py` draws both figures; the points of the first are those of Chen et al.",
+        measured.grid,
+        ["python_pair_grid"],
+        ["figure_1", "speedup_by_batch"],
+    ),
+    Section(
+        "A draft with a temperature of its own",
+        "Target at T = 0.8, top-p 0.95, token rule, K = 4. The output follows the target's distribution with any "
+        "draft; only acceptance changes (± one standard error). From the same file as the table above.",
+        measured.draft_temperatures,
+    ),
+    Section(
+        "Do forecasts hold?",
+        "Costs and acceptance are fitted on one half of the prompts and checked on the other half, K = 0 to 12. Errors "
+        "are of ms per token, where the rounds of that K and batch were not timed. Noise is how far two passes over "
+        "the same texts lie apart. `Lines alone` interpolates all costs, also those of the products with the target's "
+        "matrices.",
+        measured.agreement,
+        ["python_pair_agreement", "python_prompts"],
+    ),
+    Section(
+        "Audit of the pair",
+        "Seven checks that the pair writes what its target would write alone. The file was written before the audit also "
+        "looked for named mistakes in acceptance and residual (`specsamp/evaluation/audit/mistakes.py`).",
+        measured.audit,
+        ["python_pair_audit"],
+    ),
+    Section("Quality", "Completions of the held-out prompts by the pair.", measured.quality, ["python_pair_quality"]),
+    Section(
+        "Beside Hugging Face transformers",
+        "Plain decoding of a model of the same shape, in turn in one process.",
+        measured.others,
+        ["python_pair_transformers"],
+    ),
+    Section(
+        "A random pair",
+        "Random weights of 39.9M and 0.7M parameters, vocabulary 4096, float32, batch 1, K = 4. A random draft is "
+        "hardly ever accepted, so speculation is slower here. The table shows what a round costs beside its calls. "
+        "Measured before weights got their layout for CPUs.",
+        measured.random_pair,
+        ["random_38m_sampled", "random_38m_greedy"],
+    ),
+    Section(
+        "Memory of the loop",
+        "Temporaries beside weights and caches, as compiled for a CPU.",
+        measured.memory,
+        ["random_38m_memory"],
+    ),
+    Section(
+        "Host memory of reading a checkpoint",
+        "A synthetic checkpoint is read onto a mesh of one process, then converted to Orbax and read again. On a CPU "
+        "the memory of the devices is the host's, so the process holds all parameters.",
+        measured.streaming,
+        ["streaming_3gb"],
+    ),
+    Section(
+        "The paper's pair on 16 TPU v4 chips",
+        ESTIMATE + "Chinchilla's shapes, 70B and 4B, bfloat16, batch 1, 2048 slots, K = 4. `Calibrated` adds the cost "
+        "of collectives, fitted on published step times of TPU v4; the band has the largest error of a step time that "
+        "was left out of the fit. Two of the published steps are in the table; rounds were not fitted. A round moves "
+        "less than its calls one by one, because the compiler keeps some of the draft's weights on chip.",
+        compiled.chinchilla,
+        ["compile_chinchilla_v4"],
+    ),
+    Section(
+        "The same pair on four slices, by batch",
+        ESTIMATE + "Top-p, token rule, K = 4; ms per token over all rows at an acceptance rate of 0.8. Programs of two "
+        "and four layers, continued in a straight line to all layers. The calibration knows TPU v4 at batch 1 only: "
+        "other rows compare slices and do not predict a clock. At every batch the compiler fetches most caches of a "
+        "layer into on-chip memory, writes the new rows there and copies the caches back whole. At batch 1 this is "
+        "nearly all that a step moves beyond its floor; at larger batches it is a larger share "
+        "(`launch/studies/compile_variants.py`).",
+        compiled.slices,
+        ["compile_slices"],
+    ),
+    Section(
+        "What does a call for more tokens cost?",
+        ESTIMATE
+        + "One call of the target over a step, by its tokens, at batch 1. The roofline's ridge lies far beyond "
+        "what is free: the traffic of collectives and the work of attention grow with every token.",
+        compiled.scoring,
+        ["compile_scoring"],
+        ["compile_scoring"],
+    ),
+    Section(
+        "Which shape should a draft have?",
+        ESTIMATE + "Drafts of about 4B parameters on TPU v4 at batch 1. On one chip they all stream alike. On 16 chips "
+        "the two collectives of a layer cost as much as its weights, so a shallow draft is faster.",
+        compiled.shapes,
+        ["compile_shapes"],
+        ["compile_shapes"],
+    ),
+    Section(
+        "Fewer kv heads and int8 weights",
+        ESTIMATE + "Chinchilla's target on 16 TPU v4 chips, alone and with the paper's draft at an acceptance rate of "
+        "0.8; ms per token over all rows; a round as the sum of its calls. Int8 is a change of shapes alone: scales "
+        "are left out, and no measurement supports these rows. The figures at batch 16 are not calibrated either.",
+        compiled.weights,
+        ["compile_weights"],
+    ),
+    Section(
+        "Public pairs on TPU v5e",
+        ESTIMATE + "bfloat16, batch 1, 2048 slots, K = 4. The calibration knows TPU v4 only: take the milliseconds for "
+        "an order of magnitude.",
+        compiled.public_pairs,
+        ["compile_qwen_3b_v5e", "compile_llama_70b_v5e"],
+    ),
+    Section(
+        "Why the loop is written as it is",
+        ESTIMATE + "The same work in several forms, for 16 TPU v4 chips; `launch/studies/compile_variants.py` explains "
+        "each question.",
+        compiled.variants,
+        ["compile_variants"],
+    ),
+)
+TOP = """# Results
+
+This page is made from the JSON files in this folder:
+
+```bash
+python launch/studies/results_readme.py --output=notebooks/results/README.md
+```
+
+Do not edit it. The files hold what the authors measured; each names its machine and its versions. The commands below
+measure the same again and write to `runs/`, which git ignores. Quartiles stand in brackets after medians.
+"""
+
+
+def main() -> None:
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    text = {"all": page, "headline": headline, "summary": summary}[_TABLE.value](read())
+    if _OUTPUT.value:
+        storage.write(_OUTPUT.value, text.encode())
+        console.print(f"written to {_OUTPUT.value}", soft_wrap=True)
+    else:
+        print(text)
+
+
+def read() -> dict[str, Any]:
+    """Reads all documents: those of notebooks/results by their names, and the record of the shipped pair."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    return found | {"pair": json.loads(PAIR.read_text(encoding="utf-8"))}
+
+
+def page(documents: Documents) -> str:
+    """Returns the whole page."""
+    parts = [TOP]
+    for section in SECTIONS:
+        text = textwrap.fill(section.text, 120, break_on_hyphens=False, break_long_words=False)
+        parts += [f"## {section.title}\n", f"{text}\n", section.make(documents) + "\n"]
+        parts += [f"![{figure.replace('_', ' ')}]({figure}.png)\n" for figure in section.figures]
+        if section.files:
+            parts.append("\n".join(source(name, documents[name]) for name in section.files) + "\n")
+    return "\n".join(parts)
+
+
+def source(name: str, document: Mapping[str, Any]) -> str:
+    """Returns where the numbers come from: file, dates, machine, versions and the commands that measure them again."""
+    records = [cell for cell in document.get("cells", ()) if "environment" in cell] or [document]
+    environments = [record["environment"] for record in records if "environment" in record]
+    facts = [_machine(environments)] if environments else []
+    facts += [f"{key} {document[key]}" for key in ("libtpu", "torch", "transformers") if key in document]
+    commands = dict.fromkeys(_today(record["command"]) for record in records if "command" in record)
+    again = "".join(f"\n  - `{command}`" for command in commands)
+    return f"- [`{name}.json`]({name}.json)" + (": " if facts else "") + "; ".join(facts) + again
+
+
+def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
+    def all_of(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(one[name]) for one in environments))
+
+    days = sorted({one["date"][:10] for one in environments})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return (
+        f"{when}; {all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} x {all_of('device_kind')}; "
+        f"Python {all_of('python')}, jax {all_of('jax')}, jaxlib {all_of('jaxlib')}, flax {all_of('flax')}"
+    )
+
+
+def _today(command: str) -> str:
+    """Returns a recorded command as it is given today: scripts have moved, and results go to runs/."""
+    script = re.search(r"launch/(\w+\.py)", command)
+    if script and not (ROOT / script[0]).exists():
+        command = command.replace(script[0], f"launch/studies/{script[1]}")
+    return re.sub(r"--(output|figure)=notebooks/results/", r"--\1=runs/", command)
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,227 @@
+"""Makes the tables of notebooks/results/README.md, each from one file there; no number is typed by hand.
+
+Every function takes the documents by name and returns Markdown. Milliseconds per token are over all rows of a batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Documents = Mapping[str, Any]
+
+EMITTED = sum(0.8**i for i in range(5))  # tokens of a round at an acceptance rate of 0.8 and K = 4
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns a table of Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def band(likely: float, edges: Sequence[float], digits: int) -> str:
+    """Returns "14.7 (12.9 to 15.9)"."""
+    low, high = edges
+    return f"{likely:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ratio(quartiles: Mapping[str, float]) -> str:
+    """Returns "1.85x (1.55 to 2.29)"."""
+    return f"{quartiles['median']:.2f}x ({quartiles['lower']:.2f} to {quartiles['upper']:.2f})"
+
+
+def words(distribution: str) -> str:
+    """Returns a distribution in the words of the other tables."""
+    return re.sub(r"T = |temperature ", "T = ", distribution).replace("top_p", "top-p")
+
+
+def trained(documents: Documents) -> str:
+    """Returns how both models of the pair were trained, and what they are worth on held-out text."""
+    pair, rows = documents["pair"], []
+    for side in ("target", "draft"):
+        run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]
+        recipe, metrics = run["config"]["recipe"], run["last_metrics"]
+        minutes = metrics["training_seconds"] / 60
+        acceptance = held_out.get("acceptance (temperature 1)")
+        share = "" if acceptance is None else f"{acceptance:.3f}"
+        rows.append((side, run["step"], recipe["batch"], f"{minutes:.0f}", f"{held_out['loss']:.2f}", share))
+    return table(
+        ("", "steps", "rows a step", "minutes of training", "held-out loss, nats per token", "acceptance at T = 1"),
+        rows,
+    )
+
+
+def speedup(documents: Documents) -> str:
+    """Returns the speedup of every rule and K, and how much of it theory allows."""
+    rows = []
+    document = documents["python_pair_speedup"]
+    for name, curve in document["curves"].items():
+        for point in curve["points"]:
+            K, rule, costs = point["draft_length"], point["rule"], point["costs"]
+            mark = "**" if document["best_draft_length"][name][rule] == K else ""
+            rows.append(
+                (
+                    f"{mark}{words(name)}, {rule} rule, K = {K}{mark}",
+                    f"{curve['ms_per_token']['median']:.2f}",
+                    f"{point['ms_per_token']['median']:.2f}",
+                    f"{mark}{ratio(point['speedup'])}{mark}",
+                    f"{point['acceptance']['rate']:.3f}",
+                    f"{point['acceptance']['emitted_per_round']:.2f}",
+                    f"{costs['draft_call'] / costs['target_step']:.3f}",
+                    f"{costs['score'] / costs['target_step']:.2f}",
+                    f"{point['efficiency']:.0%}",
+                )
+            )
+    header = ("", "alone, ms per token", "with the draft", "speedup", "acceptance", "tokens per round")
+    return table((*header, "draft call, in steps", "scoring, in steps", "of what theory allows"), rows)
+
+
+def best_cells(documents: Documents) -> list[tuple[dict, dict]]:
+    """Returns, for each setting of the grid, the cell of the best K >= 1 and that of the best K of all."""
+    groups: dict[tuple, list[dict]] = {}
+    cells = [cell for cell in documents["python_pair_grid"]["cells"] if "result" in cell]
+    cells = [cell for cell in cells if cell["key"]["draft_temperature"] is None and cell["key"]["draft_length"]]
+    for cell in cells:
+        key = cell["key"]
+        groups.setdefault((key["drafter"], key["rule"], key["batch"], key["temperature"]), []).append(cell)
+    order = sorted(groups, key=lambda group: (group[0], group[1] != "token", group[2], group[3]))
+    return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in order]
+
+
+def grid(documents: Documents) -> str:
+    """Returns the best K of every drafter, rule, batch and temperature."""
+    rows = []
+    for cell in best_cells(documents):
+        key, result = cell["key"], cell["result"]
+        drafter = "draft model" if key["drafter"] == "model" else "prompt lookup"
+        warp = f"T = {key['temperature']}, top-p {key['top_p']}" if key["temperature"] else "greedy"
+        pays = result["speedup"]["median"] > 1
+        rows.append(
+            (
+                f"{warp}, {drafter}, {key['rule']} rule",
+                key["batch"],
+                key["draft_length"] if pays else f"0 (of drafts: {key['draft_length']})",
+                f"{result['autoregressive']['ms_per_token']['median']:.2f}",
+                f"{result['speculative']['ms_per_token']['median']:.2f}",
+                ratio(result["speedup"]),
+                f"{result['acceptance']['rate']:.3f}",
+                f"{result['acceptance']['emitted_per_round']:.2f}",
+            )
+        )
+    header = ("", "batch", "best K", "alone, ms per token", "with drafts", "speedup", "acceptance", "tokens per round")
+    return table(header, rows)
+
+
+def draft_temperatures(documents: Documents) -> str:
+    """Returns what a draft gains that has a temperature of its own."""
+    cells = documents["python_pair_grid"]["cells"]
+    rows = []
+    for cell in cells:
+        if cell["key"]["draft_temperature"] is not None:
+            counts = cell["result"]["acceptance"]
+            rate = f"{counts['rate']:.3f} ± {counts['rate_error']:.3f}"
+            emitted = f"{counts['emitted_per_round']:.2f}"
+            rows.append((f"{cell['key']['draft_temperature']:g}", rate, emitted, ratio(cell["result"]["speedup"])))
+    return table(("temperature of the draft", "acceptance", "tokens per round", "speedup"), rows)
+
+
+def agreement(documents: Documents) -> str:
+    """Returns how far forecasts and measurements lie apart."""
+    rows = []
+    for cell in documents["python_pair_agreement"]["cells"]:
+        result = cell["result"]
+        new = [check for check in result["checks"] if not check["cost_was_fitted"]]
+        errors, noise = [sorted(abs(check[name]) for check in new) for name in ("error", "noise")]
+        worst = max(new, key=lambda check: abs(check["error"]))
+        rows.append(
+            (
+                words(cell["key"]["law"]),
+                ", ".join(map(str, result["fit_batches"])),
+                result["check_batch"],
+                f"{_median(errors):.1%}",
+                f"{abs(worst['error']):.1%} (K = {worst['draft_length']})",
+                f"{result['worst_error_of_lines']:.1%}",
+                f"{_median(noise):.1%}, {result['worst_noise']:.1%}",
+                f"{result['best_forecast']}, {result['best_measured']}",
+                f"{result['lost']:.1%}",
+            )
+        )
+    header = ("", "fitted at batch", "checked at batch", "median error", "worst error", "worst with lines alone")
+    return table((*header, "noise: median, worst", "best K: forecast, measured", "lost by the choice"), rows)
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def audit(documents: Documents) -> str:
+    """Returns what each check of the audit found."""
+    checks = documents["python_pair_audit"]["checks"]
+    names = {"law": "distribution"}  # what an older file calls it
+    return table(
+        ("check", "verdict", "what was seen"),
+        [(names.get(check["name"], check["name"]), check["verdict"], check["sentence"]) for check in checks],
+    )
+
+
+def others(documents: Documents) -> str:
+    """Returns plain decoding here beside Hugging Face transformers."""
+    document = documents["python_pair_transformers"]
+    ms = document["ms_per_token"]
+    sides = (("specsamp", ms["ours"]), (f"transformers {document['transformers']}", ms["transformers"]))
+    rows = [(name, band(one["median"], (one["lower"], one["upper"]), 2)) for name, one in sides]
+    return table(("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"), rows)
+
+
+def quality(documents: Documents) -> str:
+    """Returns how many completions parse."""
+    document = documents["python_pair_quality"]
+    sampling = document["config"]["sampling"]
+    setting = f"T = {sampling['temperature']}, top-p {sampling['top_p']}"
+    row = (setting, document["completions"], document["parse"], f"{document['share']:.0%}")
+    return table(("sampling", "completions", "parse as Python, up to where the budget cut them", "share"), [row])
+
+
+def random_pair(documents: Documents) -> str:
+    """Returns what a round costs whose draft is hardly ever right."""
+    rows = []
+    for name in ("sampled", "greedy"):
+        document = documents[f"random_38m_{name}"]
+        result, split = document["result"], document["result"]["split"]
+        parts = split["draft_sampling"]["median"], *(split[part]["ms"]["median"] for part in ("verify", "commit"))
+        share = split["sampling_share"]
+        rows.append(
+            (
+                "greedy" if name == "greedy" else f"T = {document['config']['sampling']['temperature']}",
+                f"{result['autoregressive']['ms_per_token']['median']:.2f}",
+                f"{result['speculative']['ms_per_round']['median']:.2f}",
+                f"{split['round']['ms']['median']:.2f}",
+                ", ".join(f"{ms:.3f}" for ms in parts),
+                f"{share['median']:.1%} ({share['lower']:.1%} to {share['upper']:.1%})",
+                f"{result['speedup']['median']:.2f}x",
+            )
+        )
+    header = ("", "plain, ms per token", "ms per round", "a round timed beside its parts, ms")
+    return table((*header, "draft sampling, verification, bookkeeping, ms", "share of the round", "speedup"), rows)
+
+
+def memory(documents: Documents) -> str:
+    """Returns the memory of the loop beside weights and caches, as compiled for a CPU."""
+    rows = [
+        (
+            *(cell[name] for name in ("batch", "draft_length", "vocab_size")),
+            f"{cell['temp_bytes'] / 1e6:.2f}",
+            f"{cell['temp_bytes'] / cell['logits_bytes']:.1f}",
+        )
+        for cell in documents["random_38m_memory"]["result"]
+    ]
+    return table(("batch", "K", "vocabulary", "temporaries, MB", "over the logits' B x (K+1) x V floats"), rows)
+
+
+def streaming(documents: Documents) -> str:
+    """Returns the host memory of reading and converting a checkpoint."""
+    return table(
+        ("", "measured"), [(name, f"{value:g}") for name, value in documents["streaming_3gb"]["measured"].items()]
+    )
