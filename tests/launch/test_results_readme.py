@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from configs.hf import PAIRS
 from support.run_script import module
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -63,6 +64,13 @@ def test_commands_of_the_readmes_name_files_that_are_there():
         paths += re.findall(r"\b(specsamp/[\w/]+(?:\.py)?)\b", text)
         paths = [path for path in paths if path != "specsamp/xla" and "NAME" not in path]  # the cache, and placeholders
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_public_pairs_of_the_readme_are_those_of_their_configuration():
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| (\S+) \| (\S+) \| (\d+) \|$", (ROOT / "launch/README.md").read_text(), re.MULTILINE
+    )
+    assert rows == [(name, pair.target, pair.draft, str(pair.model_parallelism)) for name, pair in PAIRS.items()]
 
 
 def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
