@@ -254,6 +254,8 @@ def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
 
 def _today(command: str) -> str:
     """Returns a recorded command as it is given today: scripts have moved, and results go to runs/."""
+    if " --memory" in command:  # was a flag of the benchmark
+        command = command.replace(" --memory", "").replace("launch/benchmark.py", "launch/studies/memory.py")
     script = re.search(r"launch/(\w+\.py)", command)
     if script and not (ROOT / script[0]).exists():
         command = command.replace(script[0], f"launch/studies/{script[1]}")

@@ -73,6 +73,14 @@ def test_public_pairs_of_the_readme_are_those_of_their_configuration():
     assert rows == [(name, pair.target, pair.draft, str(pair.model_parallelism)) for name, pair in PAIRS.items()]
 
 
+def test_every_study_is_in_the_table_of_its_readme():
+    text = (ROOT / "launch/README.md").read_text(encoding="utf-8")
+    commands = [
+        path for path in (ROOT / "launch/studies").glob("*.py") if "__main__" in path.read_text(encoding="utf-8")
+    ]
+    assert len(commands) > 7 and not [path.name for path in commands if f"`{path.name}`" not in text]
+
+
 def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
     shared = (ROOT / "launch/entry.py").read_text(encoding="utf-8") + (ROOT / "launch/config_file.py").read_text(
         "utf-8"
