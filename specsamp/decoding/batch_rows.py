@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.state import DecodeState
+from specsamp.decoding.state import DecodeState, Request
 
 Array = jax.Array
 
@@ -41,7 +41,7 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
             f"rows with {rows.tokens_BS.shape[1]} slots do not fit a state of {state.tokens_BS.shape[1]}: prefill them "
             "with as many slots at most"
         )
-    request = _write(state.request, rows.request, at_N, shards)
+    request = _write(state.request, _fit_request(rows.request, state.request), at_N, shards)
     state, rows = (dataclasses.replace(each, request=None) for each in (state, rows))
     return dataclasses.replace(_write_donated(state, rows, at_N, shards), request=request)
 
@@ -55,9 +55,25 @@ def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShar
     return _read(state, _places(at, len(state.lengths_B), shards), shards)
 
 
+def _fit_request(new: Request, old: Request) -> Request:
+    """Returns ``new`` with as many columns of stop ids as ``old``, whose columns it overwrites."""
+    missing = old.stop_ids_BN.shape[1] - new.stop_ids_BN.shape[1]
+    if missing < 0:
+        raise ValueError(
+            f"rows with {new.stop_ids_BN.shape[1]} stop ids do not fit a state of {old.stop_ids_BN.shape[1]}: make the "
+            "state's request with as many"
+        )
+    new = dataclasses.replace(new, stop_ids_BN=jnp.pad(new.stop_ids_BN, ((0, 0), (0, missing)), constant_values=-1))
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError("rows with other warps do not fit this state: chain the same warps, with numbers of their own")
+    return new
+
+
 def _places(at: Sequence[int], batch: int, shards: DataShards) -> Array:
     """Returns ``at`` as int32 ``[N]``, checked."""
     per_shard = batch // shards.count
+    if np.asarray(at).size and np.asarray(at).dtype.kind not in "iu":
+        raise ValueError(f"rows must be integers; got {at!r}")
     places = np.asarray(at, np.int32)
     if places.ndim != 1 or not len(places) or len(places) % shards.count:
         raise ValueError(

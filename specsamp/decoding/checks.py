@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
@@ -16,6 +17,7 @@ from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
+from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
 
@@ -164,15 +166,19 @@ def memory(loop: Loop, *, rows: int, slots: int) -> None:
     Raises:
       ValueError: with both sizes, before anything is allocated.
     """
-    shapes = jax.eval_shape(lambda: (loop.target.init_cache(rows, slots), loop.drafter.init(rows, slots)))
-    needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    needed += rows * slots * TOKEN_BYTES
+    needed = _cache_bytes(loop.target, loop.drafter, rows, slots) + rows * slots * TOKEN_BYTES
     available = _memory_of_devices()
     if available is not None and needed > available:
         raise ValueError(
             f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more than the "
             f"{available / 1e9:.1f} GB there are: ask for fewer prompts or samples at a time, or fewer tokens"
         )
+
+
+@functools.lru_cache(64)  # large models take tens of milliseconds to trace
+def _cache_bytes(target: LanguageModel, drafter: Drafter, rows: int, slots: int) -> int:
+    shapes = jax.eval_shape(lambda: (target.init_cache(rows, slots), drafter.init(rows, slots)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _memory_of_devices() -> int | None:

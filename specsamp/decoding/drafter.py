@@ -6,8 +6,9 @@ How drafters fit:
 keep, `read` sees them for the prompt, chunk by chunk, and `commit` for the accepted path; ``weights.target`` and the
 target's cache reach all three. A drafter that writes the target's cache hands it back.
 
-*Token trees*: a `Draft` with ``parents_BK`` and ``depth``; the loop gives the target a `Block`, the rule returns the
-accepted rows, and the target moves their slots together (`LanguageModel.compact`).
+*Token trees*, which the loop does not score yet: a `Draft` with ``parents_BK`` and ``depth``; the loop will give the
+target a `Block`, the rule return the accepted rows, and the target move their slots together
+(`LanguageModel.compact`). Drawing siblings without replacement will be a method of the rule beside `Rule.sample`.
 
 *Voting* of several drafters: one drafter that holds them; its state is the tuple of theirs. It picks one *before*
 looking at what it sampled, and its draws are kept apart by the drafter's index: ``sample(logits_BV, i, drafter=1)``.
@@ -107,15 +108,19 @@ class Drafter(abc.ABC):
     row_independent: bool = True  # whether a row's draft depends on nothing of other rows
     hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs it reads
     max_positions: int | None = None  # the longest text it can draft for; None: no limit
+    depth: int | None = None  # the most tokens of a draft that can be accepted, fewer than K for trees; None: K
 
     @property
-    def depth(self) -> int:
-        """The most tokens of a draft that can be accepted; fewer than K for trees."""
-        return self.K
+    def max_accepted(self) -> int:
+        """The most tokens of a draft that can be accepted."""
+        return self.K if self.depth is None else self.depth
 
     @property
     def weights_key(self) -> Hashable:
-        """What its prepared weights depend on: drafters with equal keys share them."""
+        """What its prepared weights depend on besides its class, such as its model.
+
+        Drafters of a class with equal keys share their weights, so leave K out of it.
+        """
         return self
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
@@ -152,6 +157,10 @@ class Drafter(abc.ABC):
           target_output: of the same chunk.
         """
         return state, cache
+
+    def pin(self, state: Any, replicate: Callable[[Any], Any]) -> Any:
+        """Applies ``replicate`` to what of its state is no cache, so that slices of a run find it where it was."""
+        return replicate(state)
 
     @abc.abstractmethod
     def propose(

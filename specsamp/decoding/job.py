@@ -132,7 +132,9 @@ class Job:
 
     def completions(self, state: DecodeState) -> list[Completion]:
         """Returns the results of the rows that were asked for, on the host."""
-        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
+        state = to_host(
+            dataclasses.replace(state, cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=())
+        )
         return [self._completion(state, row) for row in range(self.rows)]
 
     def _completion(self, state: DecodeState, row: int) -> Completion:

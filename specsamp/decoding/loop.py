@@ -123,7 +123,7 @@ class Loop:
             log_probs_BS=empty(jnp.float32) if self.keep_log_probs else None,
             cache=copy(cache),
             drafter_state=copy(drafter_state),
-            stats=Stats.zeros(batch * num_samples, self.drafter.depth),
+            stats=Stats.zeros(batch * num_samples, self.drafter.max_accepted),
             request=request,
             warp_state=request.sampling.init(tokens_RP, lengths_B),
             draft_warp_state=request.draft_sampling.init(tokens_RP, lengths_B),
@@ -133,6 +133,8 @@ class Loop:
         self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, chunk: int | None
     ) -> tuple[Any, Any]:
         """Feeds the prompts to target and drafter, ``chunk`` tokens at a time; returns both memories."""
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk must be at least 1; got {chunk}")
         batch, padded_length = tokens_BP.shape
 
         def read(tokens_BT: Array, start: Array | int, cache: Any, drafter_state: Any) -> tuple[Any, Any]:
@@ -210,7 +212,8 @@ class Loop:
         state = jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), state))[1]
         # Devices may have sampled apart; the next run expects its state where this one found it.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
-        return dataclasses.replace(small, cache=state.cache, drafter_state=state.drafter_state)
+        drafter_state = self.drafter.pin(state.drafter_state, self.shards.replicate)
+        return dataclasses.replace(small, cache=state.cache, drafter_state=drafter_state)
 
     def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
         """Writes ``rows`` over the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.insert`."""
@@ -247,8 +250,8 @@ class Loop:
         )
         prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
         draft, drafter_state, cache = self.drafter.propose(weights, state.drafter_state, prefix, state.cache, sampler)
-        if draft.parents_BK is not None and not self.rule.trees:
-            raise ValueError(f"{type(self.rule).__name__} verifies chains only; the draft is a token tree")
+        if draft.parents_BK is not None:
+            raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
         if draft.log_probs_BRV is not None:
             # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
@@ -291,9 +294,7 @@ class Loop:
 
     def verify(self, request: Request, state: DecodeState, draft: Draft, output: Output) -> Verdict:
         """Applies the rule to the warped distributions."""
-        target = TargetDistributions(
-            logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
-        )
+        target = _target_distributions(request, state, draft, output)
         return self.rule.verify(draft, target, self._keys(request, state))
 
     def commit(
@@ -309,6 +310,9 @@ class Loop:
         wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
         # Emit nothing from the first position with invalid logits (NaN, +inf, or all -inf).
         valid_BT = jnp.isfinite(output.logits_BTV.max(-1))
+        if not is_stateless(state.warp_state):  # a grammar may exclude every token
+            target = _target_distributions(request, state, draft, output)
+            valid_BT &= ~jnp.isnan(target.all()).any(-1)
         count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
         valid_B = count_B == wanted_B
         count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
@@ -343,6 +347,12 @@ class Loop:
 def decode_window() -> int:
     """Returns the fewest tokens per call that this platform likes: see `Loop.window`."""
     return 2 if jax.default_backend() == "tpu" else 1
+
+
+def _target_distributions(request: Request, state: DecodeState, draft: Draft, output: Output) -> TargetDistributions:
+    return TargetDistributions(
+        logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
+    )
 
 
 def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:

@@ -100,7 +100,8 @@ class Pair:
         """
         if "target" not in self._prepared:
             self._prepared["target"] = self.target.prepare(self.target_params)
-        drafts = drafter.weights_key
+        # A class that prepares differently has weights of its own, also where it inherits the key.
+        drafts = (type(drafter).prepare, type(drafter).fit_slots, drafter.weights_key)
         if drafts not in self._prepared:
             self._prepared[drafts] = drafter.prepare(self.draft_params)
         key = (drafts, slots)

@@ -25,7 +25,7 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP = 1  # a stop token was emitted
     LENGTH = 2  # the row's budget is spent
-    INVALID = 3  # the target's logits held NaN or inf, or only -inf; nothing was emitted from there on
+    INVALID = 3  # the target's logits held NaN, inf or only -inf, or a warp's state excluded all; nothing followed
 
 
 @jax.tree_util.register_dataclass

@@ -114,7 +114,7 @@ class Rule(Protocol):
 
     Attributes:
       exact: whether what is emitted follows the target's distribution.
-      trees: whether it verifies drafts with ``parents_BK``.
+      trees: whether it verifies drafts with ``parents_BK``; the loop does not score such drafts yet.
     """
 
     exact: bool

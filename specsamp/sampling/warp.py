@@ -41,7 +41,8 @@ class Warp:
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
     `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
-    batch. Without a state nothing is traced for it.
+    batch. Without a state nothing is traced for it. At least one token must stay: a row whose warp has a state ends
+    as invalid where none does. Every number is one for all rows or one per row; tables shared by rows have no place yet.
     """
 
     def init(self, tokens_BP: Array, lengths_B: Array) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Finish, Request, Weights
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -142,7 +143,8 @@ def test_a_warp_with_a_state_forbids_repetition():
     for row, length, start in zip(tokens, lengths, run.prompt_lengths):
         emitted = row[start - 1 : length]
         assert (emitted[1:] != emitted[:-1]).all(), emitted
-    assert int(run.state.stats.accepted_BT[:, 1:].sum()) > 0, "the draft follows the same state"
+    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, TARGET, PROMPTS, 20, NEVER, samples=5)
+    assert (run.state.stats.accepted_BT[:, 3] == 5).all(), "a draft equal to the target follows the same state"
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2)])
@@ -155,3 +157,80 @@ def test_a_stateful_text_does_not_depend_on_the_draft(rule, sampling, drafter):
         return decode(table_loop(rule, drafter), TARGET, draft, PROMPTS, 20, sampling).emitted(20)
 
     np.testing.assert_array_equal(tokens(drafter), tokens(NoDrafter()))
+
+
+@register_warp
+class DeadEnd(Warp):
+    """Excludes every token after two more."""
+
+    weight: jax.Array
+
+    def init(self, tokens_BP, lengths_B):
+        return jnp.zeros_like(lengths_B)
+
+    def advance(self, state, tokens_B):
+        return state + 1
+
+    def __call__(self, logits, state=()):
+        return jnp.where((state < 2)[:, None], logits, -jnp.inf)
+
+
+def test_a_warp_that_excludes_every_token_ends_the_row():
+    sampling = Chain((DeadEnd(np.float32(0)),))
+    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling)
+    assert np.asarray(run.state.finish_B).tolist() == [Finish.INVALID] * 3
+    assert (np.asarray(run.state.lengths_B) - run.prompt_lengths).tolist() == [2, 2, 2]
+
+
+def with_stops(state, stops):
+    stop_ids_BN = jnp.broadcast_to(jnp.asarray(stops), (len(state.lengths_B), len(stops)))
+    return dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stop_ids_BN))
+
+
+def test_a_newcomer_does_not_inherit_stop_tokens(alone):
+    """The state has more columns of stop ids than the newcomer; the other way round is refused."""
+    many = with_stops(prefill([0, 1]), [-1] * 15 + [0])
+    mixed = LOOP.insert(many, prefill([2]), [0])
+    assert np.asarray(mixed.request.stop_ids_BN[0]).tolist() == [-1] * 16
+    assert texts(finished(mixed))[0] == alone[2]
+    with pytest.raises(ValueError, match="rows with 16 stop ids do not fit a state of 8"):
+        LOOP.insert(prefill([0, 1]), with_stops(prefill([2]), [-1] * 16), [0])
+
+
+def test_rows_with_other_warps_are_refused():
+    other = prefill([2])
+    other = dataclasses.replace(other, request=dataclasses.replace(other.request, sampling=chain()))
+    with pytest.raises(ValueError, match="rows with other warps"):
+        LOOP.insert(prefill([0, 1]), other, [0])
+
+
+def test_a_tree_is_refused_not_scored_as_a_chain():
+    @dataclasses.dataclass(frozen=True)
+    class Tree(ModelDrafter):
+        depth: int = 2
+
+        def propose(self, *arguments):
+            draft, state, cache = super().propose(*arguments)
+            return dataclasses.replace(draft, parents_BK=jnp.zeros_like(draft.tokens_BK), depth=2), state, cache
+
+    assert Tree(TableLM(V), 3).max_accepted == 2 and ModelDrafter(TableLM(V), 3).max_accepted == 3
+    loop = table_loop(TokenRule(), Tree(TableLM(V), 3))
+    with pytest.raises(NotImplementedError, match="chains only"):
+        loop.run(WEIGHTS, prefill([0], loop=loop), 1)
+
+
+def test_drafters_that_prepare_differently_have_weights_of_their_own():
+    class Halved(ModelDrafter):
+        def prepare(self, params):
+            return params / 2
+
+    pair = Pair(target=TableLM(V), target_params=TARGET, draft=TableLM(V), draft_params=NEAR)
+    plain, halved = (pair.weights(drafter(TableLM(V), 3), 128).draft for drafter in (ModelDrafter, Halved))
+    assert pair.weights(ModelDrafter(TableLM(V), 5), 128).draft is plain
+    np.testing.assert_array_equal(halved, plain / 2)
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_chunks_without_tokens_are_refused(chunk):
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        prefill([0], chunk=chunk)

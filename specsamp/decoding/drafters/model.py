@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,6 +85,9 @@ class ModelDrafter(Drafter):
         cache: Any,
     ) -> tuple[Any, Any]:
         return self.model(weights.draft, tokens_BT, start_B, state).cache, cache
+
+    def pin(self, state: Any, replicate: Callable[[Any], Any]) -> Any:
+        return state  # a cache, which the model lays out
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
