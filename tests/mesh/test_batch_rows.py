@@ -1,0 +1,104 @@
+"""Rows that move between batches on a mesh: the texts of one device, and no cache that travels between devices."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding import batch_rows
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Request
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import chain, temperature
+
+TARGET = TransformerLM(tiny(positions="rotary", num_layers=1))
+ROWS, SLOTS, BUDGET = 8, 32, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature(Drafter):
+    """Drafts the largest entry of the target's last known hidden state, which is its own state."""
+
+    K: int = 2
+    hidden_layers = (1,)
+
+    def init(self, batch, slots):
+        return jnp.zeros((batch, TARGET.width))
+
+    def read(self, weights, state, tokens_BT, start_B, lengths_B, target_output, cache):
+        at_B11 = jnp.clip(lengths_B - 2 - start_B, 0, tokens_BT.shape[1] - 1)[:, None, None]
+        return jnp.take_along_axis(target_output.hidden[0], at_B11, axis=1)[:, 0], cache
+
+    def propose(self, weights, state, prefix, cache, sample):
+        token_B = jnp.argmax(state, axis=1).astype(jnp.int32)
+        tokens_BK = jnp.stack([token_B] * self.K, axis=1)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(token_B, self.K)), state, cache
+
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        last_B11 = verdict.num_accepted_B[:, None, None]
+        return jnp.take_along_axis(output.hidden[0], last_B11, axis=1)[:, 0], cache
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return Pair(target=TARGET, target_params=TARGET.init(jax.random.key(0)))
+
+
+def setting(pair):
+    loop = Loop(target=pair.target, drafter=Feature(), rule=TokenRule(), shards=pair.shards)
+    return loop, pair.weights(loop.drafter, SLOTS)
+
+
+def prefill(loop, weights, first, rows=ROWS):
+    ids = np.arange(first, first + rows)
+    request = Request.create(sampling=chain(temperature(1.0)), limits=[3 + BUDGET] * rows, prompt_ids=ids)
+    tokens_BP = jnp.asarray(np.stack([(ids * 7 + i) % 64 for i in range(4)], axis=1), jnp.int32)
+    return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS, chunk=2)
+
+
+def decoded(pair):
+    """Two rows are replaced in the middle of a run: where they lie within each data shard, and all tokens."""
+    loop, weights = setting(pair)
+    state = loop.run(weights, prefill(loop, weights, 0), 2)
+    shards = pair.shards.count
+    places = [0, 1] if shards == 1 else [0, 0]  # rows 0 and 1, or the first row of each of two shards
+    state = loop.insert(state, prefill(loop, weights, 100, rows=2), places)
+    state = loop.run(weights, state, 1000)
+    return np.asarray(state.tokens_BS)[:, : 3 + BUDGET], [0, 1] if shards == 1 else [0, ROWS // 2]
+
+
+@pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])
+def test_rows_that_are_replaced_on_a_mesh_have_the_tokens_of_one_device(pair, data, model):
+    alone, places = decoded(pair)
+    mesh = make_mesh(data, model, devices=jax.devices()[: data * model])
+    tokens, at = decoded(shard(pair, mesh))
+    np.testing.assert_array_equal(tokens[at], alone[places])
+    kept = sorted(set(range(ROWS)) - {*at, *places})
+    np.testing.assert_array_equal(tokens[kept], alone[kept])
+
+
+@pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])
+def test_no_cache_travels_and_a_feature_stays_where_it_is(pair, data, model):
+    loop, weights = setting(shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model])))
+    state = prefill(loop, weights, 0)
+    before = state.drafter_state.sharding
+    for _ in range(2):
+        state = loop.run(weights, state, 1)
+        assert state.drafter_state.sharding.is_equivalent_to(before, 2)
+    at_N = jnp.asarray([1, 2])
+    rows = loop.extract(state, at_N)
+    read = batch_rows._read.lower(state, at_N, loop.shards).compile().as_text()
+    bare = [dataclasses.replace(each, request=None) for each in (state, rows)]
+    write = batch_rows._write_donated.lower(*bare, at_N, loop.shards).compile().as_text()
+    for text in (read, write):
+        assert "dynamic-" in text and not re.search(r"= \S+ (all-gather|all-to-all|collective-permute)\(", text)
