@@ -181,6 +181,7 @@ def test_text_cannot_steer_a_terminal(entry):
 def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
     with only_shared_flags():
         entry.flags.FLAGS(["x"])
+        monkeypatch.delenv("COLUMNS", raising=False)
         assert not entry.make_console(force_terminal=True).no_color
         monkeypatch.setenv("NO_COLOR", "1")
         assert entry.make_console(force_terminal=True).no_color

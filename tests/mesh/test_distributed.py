@@ -304,5 +304,5 @@ def test_folders_that_only_share_a_name_are_refused(tmp_path, small):
     for folder in folders:
         folder.mkdir()
     config = f"--config={ROOT}/configs/python_pair.py:tiny_target"
-    for output in launch("train", config, "--workdir=run", *small, folders=folders, code=1):
+    for output in launch("train", config, "--workdir=run", *small, folders=folders, code=2):
         assert "is not the same folder for all processes" in output
