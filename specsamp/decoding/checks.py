@@ -61,6 +61,8 @@ def make_method(
     Raises:
       ValueError: the drafter or the rule is none, or the pair has not what the drafter needs.
     """
+    if not isinstance(pair, Pair):
+        raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
     if isinstance(rule, type) or not callable(getattr(rule, "verify", None)):
         raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
     if not callable(getattr(rule, "sample", None)):

@@ -74,6 +74,9 @@ class Pair:
                 hash(model)
             except TypeError as error:
                 raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
+        for name, tokenizer in (("tokenizer", self.tokenizer), ("draft_tokenizer", self.draft_tokenizer)):
+            if isinstance(tokenizer, str):
+                raise ValueError(f"the {name} must be an object such as JsonTokenizer(text); got {tokenizer!r}")
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "

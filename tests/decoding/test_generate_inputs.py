@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature
+from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, use_compilation_cache
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
@@ -161,3 +161,68 @@ def test_objects_that_are_no_models_are_refused():
         ModelDrafter(CountingLM(), 0)
     with pytest.raises(ValueError, match="K must be at least 1; got 0"):
         NgramDrafter(0)
+
+
+@pytest.mark.parametrize(
+    "prompts, message",
+    [
+        ([b"ab"], "prompt 0 is bytes: give a text"),
+        ({"a": 1}, "prompts must be a list of prompts"),
+        ({"a", "b"}, "prompts must be a list of prompts"),
+        ([{1: 2}], "prompt 0 must be a text or a list"),
+        (["a", "\ud800"], "prompt 1 is no valid Unicode"),
+    ],
+)
+def test_prompts_of_other_kinds_are_refused(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        generate(counting_pair(), prompts, 4)
+
+
+@pytest.mark.parametrize("pair", [None, "python"])
+def test_a_pair_that_is_none(pair):
+    with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\)"):
+        generate(pair, [[1]], 4)
+
+
+def test_a_tokenizer_that_is_a_name():
+    with pytest.raises(ValueError, match="the tokenizer must be an object .* got 'gpt2'"):
+        Pair(target=CountingLM(), target_params=(), tokenizer="gpt2")
+
+
+@pytest.mark.parametrize(
+    "draft_length, message", [(64, "does not fit the target's 64 positions"), (10**5, "K = 100000")]
+)
+def test_drafts_beyond_the_positions_are_refused(draft_length, message):
+    with pytest.raises(ValueError, match=message):
+        generate(counting_pair(), ["a"], 4, draft_length=draft_length)
+
+
+def test_drafts_are_bounded_without_positions():
+    with pytest.raises(ValueError, match="K = 100000 is more than 1024"):
+        generate(table_pair(), [[1]], 4, draft_length=10**5)
+
+
+def test_more_rows_than_memory_holds_are_refused():
+    with pytest.raises(ValueError, match="1000000000 rows of 128 slots need .* GB"):
+        generate(table_pair(), [[1]], 4, num_samples=10**9)
+
+
+@pytest.mark.parametrize("broken", ["no home", "a file"])
+def test_without_a_place_for_compiled_programs_nothing_is_kept(broken, monkeypatch, tmp_path):
+    """A user without a home folder, and XDG_CACHE_HOME that is a file."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if broken == "a file" else "")
+    if broken == "no home":
+
+        def no_home():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr("pathlib.Path.home", no_home)
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", True)
+        assert use_compilation_cache() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before[0])
+        jax.config.update("jax_enable_compilation_cache", before[1])
