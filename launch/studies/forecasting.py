@@ -70,7 +70,7 @@ class ForecastCheck:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What `agreement` returns."""
+    """Result of `agreement`."""
 
     fit_lengths: tuple[int, ...]
     fit_batches: tuple[int, ...]

@@ -119,7 +119,7 @@ class PerCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What a call of a model reads and computes."""
+    """Bytes that a call of a model reads and operations that it computes."""
 
     weight_bytes: float  # read by a call
     parameters: float  # two operations each, per token

@@ -27,7 +27,7 @@ UNLIMITED = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is decoded, and how often.
+    """Prompts, budgets and repeats of a measurement.
 
     In repeat r row b decodes prompt ``r * batch + b``; after the last prompt the first follows again. Without prompts,
     random tokens are decoded.

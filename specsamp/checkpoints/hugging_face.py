@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def is_converted(self) -> bool:
-        """Whether its parameters are in Orbax's format."""
+        """Returns whether its parameters are in Orbax's format."""
         return (self.folder / "run.json").exists()
 
     def sources(self) -> dict[str, Source]:

@@ -1,4 +1,4 @@
-"""How the rows of a batch are split over the mesh axis ``data``.
+"""Splits the rows of a batch over the mesh axis ``data``.
 
 Rows know nothing of each other, so each shard runs the loop by itself, apart from agreeing on when to end: a
 collective of all devices (compilers make them of smaller ones) must find all of them in the same round.

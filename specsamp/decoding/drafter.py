@@ -1,4 +1,6 @@
-"""What the loop asks of a drafter. A new way to draft is one class derived from `Drafter`, in a file of its own.
+"""The interface between the loop and a drafter.
+
+A new way to draft is one class derived from `Drafter`, in a file of its own.
 
 How drafters fit:
 
@@ -56,7 +58,7 @@ class Sampler:
 
     @property
     def is_one_hot(self) -> bool:
-        """Whether sampling is statically greedy: the distribution is its token, and need not be written out."""
+        """Returns whether sampling is statically greedy: the distribution is its token, and need not be written out."""
         warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
         return any(isinstance(warp, Greedy) for warp in warps)
 
@@ -117,7 +119,7 @@ class Drafter(abc.ABC):
 
     @property
     def weights_key(self) -> Hashable:
-        """What its prepared weights depend on besides its class, such as its model.
+        """Returns what its prepared weights depend on besides its class, such as its model.
 
         Drafters of a class with equal keys share their weights, so leave K out of it.
         """

@@ -161,7 +161,7 @@ class Loop:
 
     @property
     def compiler_options(self) -> compiling.Options:
-        """What the target asks of the compiler; most ask nothing."""
+        """Returns what the target asks of the compiler; most ask nothing."""
         return self.target.compiler_options
 
     def run(
@@ -170,7 +170,7 @@ class Loop:
         """Runs while at least ``min_running`` rows of all shards are running, and for at most ``max_rounds`` rounds.
 
         It can be called again; slicing a run does not change its result. ``state`` is donated, but for its request:
-        caches are updated in place.
+        no second copy of a cache is made.
         """
         request, state = state.request, dataclasses.replace(state, request=None)
         return dataclasses.replace(self.run_request(weights, request, state, max_rounds, min_running), request=request)

@@ -1,4 +1,4 @@
-"""How to decode: drafter, rule and sampling, as one value."""
+"""A way to decode as one value: drafter, rule and sampling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Method:
 
     @property
     def exact(self) -> bool:
-        """Whether rule and drafter are lossless."""
+        """Returns whether rule and drafter are lossless."""
         return self.rule.exact and self.drafter.exact
 
     def loop(self, pair: Pair, *, keep_log_probs: bool = False) -> Loop:

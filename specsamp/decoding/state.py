@@ -1,4 +1,4 @@
-"""What the loop carries and what a caller asks of it, as pytrees of arrays."""
+"""The carry of the loop and the requests of its callers, as pytrees of arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOPS_MULTIPLE = 8  # stop ids are padded to a multiple of it, so that their num
 
 
 class Finish(enum.IntEnum):
-    """Why a row ended."""
+    """Reasons why a row ended."""
 
     RUNNING = 0
     STOP = 1  # a stop token was emitted
@@ -40,7 +40,10 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user may turn between calls without recompiling. Every leaf leads with the rows; constant in the loop."""
+    """Sampling, noise, budget and stop tokens of each row: data, so that changing them compiles nothing.
+
+    Constant during the loop; every leaf leads with the rows.
+    """
 
     sampling: Warp  # numbers of shape [B]
     draft_sampling: Warp  # numbers of shape [B]

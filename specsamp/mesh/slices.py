@@ -60,7 +60,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What all slices of one kind of chip have in common."""
+    """Facts that all slices of one kind of chip have in common."""
 
     prefix: str  # of the accelerator type, such as "v5litepod"
     alias: str  # another name in use, such as "v5e"

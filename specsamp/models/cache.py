@@ -1,4 +1,4 @@
-"""What a model remembers between calls: a cache for each layer, and all of them together.
+"""The memory of a model between calls: a cache for each layer, and all of them together.
 
 Attention asks the cache of its layer, see `LayerCache`: layout, precision and kernels are the cache's own matter.
 Caches are separate arrays because one stacked over layers is copied in and out of a loop. Taking tokens

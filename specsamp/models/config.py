@@ -145,11 +145,11 @@ class TransformerConfig:
             raise ValueError("global_layers and window_rotary_base say what differs from a window: set window")
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer sees, None for all."""
+        """Returns how many tokens a layer sees, None for all."""
         return None if layer in self.global_layers else self.window
 
     def rotary_of(self, window: int | None) -> Rotary | None:
-        """What turns the heads of layers with this window."""
+        """Returns the rotary embedding of layers with this window; None without rotary positions."""
         if self.positions != "rotary":
             return None
         size = self.head_size if self.rotary_size is None else self.rotary_size

@@ -1,4 +1,7 @@
-"""What the decoding loop asks of a language model. Anything derived from `LanguageModel` can be a target or a draft."""
+"""The interface between the decoding loop and a language model.
+
+Anything derived from `LanguageModel` can be a target or a draft.
+"""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class TransformerLM(LayeredModel):
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        """What `specsamp.models.compiling` hands to the compiler of a program that calls this model."""
+        """Returns the compiler options of programs that call this model, see `specsamp.models.compiling`."""
         return few_rows_on_cpu() if self.layout == "cpu" and self.config.dtype == "float32" else ()
 
     @property

@@ -28,7 +28,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What a drafter proposes for one round: K nodes. Scored row 0 is the pending token, row i is node i.
+    """A drafter's proposal for one round: K nodes. Scored row 0 is the pending token, row i is node i.
 
     Nodes are in topological order, siblings in the order in which they were drawn, so that the first
     ``num_drafted_B`` nodes are a tree whatever the number.
@@ -58,7 +58,7 @@ class Draft:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a rule makes of a draft, before stop tokens and budgets. T = depth + 1."""
+    """A rule's decision on a draft, before stop tokens and budgets. T = depth + 1."""
 
     tokens_BT: Array  # int32: the accepted tokens, then one of the target's, then -1
     num_accepted_B: Array  # int32 in [0, depth]
@@ -110,7 +110,7 @@ class TargetDistributions:
 
 
 class Rule(Protocol):
-    """What the loop asks of a rule. Static and hashable; it owns the addresses of its noise.
+    """Interface of the acceptance rules. Static and hashable; it owns the addresses of its noise.
 
     Attributes:
       exact: whether what is emitted follows the target's distribution.

@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for it."""
+        """Returns whether a device has room for it."""
         return self.total <= USABLE * self.capacity
 
 
@@ -136,7 +136,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether every program fits."""
+        """Returns whether every program fits."""
         return all(program.memory is not None and program.memory.fits for program in self.programs)
 
     def ms_per_token(self, emitted_per_round: float, latency_us: float) -> tuple[float, float]:

@@ -49,7 +49,7 @@ LARGE = 1_000_000  # bytes; a copy worth the name
 
 @dataclasses.dataclass
 class Traffic:
-    """What one run of a program moves per device; of a loop whose bound is data, one round."""
+    """Traffic per device of one run of a program; of a loop whose bound is data, one round."""
 
     read: float = 0.0  # bytes from HBM
     written: float = 0.0  # bytes to HBM

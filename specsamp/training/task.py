@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 class Task(Protocol):
-    """What the trainer asks of a task; all it returns is averaged over positions."""
+    """Interface between the trainer and a task; all it returns is averaged over positions."""
 
     def init(self, key: Array) -> Any:
         """Returns random parameters, float32."""

@@ -18,7 +18,7 @@ def shellcheck():
 
 
 def is_here(name):
-    """Whether a package can be imported; shellcheck is a program."""
+    """Returns whether a package can be imported; shellcheck is a program."""
     if name == "shellcheck":
         return shellcheck() is not None
     return importlib.util.find_spec(name) is not None

@@ -148,7 +148,7 @@ class Cloud:
         ]
 
     def calls(self, *words):
-        """How Google Cloud was called, of these only calls with all of the words."""
+        """Returns how Google Cloud was called, of these only calls with all of the words."""
         path = self.fake / "calls"
         calls = [line.split("\x1f")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
         return [call for call in calls if set(words) <= set(call)]

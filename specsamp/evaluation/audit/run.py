@@ -24,7 +24,7 @@ UNREADABLE = "errors within a cell are not looked for: only a draft model has a 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to check and how closely.
+    """Settings of an audit: what to check and how closely.
 
     Attributes:
       checks: names of `CHECKS`.

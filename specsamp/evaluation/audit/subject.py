@@ -35,7 +35,7 @@ FARTHEST, FLIPS = 32, 4
 
 
 class Status(enum.StrEnum):
-    """How a check ended."""
+    """Outcomes of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -44,7 +44,7 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
       name: one of `specsamp.evaluation.audit.run.CHECKS`.
