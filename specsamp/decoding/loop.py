@@ -26,15 +26,16 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding import batch_rows
+from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, Prefix, Sampler
-from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
+from specsamp.decoding.prefill import first_state
+from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models import compiling
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict
-from specsamp.sampling.warp import Warp, is_stateless
 
 Array = jax.Array
 
@@ -89,75 +90,9 @@ class Loop:
           num_samples: rows per prompt.
           chunk: tokens read per call, since attention holds scores of all of them; None reads all in one.
         """
-        read = functools.partial(self._prefill, slots=slots, num_samples=num_samples, chunk=chunk)
+        read = functools.partial(first_state, self, slots=slots, num_samples=num_samples, chunk=chunk)
         specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
         return self.shards.map(read, specs)(weights, request, tokens_BP, lengths_B)
-
-    def _prefill(
-        self,
-        weights: Weights,
-        request: Request,
-        tokens_BP: Array,
-        lengths_B: Array,
-        *,
-        slots: int,
-        num_samples: int,
-        chunk: int | None = None,
-    ) -> DecodeState:
-        batch, padded_length = tokens_BP.shape
-        with jax.named_scope("prefill"):
-            cache, drafter_state = self._read_prompts(weights, tokens_BP, lengths_B, slots, chunk)
-
-        def copy(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), tree)
-
-        def empty(dtype: Any) -> Array:
-            return jnp.zeros((batch * num_samples, slots), dtype)
-
-        tokens_RP, lengths_B = copy(tokens_BP), copy(lengths_B)
-        return DecodeState(
-            tokens_BS=jnp.pad(tokens_RP, ((0, 0), (0, slots - padded_length))),
-            lengths_B=lengths_B,
-            finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
-            from_draft_BS=empty(bool),
-            log_probs_BS=empty(jnp.float32) if self.keep_log_probs else None,
-            cache=copy(cache),
-            drafter_state=copy(drafter_state),
-            stats=Stats.zeros(batch * num_samples, self.drafter.max_accepted),
-            request=request,
-            warp_state=request.sampling.init(tokens_RP, lengths_B),
-            draft_warp_state=request.draft_sampling.init(tokens_RP, lengths_B),
-        )
-
-    def _read_prompts(
-        self, weights: Weights, tokens_BP: Array, lengths_B: Array, slots: int, chunk: int | None
-    ) -> tuple[Any, Any]:
-        """Feeds the prompts to target and drafter, ``chunk`` tokens at a time; returns both memories."""
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk must be at least 1; got {chunk}")
-        batch, padded_length = tokens_BP.shape
-
-        def read(tokens_BT: Array, start: Array | int, cache: Any, drafter_state: Any) -> tuple[Any, Any]:
-            start_B = jnp.full_like(lengths_B, start)
-            output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
-            check_logits("target", self.target, output)
-            drafter_state, cache = self.drafter.read(
-                weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
-            )
-            return cache, drafter_state
-
-        memories = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
-        if chunk is None or chunk >= padded_length:
-            return read(tokens_BP, 0, *memories)
-
-        def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
-            tokens_BT = jax.lax.dynamic_slice_in_dim(tokens_BP, index * chunk, chunk, axis=1)
-            return read(tokens_BT, index * chunk, *memories)
-
-        whole = padded_length // chunk
-        memories = jax.lax.fori_loop(0, whole, read_chunk, memories)
-        rest_BT = tokens_BP[:, whole * chunk :]
-        return read(rest_BT, whole * chunk, *memories) if rest_BT.shape[1] else memories
 
     @property
     def compiler_options(self) -> compiling.Options:
@@ -300,45 +235,8 @@ class Loop:
     def commit(
         self, request: Request, state: DecodeState, draft: Draft, verdict: Verdict, output: Output
     ) -> DecodeState:
-        """Appends what was emitted, cut at the first stop token and at the row's budget."""
-        tokens_BT = verdict.tokens_BT
-        positions = jnp.arange(tokens_BT.shape[1])[None, :]
-        is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
-        is_stop_BT &= positions < verdict.num_emitted_B[:, None]
-        until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
-        room_B = request.limits_B - state.lengths_B
-        wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-        # Emit nothing from the first position with invalid logits (NaN, +inf, or all -inf).
-        valid_BT = jnp.isfinite(output.logits_BTV.max(-1))
-        if not is_stateless(state.warp_state):  # a grammar may exclude every token
-            target = _target_distributions(request, state, draft, output)
-            valid_BT &= ~jnp.isnan(target.all()).any(-1)
-        count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
-        valid_B = count_B == wanted_B
-        count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
-        stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
-        lengths_B = state.lengths_B + count_B
-        ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
-        ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
-
-        def put(buffer_BS: Array, block_BT: Array) -> Array:
-            return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
-
-        if state.log_probs_BS is not None:
-            at_token_BT = jnp.take_along_axis(
-                jax.nn.log_softmax(output.logits_BTV, axis=-1), jnp.maximum(tokens_BT, 0)[..., None], axis=-1
-            )[..., 0]
-            state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
-        return dataclasses.replace(
-            state,
-            tokens_BS=put(state.tokens_BS, tokens_BT),
-            from_draft_BS=put(state.from_draft_BS, positions < verdict.num_accepted_B[:, None]),
-            lengths_B=lengths_B,
-            finish_B=jnp.where(state.running_B, ending_B, state.finish_B).astype(jnp.int32),
-            stats=_count(state.stats, state.running_B, draft, verdict, count_B),
-            warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
-            draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
-        )
+        """Appends what was emitted, see `specsamp.decoding.commit.append`."""
+        return append(request, state, draft, verdict, _target_distributions(request, state, draft, output))
 
     def _keys(self, request: Request, state: DecodeState) -> RoundKeys:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
@@ -353,36 +251,3 @@ def _target_distributions(request: Request, state: DecodeState, draft: Draft, ou
     return TargetDistributions(
         logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
     )
-
-
-def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:
-    """Returns the state of ``warp`` after the first ``count_B`` of ``tokens_BT``."""
-    if is_stateless(warp_state):
-        return warp_state
-    for t in range(tokens_BT.shape[1]):
-        emitted_B = t < count_B
-        following = warp.advance(warp_state, jnp.maximum(tokens_BT[:, t], 0))
-
-        def choose(new: Array, old: Array, emitted_B: Array = emitted_B) -> Array:
-            return jnp.where(emitted_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-        warp_state = jax.tree.map(choose, following, warp_state)
-    return warp_state
-
-
-def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
-    depth = draft.max_accepted
-    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
-    accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
-    num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
-    drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_verified_B, draft.num_drafted_B)
-    verified_BK = jnp.arange(depth)[None, :] < num_verified_B[:, None]
-    outcome_BT = jnp.arange(depth + 1)[None, :] == accepted_B[:, None]
-    new = Stats(
-        rounds_B=active_B,
-        emitted_B=count_B,
-        drafted_B=active_B * drafted_B,
-        num_verified_BK=active_B[:, None] * verified_BK,
-        accepted_BT=active_B[:, None] * outcome_BT,
-    )
-    return jax.tree.map(lambda total, more: total + more.astype(total.dtype), stats, new)

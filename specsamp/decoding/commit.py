@@ -1,0 +1,92 @@
+"""The end of a round: what a row emits, where it stops, and what is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.state import DecodeState, Finish, Request, Stats
+from specsamp.decoding.tokens import write_tokens
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
+from specsamp.sampling.warp import Warp, is_stateless
+
+Array = jax.Array
+
+
+def append(
+    request: Request, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
+) -> DecodeState:
+    """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits."""
+    tokens_BT = verdict.tokens_BT
+    positions = jnp.arange(tokens_BT.shape[1])[None, :]
+    is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
+    is_stop_BT &= positions < verdict.num_emitted_B[:, None]
+    until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
+    room_B = request.limits_B - state.lengths_B
+    wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
+    # Emit nothing from the first position with invalid logits (NaN, +inf, or all -inf).
+    valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
+    if not is_stateless(state.warp_state):  # a grammar may exclude every token
+        valid_BT &= ~jnp.isnan(target.all()).any(-1)
+    count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
+    valid_B = count_B == wanted_B
+    count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
+    stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
+    lengths_B = state.lengths_B + count_B
+    ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
+    ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
+
+    def put(buffer_BS: Array, block_BT: Array) -> Array:
+        return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
+
+    if state.log_probs_BS is not None:
+        at_token_BT = jnp.take_along_axis(
+            jax.nn.log_softmax(target.logits_BTV, axis=-1), jnp.maximum(tokens_BT, 0)[..., None], axis=-1
+        )[..., 0]
+        state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
+    return dataclasses.replace(
+        state,
+        tokens_BS=put(state.tokens_BS, tokens_BT),
+        from_draft_BS=put(state.from_draft_BS, positions < verdict.num_accepted_B[:, None]),
+        lengths_B=lengths_B,
+        finish_B=jnp.where(state.running_B, ending_B, state.finish_B).astype(jnp.int32),
+        stats=_count(state.stats, state.running_B, draft, verdict, count_B),
+        warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
+        draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
+    )
+
+
+def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:
+    """Returns the state of ``warp`` after the first ``count_B`` of ``tokens_BT``."""
+    if is_stateless(warp_state):
+        return warp_state
+    for t in range(tokens_BT.shape[1]):
+        emitted_B = t < count_B
+        following = warp.advance(warp_state, jnp.maximum(tokens_BT[:, t], 0))
+
+        def choose(new: Array, old: Array, emitted_B: Array = emitted_B) -> Array:
+            return jnp.where(emitted_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+        warp_state = jax.tree.map(choose, following, warp_state)
+    return warp_state
+
+
+def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
+    depth = draft.max_accepted
+    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
+    accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
+    num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
+    drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_verified_B, draft.num_drafted_B)
+    verified_BK = jnp.arange(depth)[None, :] < num_verified_B[:, None]
+    outcome_BT = jnp.arange(depth + 1)[None, :] == accepted_B[:, None]
+    new = Stats(
+        rounds_B=active_B,
+        emitted_B=count_B,
+        drafted_B=active_B * drafted_B,
+        num_verified_BK=active_B[:, None] * verified_BK,
+        accepted_BT=active_B[:, None] * outcome_BT,
+    )
+    return jax.tree.map(lambda total, more: total + more.astype(total.dtype), stats, new)
