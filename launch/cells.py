@@ -30,12 +30,11 @@ from shapes import choose
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
-from specsamp.analysis.machine import machine
-from specsamp.analysis.synthetic import LABEL, SyntheticAcceptance
 from specsamp.analysis.workload import check_fits
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.sampling.rules import Rule
+from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
@@ -195,7 +194,7 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }
-    return identity | ({"machine": machine()} if device.platform == "cpu" else {})
+    return identity | ({"machine": report.machine()} if device.platform == "cpu" else {})
 
 
 def run_cells(

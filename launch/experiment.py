@@ -16,7 +16,6 @@ import entry
 from config_file import require
 from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
-from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.public_pair import read_pair
@@ -33,6 +32,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
+from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints

@@ -13,14 +13,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.device import MemoryUse, memory_use, streaming_gb_per_s
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
@@ -34,6 +37,9 @@ from specsamp.sampling.warp import Warp
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 9  # repeats of the phases of a round
+STREAMED_COLUMNS = 4096
+LARGEST_STREAMED = 2**30  # bytes; fits no cache
+STREAMING_SECONDS = 0.05  # of a sample, at least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,16 @@ class Side:
     prefill_ms: Quartiles
     warm_up_seconds: float  # the first call, compilation included
     token_ms: Percentiles  # of single tokens, rounds waited for one by one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one device."""
+
+    weights: int  # of target and draft
+    caches: int
+    peak: int  # of this process so far, with what earlier cells needed
+    peak_is_of: str  # "device", or "process" where the device counts nothing (a CPU)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,3 +214,54 @@ def _side(decoder: Decoder, timings: list[Timing], warm_up_seconds: float, token
         warm_up_seconds=warm_up_seconds,
         token_ms=Percentiles.of(token_seconds * 1e3),
     )
+
+
+def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Quartiles:
+    """Measures how fast one device multiplies a float32 matrix by a vector, in GB/s: reading weights bounds decoding.
+
+    Args:
+      nbytes: size of the matrix, at most `LARGEST_STREAMED`. Give what a step streams: then both fit a cache, or neither does.
+      samples: how often it is measured.
+    """
+    rows = max(min(nbytes, LARGEST_STREAMED) // (4 * STREAMED_COLUMNS), 1)
+    matrix = jnp.ones((rows, STREAMED_COLUMNS), jnp.float32, device=jax.local_devices()[0])
+
+    def seconds(iterations: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(_read(matrix, iterations))
+        return time.perf_counter() - start
+
+    seconds(1)  # compiles
+    iterations = max(int(STREAMING_SECONDS / max(seconds(1), 1e-6)), 1)
+    return Quartiles.of([iterations * matrix.nbytes / seconds(iterations) / 1e9 for _ in range(samples)])
+
+
+@jax.jit
+def _read(matrix: jax.Array, iterations: jax.Array | int) -> jax.Array:
+    """Multiplies ``iterations`` times; each product waits for the one before, or XLA would keep only one."""
+
+    def product(_: jax.Array, x: jax.Array) -> jax.Array:
+        whole, x = jax.lax.optimization_barrier((matrix, x))
+        return jnp.where((whole @ jnp.full(matrix.shape[1], x))[0] > 0, 1.0, 0.5)
+
+    return jax.lax.fori_loop(0, iterations, product, jnp.ones((), jnp.float32))
+
+
+def memory_use(weights: Any, caches: Any) -> MemoryUse:
+    """Returns the bytes of these arrays, and the most that was ever in use."""
+    counted = jax.local_devices()[0].memory_stats() or {}
+    peak = counted.get("peak_bytes_in_use")
+    kilobytes = 1 if sys.platform == "darwin" else 1024
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes
+    return MemoryUse(
+        weights=_bytes(weights),
+        caches=_bytes(caches),
+        peak=of_process if peak is None else peak,
+        peak_is_of="process" if peak is None else "device",
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Returns the bytes on the first device; arrays that two trees share count once."""
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves.values() if leaf.addressable_shards)

@@ -9,9 +9,9 @@ import numpy as np
 
 from specsamp.analysis.acceptance import ByLength, Profile
 from specsamp.analysis.costs import CostTable, Round, median_rounds
-from specsamp.analysis.synthetic import LABEL
 from specsamp.analysis.timing import Quartiles
 from specsamp.decoding.results import RowStats
+from specsamp.sampling.synthetic import LABEL
 
 Key = Mapping[str, Any]  # names and numbers that tell a cell from the others of its file
 Cell = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"

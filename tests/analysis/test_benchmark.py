@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import device, phases, report, split, tables
+from specsamp.analysis import phases, report, split, tables
 from specsamp.analysis.acceptance import expected_tokens, rate_error
 from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.measured import counts_of
@@ -46,8 +46,8 @@ def pair():
 def result(pair):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "SECONDS_PER_SAMPLE", 1e-4)
-        patch.setattr(device, "COLUMNS", 64)
-        patch.setattr(device, "SECONDS", 1e-4)
+        patch.setattr("specsamp.analysis.benchmark.STREAMED_COLUMNS", 64)
+        patch.setattr("specsamp.analysis.benchmark.STREAMING_SECONDS", 1e-4)
         said = []
         result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)
         assert any("phases" in text for text in said)

@@ -14,12 +14,12 @@ from specsamp.analysis import grid, tables
 from specsamp.analysis import measured as reading
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.planner import make_plan
-from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
 

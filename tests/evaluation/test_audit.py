@@ -26,7 +26,6 @@ from specsamp import (
     top_p,
 )
 from specsamp.analysis import report, tables
-from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.decoding import method
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
@@ -35,6 +34,7 @@ from specsamp.evaluation.audit.run import plan_of
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import log_probs
 from support import mutants
 from support.fakes import TableLM, near, random_table

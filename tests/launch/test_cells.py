@@ -9,11 +9,11 @@ from configs import random_pair, trained_pair
 from launch import cells
 from launch.experiment import Experiment, build
 from specsamp.analysis import grid
-from specsamp.analysis.synthetic import SyntheticAcceptance
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import greedy
 from support import fakes
 
