@@ -30,9 +30,13 @@ NEAR_TIE = 1e-4
 DRAFTERS = [ModelDrafter(TableLM(V), 1), ModelDrafter(TableLM(V), 5), ModelDrafter(TableLM(V), 16), NgramDrafter(4)]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: f"{type(d).__name__}{d.K}")
+ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))  # full, nucleus, greedy, cold
+
+
 @pytest.mark.parametrize(
-    "warp", [chain(), chain(temperature(0.4), top_p(0.9)), greedy()], ids=["full", "nucleus", "greedy"]
+    "drafter, warp",
+    [*((drafter, ROWS_APART) for drafter in DRAFTERS), (DRAFTERS[1], greedy())],
+    ids=lambda x: f"{type(x).__name__}{getattr(x, 'K', '')}",
 )
 def test_coupled_stream_is_the_autoregressive_stream(drafter, warp):
     """For the same seed, whatever the temperature, K and drafter."""
@@ -46,9 +50,12 @@ def test_coupled_stream_is_the_autoregressive_stream(drafter, warp):
         assert np.array_equal(speculative.state.tokens_BS[row, :length], plain.state.tokens_BS[row, :length])
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda d: f"{type(d).__name__}{d.K}")
-def test_greedy_speculative_is_greedy(rule, drafter):
+@pytest.mark.parametrize(
+    "drafter, rule",
+    list(zip(DRAFTERS, (TokenRule(), BlockRule(), BlockRule(), TokenRule()))),
+    ids=lambda x: f"{type(x).__name__}{getattr(x, 'K', '')}",
+)
+def test_greedy_speculative_is_greedy(drafter, rule):
     def run(drafter):
         return decode(table_loop(rule, drafter, V), TARGET, NEAR, PROMPTS, 50, greedy())
 
@@ -127,7 +134,7 @@ def pair():
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(0)
-    return [rng.integers(0, 61, size=rng.integers(1, 16)).tolist() for _ in range(100)]
+    return [rng.integers(0, 61, size=rng.integers(1, 16)).tolist() for _ in range(56)]
 
 
 def in_batches(pair, prompts, batch, **options):
@@ -165,7 +172,7 @@ def unexplained(pair, prompts, reference, other, warp, noise_seed):
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled"])
 def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
-    """100 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
+    """56 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
     options = {"greedy": dict(), "coupled": dict(rule=CoupledRule(), sampling=WARM)}[mode]
     how = {"greedy": (chain(), None), "coupled": (WARM, 0)}[mode]
 
@@ -176,11 +183,11 @@ def test_transformer_streams_equal_autoregressive(pair, prompts, mode):
     ties = {(1, 0): unexplained(pair, prompts, reference, run(1, 0), *how)}
     for batch, K in ((1, 4), (3, 16), (8, 1)):
         ties[batch, K] = unexplained(pair, prompts, reference, run(batch, K), *how)
-    print(f"near-ties of 100 prompts by (B, K), {mode}: {ties}")
+    print(f"near-ties of 56 prompts by (B, K), {mode}: {ties}")
     assert max(ties.values()) <= 2, f"float32 near-ties should be rare: {ties}"
 
 
-@pytest.mark.parametrize("rule, batches", [(TokenRule(), (3, 8)), (BlockRule(), (8,))])
+@pytest.mark.parametrize("rule, batches", [(TokenRule(), (3,)), (BlockRule(), (8,))])
 def test_transformer_samples_do_not_change_with_the_batch(pair, prompts, rule, batches):
     """A different batch rounds differently, which flips a decision about once in a million."""
 
@@ -192,7 +199,7 @@ def test_transformer_samples_do_not_change_with_the_batch(pair, prompts, rule, b
     alone = run(1)
     for batch in batches:
         differing = sum(a != b for a, b in zip(alone, run(batch), strict=True))
-        assert differing <= 1, f"{differing} of 100 samples changed with batch {batch}"
+        assert differing <= 1, f"{differing} of 56 samples changed with batch {batch}"
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])

@@ -23,7 +23,7 @@ from specsamp.models.interface import Output
 from specsamp.models.transformer import TransformerLM
 from support.fakes import TableLM, random_table
 
-MESHES = [(1, 8, None), (2, 4, None), (4, 2, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]
+MESHES = [(1, 8, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]  # others: of table models, and of rows sampled apart
 every_mesh = pytest.mark.parametrize("data, model, draft_model_parallelism", MESHES)
 SAMPLING = chain(temperature(0.8), top_p(0.9))
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of any number of shares
@@ -62,8 +62,9 @@ def transformer_pair():
     return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
-@pytest.mark.parametrize("data, model", [(1, 8), (2, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    "data, model, rule", [(1, 8, TokenRule()), (2, 4, BlockRule()), (4, 2, TokenRule()), (8, 1, BlockRule())]
+)
 def test_tokens_of_table_models(table_pair, data, model, rule):
     call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING, "rule": rule}
     expected = generate(table_pair, PROMPTS, BUDGETS, **call)
@@ -87,7 +88,7 @@ def test_tokens_of_transformers(transformer_pair, data, model, draft_model_paral
         np.testing.assert_allclose(on_it.log_probs, alone.log_probs, atol=1e-3)
 
 
-@pytest.mark.parametrize("data, model, rows", [(1, 8, 8), (1, 8, 4), (2, 4, 4)])
+@pytest.mark.parametrize("data, model, rows", [(1, 8, 8), (2, 4, 4)])
 def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
     """Each device samples its rows of the logits; tokens and what the loop keeps are the same everywhere."""
     sampling, prompts = chain(temperature(0.8), top_p(0.9)), (PROMPTS + PROMPTS)[: data * rows]
@@ -116,13 +117,13 @@ def test_rows_are_sampled_apart(transformer_pair, data, model, rows):
 
 
 def test_streams_and_other_drafters(transformer_pair):
-    pair = shard(transformer_pair, make_mesh(2, 4))
-    for drafter in (None, NgramDrafter(K=3)):
-        parts = [[] for _ in PROMPTS]
-        for chunk in stream(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter, rounds_per_chunk=2):
-            parts[chunk.prompt_index] += chunk.tokens
-        alone = generate(transformer_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)
-        assert parts == [c.tokens for c in alone]
+    """Of a draft model: test_distributed.py."""
+    pair, drafter = shard(transformer_pair, make_mesh(2, 4)), NgramDrafter(K=3)
+    parts = [[] for _ in PROMPTS]
+    for chunk in stream(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter, rounds_per_chunk=2):
+        parts[chunk.prompt_index] += chunk.tokens
+    alone = generate(transformer_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)
+    assert parts == [c.tokens for c in alone]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -136,8 +137,6 @@ def logits_of_two_calls(model, params, tokens_BT):
     "scheme, kv_heads, sizes",
     [
         ("relative", 8, (1, 8)),
-        ("relative", 8, (4, 2)),
-        ("rotary", 1, (1, 8)),
         ("rotary", 1, (2, 4)),
         ("relative", 2, (2, 4)),  # fewer key heads than devices, and as many
         ("relative", 2, (4, 2)),

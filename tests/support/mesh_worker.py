@@ -23,7 +23,7 @@ from specsamp.models.config import tiny
 from specsamp.training.checkpoint import Checkpoints
 from support.checkpoint_shapes import CONFIG, random_params
 
-TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2))
+TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2, num_layers=1))
 DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))
 PUBLIC = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=8, head_size=8)
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [3]]
@@ -51,7 +51,6 @@ def decode(folder: pathlib.Path) -> None:
     results["shares"] = [row for rows in replica.gather(mine, by_prompt, len(PROMPTS)) for row in rows]
     results["one model over both"] = tokens(generate(shard(pair(), distributed.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_model_parallelism=1)
-    results["rows over both"] = tokens(generate(over_both, PROMPTS, **CALL))
     # All processes must choose the same: another K would be another program, and they would wait for each other.
     K = choose_draft_length(over_both, PROMPTS, 12, make_drafter=NgramDrafter, draft_lengths=(1,), repeats=1)
     drafter = NgramDrafter(1) if K else None
@@ -59,7 +58,7 @@ def decode(folder: pathlib.Path) -> None:
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
-    results["streamed"] = [streamed[key] for key in sorted(streamed)]
+    results["rows over both, streamed"] = [streamed[key] for key in sorted(streamed)]
     if jax.process_index() == 0:
         np.save(folder / "decoded.npy", results, allow_pickle=True)
 
