@@ -26,7 +26,7 @@ CAUGHT = FALSE_ALARM * 1e-6
 
 
 # What is caught with so many samples is caught with the more of test_loop_law.py.
-FEWER = 150_000
+FEWER = 50_000
 
 
 def caught(loop, draft=FAR, sampling=FULL):

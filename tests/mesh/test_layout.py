@@ -84,10 +84,10 @@ def test_a_draft_on_fewer_ways():
         draft_layout(mesh, 8)
 
 
-def test_the_pair_of_the_paper_fits_sixteen_devices():
-    """Every parameter, weight and cache of both models has a place; shapes alone, nothing is made."""
+def test_the_pair_of_the_paper_is_split_over_sixteen_devices():
+    """Every parameter and weight of both models has a place; eight layers, of shapes alone."""
     mesh = jax.sharding.AbstractMesh((1, 16), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    for config in (chinchilla_70b(), draft_4b()):
+    for config in (chinchilla_70b(num_layers=8), draft_4b()):
         model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
         params = jax.eval_shape(model.model.init, jax.random.key(0))
         weights = jax.eval_shape(
