@@ -131,11 +131,16 @@ def die_caught(folder: pathlib.Path) -> None:
         distributed.end_now("a computation failed")
 
 
+def work(folder: pathlib.Path) -> None:
+    """Everything that ends well, in one job."""
+    decode(folder)
+    save(folder / "two")
+    restore(folder / "one")
+    checkpoint(folder)
+
+
 SCENARIOS = {
-    "decode": decode,
-    "save": save,
-    "restore": restore,
-    "checkpoint": checkpoint,
+    "work": work,
     "nothing": lambda folder: None,
     "die": lambda folder: die(folder, 1),
     "coordinator_dies": lambda folder: die(folder, 0),
