@@ -201,6 +201,9 @@ def compile_report(
     target, draft = programs.target, programs.draft
     of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
 
+    for floor in (of_target, of_draft):
+        floor()  # shapes that do not divide over the mesh are refused before anything is compiled
+
     def of_round(live=1.0):
         return of_target(live) + draft_length * of_draft(live)
 

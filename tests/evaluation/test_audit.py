@@ -35,7 +35,7 @@ from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.synthetic import SyntheticAcceptance
-from specsamp.sampling.warp import log_probs
+from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
 from support.fakes import TableLM, near, random_table
 
@@ -364,11 +364,22 @@ def test_the_number_of_samples_that_is_asked_for_is_enough():
 # What cannot be audited.
 
 
+@register_warp
+class Remembers(Warp):
+    def init(self, tokens_BP, lengths_B):
+        return lengths_B
+
+    def __call__(self, logits, state=()):
+        return logits
+
+
 def test_what_would_be_empty_is_refused():
     with pytest.raises(ValueError, match=r"leaves nothing to chance \(temperature 0\?\).* leave the check out"):
         audit(subject(sampling=greedy()), COARSE)
     with pytest.raises(ValueError, match="nothing is drafted"):
         subject(drafter=NoDrafter())
+    with pytest.raises(ValueError, match="draft_sampling depends on the text before each token.* without Remembers"):
+        subject(draft_sampling=Remembers())
     with pytest.raises(ValueError, match="samples see a total-variation error of 0.1 with .* are needed"):
         audit(subject(), dataclasses.replace(COARSE, samples=50))
     with pytest.raises(ValueError, match="no check 'luck': choose from greedy, bfloat16"):

@@ -219,7 +219,7 @@ def test_devices_that_do_not_divide():
     with pytest.raises(ValueError, match="'heads' has 24 entries, which do not divide over the 16 devices"):
         target = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
         made = dataclasses.replace(programs(mesh, 1), target=target)
-        compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), names=CALLS)
+        compile_report(made, topology=TOPOLOGY, draft_length=4, rule=TokenRule())
 
 
 def test_without_libtpu(monkeypatch):

@@ -25,7 +25,7 @@ from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, chain, first_tokens, greedy
+from specsamp.sampling.warp import Warp, chain, first_tokens, greedy, is_stateless
 
 # How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
 # bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
@@ -75,7 +75,7 @@ class Subject:
       seed: seed of the noise.
 
     Raises:
-      ValueError: nothing is drafted, there are no prompts, or one is too long.
+      ValueError: nothing is drafted, there are no prompts, one is too long, or a warp depends on the text before.
     """
 
     pair: Pair
@@ -90,6 +90,12 @@ class Subject:
     def __post_init__(self):
         if self.drafter.K == 0:
             raise ValueError("nothing is drafted, so there is nothing to audit: give a drafter and a draft_length >= 1")
+        for name, warp in (("sampling", self.sampling), ("draft_sampling", self.draft_sampling)):
+            if warp is not None and not is_stateless(warp.init(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))):
+                raise ValueError(
+                    f"{name} depends on the text before each token, which the audit's own distributions do not follow: "
+                    f"audit the pair without {type(warp).__name__}"
+                )
         lengths = [len(tokens) for tokens in checks.encode(self.pair, self.prompts)]
         checks.limits(self.pair, self.drafter, lengths, self.max_new_tokens)
 
