@@ -125,6 +125,29 @@ class Drafter(abc.ABC):
         """
         return self
 
+    @property
+    def reader(self) -> LanguageModel | None:
+        """Returns the model whose distribution after the text so far each token is drawn from; None: there is none.
+
+        Audits and measurements read texts with it.
+        """
+        return None
+
+    def reader_weights(self, weights: Weights) -> Any:
+        """Returns the weights of `reader` among those of a pair."""
+        return weights.draft
+
+    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> Drafter:
+        """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype."""
+        return self
+
+    def drafting_with(self, target: LanguageModel) -> Drafter | None:
+        """Returns the drafter that draws from the whole target, of a pair in which it is the draft model as well.
+
+        All it drafts is accepted, which checks whatever the two share. None: there is no such drafter.
+        """
+        return None
+
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         """Raises ValueError unless a pair of these parts has what this drafter needs."""
 
