@@ -4,7 +4,7 @@ A new way to draft is one class derived from `Drafter`, in a file of its own.
 
 How drafters fit:
 
-*Inside the target* (early exit, EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
+*Inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
 keep, `read` sees them for the prompt, chunk by chunk, and `commit` for the accepted path; ``weights.target`` and the
 target's cache reach all three. A drafter that writes the target's cache hands it back.
 
