@@ -19,7 +19,9 @@ def add_decoding(
 ) -> ConfigDict:
     """Adds to ``config`` what configurations of pairs share, and returns it."""
     config.draft_length = draft_length  # K; 0 decodes autoregressively
-    config.drafter = "model"  # or "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    # or "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    config.drafter = "model"
+    config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy

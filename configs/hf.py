@@ -12,7 +12,7 @@ launch/export_hugging_face.py writes a model that was trained here as such a fol
 
 import dataclasses
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
     config.prompts = PROMPTS
     config.draft_length = 4  # K; 0 decodes autoregressively
-    config.drafter = "model"  # or "ngram", or "none"
+    config.drafter = "model"  # or "early_exit", "ngram", "none"
+    config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
     config.sampling.temperature = 0.8  # 0.0 is greedy

@@ -2,16 +2,28 @@
 
     python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
     python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+    python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip
+    python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/tuned --config.init=runs/target
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
-The draft is distilled from the target, on the same text and on text that the target wrote. "tiny_target"
-and "tiny_draft" go through all steps in a minute. "llama_target" and "llama_draft" have an architecture that other
+The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
+that drafts with its own first layers: from scratch, or tuned from a target. "tiny_target", "tiny_draft" and
+"tiny_layer_skip" go through all steps in a minute. "llama_target" and "llama_draft" have an architecture that other
 engines can read: gated, without n-gram embeddings (launch/export_hugging_face.py).
 """
 
 from ml_collections import ConfigDict
 
-KINDS = ("target", "draft", "tiny_target", "tiny_draft", "llama_target", "llama_draft")
+KINDS = (
+    "target",
+    "draft",
+    "layer_skip",
+    "tiny_target",
+    "tiny_draft",
+    "tiny_layer_skip",
+    "llama_target",
+    "llama_draft",
+)
 
 
 def get_config(kind: str = "target") -> ConfigDict:
@@ -61,6 +73,15 @@ def get_config(kind: str = "target") -> ConfigDict:
     config.intervals.evaluate = 60 if tiny else 500
     config.intervals.checkpoint = 30 if tiny else 100
 
+    if kind.endswith("layer_skip"):
+        config.init = ""  # the folder of a target's run to tune; "" trains from scratch
+        config.layer_skip = ConfigDict()
+        config.layer_skip.dropout = 0.1  # probability that the last layer is dropped for a row; of others it is lower
+        config.layer_skip.exit_scale = 0.2  # how much inner layers count in the loss; 0.0: not at all
+        config.layer_skip.weighting = "paper"  # or "cumulative", "linear"
+        config.layer_skip.curriculum = "rotational"  # or "gradual", "all"
+        config.layer_skip.rotation = 3  # a step of the rotational curriculum reads one inner layer in so many
+        config.model.num_layers = 4 if tiny else 6
     if draft:
         config.target = ""  # the folder of the target's run
         config.init = ""  # the folder of a draft's run whose parameters to start from; "" starts from random ones

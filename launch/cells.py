@@ -17,12 +17,11 @@ from rich.console import Console
 
 import entry
 from config_file import require
+from drafters import drafter_name, make_drafter
 from experiment import (
-    DRAFTERS,
     EXPERIMENT_FIELDS,
     RULES,
     Experiment,
-    make_drafter,
     make_sampling,
 )
 from hyper import Point, product, sweep
@@ -32,14 +31,22 @@ from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.workload import check_fits
 from specsamp.decoding.checks import integer
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-TURNED = {"draft_length", "drafter", "rule", "batch", "repeats", "draft_temperature", "synthetic_acceptance"}
+TURNED = {
+    "draft_length",
+    "drafter",
+    "exit_layer",
+    "rule",
+    "batch",
+    "repeats",
+    "draft_temperature",
+    "synthetic_acceptance",
+}
 TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
@@ -99,7 +106,6 @@ class Setting:
 
     key: dict[str, Any]
     draft_length: int  # 0: plain decoding
-    drafter: str
     rule: Rule
     sampling: Warp
     draft_sampling: Warp | None  # None: the target's
@@ -119,13 +125,12 @@ def _setting(config: ConfigDict) -> Setting:
     require(config, EXPERIMENT_FIELDS, "this command")
     K = integer("draft_length", config.draft_length, 0)
     plain = K == 0 or config.drafter == "none"
-    choose("drafter", config.drafter, DRAFTERS)
-    rule = choose("rule", config.rule, RULES)()
+    drafter, rule = drafter_name(config), choose("rule", config.rule, RULES)()
     fields, draft_temperature = config.sampling, config.get("draft_temperature")
     rate = config.get("synthetic_acceptance")
     key = {
         "draft_length": 0 if plain else K,
-        "drafter": "none" if plain else config.drafter,
+        "drafter": "none" if plain else drafter,
         "rule": "token" if plain else config.rule,
         "batch": integer("batch", config.batch, 1),
         **{name: fields[name] for name in SAMPLING_FIELDS},
@@ -140,7 +145,6 @@ def _setting(config: ConfigDict) -> Setting:
     return Setting(
         key=key,
         draft_length=0 if plain else K,
-        drafter=config.drafter,
         rule=rule,
         sampling=sampling,
         draft_sampling=draft_sampling,
@@ -162,12 +166,11 @@ def _samplings(fields: ConfigDict, draft_temperature: float | None) -> tuple[War
 
 
 def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
-    setting = _setting(config)
-    plain = setting.draft_length == 0
+    setting, pair = _setting(config), experiment.pair
     work = {"batch": config.batch, "repeats": config.repeats}
     return Cell(
         key=setting.key,
-        drafter=NoDrafter() if plain else make_drafter(setting.drafter, experiment.pair, setting.draft_length),
+        drafter=make_drafter(config, pair.target, pair.draft, setting.draft_length),
         rule=setting.rule,
         sampling=setting.sampling,
         draft_sampling=setting.draft_sampling,

@@ -5,6 +5,7 @@
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v5e:4x4 --config.batch=8
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
+    python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
@@ -23,7 +24,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 import entry
 from config_file import ConfigFlag, require
 from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
-from shapes import choose, known_models
+from shapes import choose, first_layers, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
@@ -34,7 +35,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
 from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import LATENCIES_US, USABLE, compile_report
+from specsamp.tpu.report import LATENCIES_US, NAMES, USABLE, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py")
@@ -70,13 +71,15 @@ def main() -> None:
     require(config, EXPERIMENT_FIELDS, "a report")
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
-    if config.drafter != "model":
-        raise ValueError(f"a report is of a draft model; config.drafter is {config.drafter!r}")
+    if config.drafter not in ("model", "early_exit"):
+        raise ValueError(f"a report is of a draft model or an early exit; config.drafter is {config.drafter!r}")
+    inside = config.drafter == "early_exit"
     target, draft = models_of(config)
     chip, sizes = parse(_TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-    parallelism = config.mesh.draft_model_parallelism or math.gcd(draft.config.num_heads, num_devices)
-    fewer = not config.mesh.draft_model_parallelism and parallelism < num_devices
+    asked = num_devices if inside else config.mesh.draft_model_parallelism
+    parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
+    fewer = not asked and parallelism < num_devices
     parallelism = None if parallelism == num_devices else parallelism
     num_kv_heads = target.config.num_kv_heads
     rows = config.batch // max(config.mesh.data, 1)
@@ -98,6 +101,7 @@ def main() -> None:
         batch=config.batch,
         slots=_SLOTS.value,
         weight_dtype=_WEIGHTS.value,
+        exit_layer=config.exit_layer if inside else None,
     )
     if _FITS.value:
         grid = fits(programs, chip.hbm_bytes // chip.devices)
@@ -111,6 +115,7 @@ def main() -> None:
             topology=_TOPOLOGY.value,
             draft_length=config.draft_length,
             rule=choose("rule", config.rule, RULES)(),
+            names=[name for name in NAMES if not (inside and name == "draft prefill")],
             progress=lambda text: say(f"compiling: {text}"),
         )
     if _WEIGHTS.value:
@@ -138,12 +143,14 @@ def main() -> None:
 
 
 def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
-    """Returns target and draft as shapes: presets, or public checkpoints of which nothing but the shape is needed.
+    """Returns target and draft (of an early exit its layers) as shapes: presets, or public checkpoints of which nothing but the shape is needed.
 
     Raises:
       ValueError: a model whose shape is not known here.
     """
     known = known_models(config)
+    if config.drafter == "early_exit" and "target" in known:
+        known["draft"] = first_layers(known["target"], config.exit_layer)
     for side in ("target", "draft"):
         if side not in known and "hugging_face" in config:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 import entry
 from config_file import require
+from drafters import drafter_name, make_drafter
 from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
@@ -22,8 +24,6 @@ from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.checks import integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
@@ -38,11 +38,6 @@ from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
-DRAFTERS = {
-    "model": lambda pair, length: ModelDrafter(pair.draft, length, decode_window()),
-    "ngram": lambda pair, length: NgramDrafter(K=length),
-    "none": lambda pair, length: NoDrafter(),
-}
 
 
 _WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
@@ -75,7 +70,6 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     """
     require(config, EXPERIMENT_FIELDS, "this command")
     rule = choose("rule", config.rule, RULES)()
-    choose("drafter", config.drafter, DRAFTERS)
     sampling = make_sampling(config.sampling)
     if config.get("draft_temperature") is not None:
         temperature(config.draft_temperature)
@@ -85,7 +79,11 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
-    for side, model in known_models(config).items():
+    drafter_name(config)
+    known = known_models(config)
+    if "target" in known:
+        make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
+    for side, model in known.items():
         if side == "target" or config.drafter == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
     name = config.get("pair")
@@ -111,7 +109,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
-    drafter = make_drafter(config.drafter, pair, config.draft_length)
+    drafter = make_drafter(config, pair.target, pair.draft)
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -143,6 +141,7 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
         draft_model_parallelism=draft_model_parallelism(config),
         progress=progress,
         say=lambda text: console.print(entry.visible(text), markup=False, soft_wrap=True),
+        check=functools.partial(make_drafter, config),
     )
 
 
@@ -151,12 +150,6 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Work
     tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
-
-
-def make_drafter(name: str, pair: Pair, draft_length: int) -> Drafter:
-    """Returns the drafter of that name, or none for K = 0."""
-    make = choose("drafter", name, DRAFTERS)
-    return make(pair, draft_length) if draft_length else NoDrafter()
 
 
 def make_sampling(fields: ConfigDict) -> Warp:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import entry
 from config_file import ConfigFlag
-from shapes import make_model
+from shapes import first_layers, make_model
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
@@ -211,10 +211,12 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if "target" not in config:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
     chip = CHIPS[_CHIP.value]
-    target, draft = (roofline_model(make_model(config[side]).config) for side in ("target", "draft"))
+    target = make_model(config.target)
+    inside = config.drafter == "early_exit"
+    draft = first_layers(target, config.exit_layer) if inside else make_model(config.draft)
     return Roofline(
-        target=target,
-        draft=draft,
+        target=roofline_model(target.config),
+        draft=roofline_model(draft.config),
         bytes_per_second=chip.hbm_bytes_per_second,
         flops_per_second=chip.flops_per_second,
         devices=_DEVICES.value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from ml_collections import ConfigDict
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.transformer import TransformerLM
 
@@ -35,6 +37,18 @@ def make_model(fields: ConfigDict) -> TransformerLM:
     """Returns the preset's model, with the fields that are set."""
     changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
     return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
+
+
+def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM:
+    """Returns the shape of what drafts in an early exit, as a model of its own.
+
+    Raises:
+      ValueError: the target has no such exit.
+    """
+    EarlyExitDrafter(target, exit_layer, K=1)
+    windowless = tuple(layer for layer in target.config.global_layers if layer < exit_layer)
+    config = dataclasses.replace(target.config, num_layers=exit_layer, global_layers=windowless)
+    return dataclasses.replace(target, config=config)
 
 
 def known_models(config: ConfigDict) -> dict[str, TransformerLM]:

@@ -1,7 +1,8 @@
-"""Pre-trains a target, or distils a draft from one; started again, it goes on where it was.
+"""Pre-trains a target, also one that drafts itself, or distils a draft; started again, it goes on where it was.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
 """
 
 import os
@@ -39,8 +40,9 @@ from specsamp.training.data import (
 )
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
 from specsamp.training.generated import complete_windows
+from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
-from specsamp.training.task import Distill, Pretrain
+from specsamp.training.task import Distill, Pretrain, Task
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
@@ -65,9 +67,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     if config.get("target") == "":
         raise ValueError("a draft is distilled from a target: give --config.target, the folder of its training")
     target = run.open_trained(config.target) if "target" in config else None
-    task = Pretrain(model)
-    if target is not None:
-        task = Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
+    first = run.open_trained(config.init) if config.get("init") else None
+    task = make_task(config, model, target)
     data = config.data
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
@@ -77,7 +78,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         run.check_same(folder, name, description)
     if target is not None:
         check_split(config.data.held_out, corpus, target)
-    tokenizer = make_tokenizer(config, folder, corpus, target)
+    tokenizer = make_tokenizer(config, folder, corpus, target or first)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}"
@@ -89,7 +90,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_devices(train_config, held_out, mesh)
     check_length(config, model, target)
     check_generated(config, target)
-    init = first_params(config, corpus, tokenizer, model)
+    if first is not None:
+        check_first(config, first, corpus, tokenizer, model)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
@@ -97,10 +99,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
-    if target is None:
-        train(task, train_config, windows, folder, held_out=held_out, intervals=intervals, console=console, mesh=mesh)
-        return
-    rows = target_rows(config, folder, target, windows, console)
+    rows = None if target is None else target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, train_config.seed) if rows is not None else windows
     train(
         task,
@@ -108,13 +107,22 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         batches,
         folder,
         held_out=held_out,
-        teacher_params=target.params,
+        teacher_params=None if target is None else target.params,
         intervals=intervals,
         console=console,
-        params=init,
-        warps=COMPARED_DISTRIBUTIONS,
+        params=None if first is None else first.params,
+        warps=COMPARED_DISTRIBUTIONS if task.drafts else None,
         mesh=mesh,
     )
+
+
+def make_task(config: ConfigDict, model: TransformerLM, target: run.TrainedModel | None) -> Task:
+    """Returns what is trained: a draft of ``target``, a target that drafts itself, or a target alone."""
+    if target is not None:
+        return Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
+    if "layer_skip" in config:
+        return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
+    return Pretrain(model)
 
 
 def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
@@ -155,10 +163,10 @@ def make_model(config: ConfigDict) -> TransformerLM:
 
 
 def make_tokenizer(
-    config: ConfigDict, folder: epath.Path, corpus: Corpus, target: run.TrainedModel | None
+    config: ConfigDict, folder: epath.Path, corpus: Corpus, parent: run.TrainedModel | None
 ) -> JsonTokenizer:
-    """Returns the run's own tokenizer if it has one, else the target's, else a given one, else a new one."""
-    given = [folder / "tokenizer.json", target and target.folder / "tokenizer.json", config.data.tokenizer]
+    """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one."""
+    given = [folder / "tokenizer.json", parent and parent.folder / "tokenizer.json", config.data.tokenizer]
     for path in filter(None, given):
         if path != given[0] or path.exists():
             return JsonTokenizer(path, config.data.eos)
@@ -216,16 +224,18 @@ def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None
         )
 
 
-def first_params(config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM):
-    """Returns the parameters of the run that ``init`` names, None for random ones."""
-    if not config.get("init"):
-        return None
-    first = run.open_trained(config.init)
+def check_first(
+    config: ConfigDict, first: run.TrainedModel, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM
+) -> None:
+    """Checks that training can begin with the parameters of another run.
+
+    Raises:
+      ValueError: it has read what this run is judged by, or is of another tokenizer or model.
+    """
     check_split(config.data.held_out, corpus, first)
     if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
-        raise ValueError(f"the draft in {config.init} was trained with another tokenizer than this target's")
-    check_shapes(f"the draft in {config.init}", first.params, jax.eval_shape(model.init, jax.random.key(0)))
-    return first.params
+        raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
+    check_shapes(f"the model in {config.init}", first.params, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows, console: Console):

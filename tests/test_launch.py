@@ -12,7 +12,8 @@ from ml_collections import config_flags
 
 from configs import random_pair
 from launch import experiment
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from launch.drafters import make_drafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
@@ -58,7 +59,8 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
     "argument, message",
     [
         ("--config.rule=lucky", "no rule 'lucky': choose one of token, block, coupled"),
-        ("--config.drafter=lm", "no drafter 'lm': choose one of model, ngram, none"),
+        ("--config.drafter=lm", "no drafter 'lm': choose one of model, early_exit, ngram, none"),
+        ("--config.drafter=early_exit", "exit_layer must be an integer >= 1 .*; got None"),
         ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
         ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
         ("--config.sampling.top_p=1.5", "top_p must lie in"),
@@ -89,9 +91,22 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
     assert made.workload.max_new_tokens == config.max_new_tokens
     assert [type(warp) for warp in made.sampling.warps] == [Temperature, TopP]
     hash((made.drafter, made.rule, made.pair.target))
-    assert experiment.make_drafter("ngram", made.pair, 3) == NgramDrafter(K=3)
-    assert experiment.make_drafter("none", made.pair, 3) == NoDrafter()
-    assert experiment.make_drafter("model", made.pair, 0) == NoDrafter()
+    known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
+    for word, drafter in known.items():
+        config.update(drafter=word, exit_layer=1)
+        assert make_drafter(config, made.pair.target, made.pair.draft) == drafter
+        assert make_drafter(config, made.pair.target, made.pair.draft, 0) == NoDrafter()
+
+
+def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(parse, monkeypatch):
+    monkeypatch.setattr(experiment, "bare_pair", None)
+    config = parse("--config.drafter=early_exit", "--config.target.num_layers=3")
+    for layer in (3, 4, 1000):
+        config.exit_layer = layer
+        with pytest.raises(
+            ValueError, match=f"exit_layer must be an integer from 1 to 2, for .* 3 layers; got {layer}"
+        ):
+            experiment.build(config)
 
 
 def test_sampling_that_is_off_is_left_out():

@@ -19,9 +19,9 @@ import _launch  # noqa: F401, the folder of entry
 import entry
 from cells import identity_of, read_prompts
 from config_file import ConfigFlag
-from experiment import DRAFTERS, RULES, Experiment, build, config_mesh, headline, refuse
+from drafters import drafter_name, make_drafter
+from experiment import RULES, Experiment, build, config_mesh, headline, refuse
 from forecasting import Agreement, agreement, agreement_table
-from shapes import choose
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, outcome_of
@@ -59,7 +59,6 @@ def main() -> None:
     if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
         raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
     experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
-    choose("drafter", config.drafter, DRAFTERS)
     if not experiment.workload.prompts:
         raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
     results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
@@ -91,11 +90,11 @@ def compare(
     if known := distributed.gather_objects(results.find(key))[0]:  # the first process reads the file
         told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
         return f"{where}: in {_OUTPUT.value} already, {told}"
-    drafter = choose("drafter", config.drafter, DRAFTERS)
+    pair = experiment.pair
     measured = outcome_of(
         lambda: agreement(
-            experiment.pair,
-            lambda K: drafter(experiment.pair, K),
+            pair,
+            lambda K: make_drafter(config, pair.target, pair.draft, K),
             RULES[config.rule](),
             warp,
             work.prompts,
@@ -127,7 +126,7 @@ def task(config: ConfigDict, experiment: Experiment) -> str:
     fitted = ", ".join(map(str, sorted({0, *_FIT.value})))
     batches = [f"batch {batch} from {' and '.join(map(str, fit))}" for batch, fit in fit_batches().items()]
     return (
-        f"{config.drafter} drafter, {config.rule} rule, greedy and {in_words(config)}; K = 0 to {_LONGEST.value} "
+        f"{drafter_name(config)} drafter, {config.rule} rule, greedy and {in_words(config)}; K = 0 to {_LONGEST.value} "
         f"from {fitted}; {', '.join(batches)}; {experiment.workload.max_new_tokens} tokens, {_PASSES.value} passes"
     )
 
@@ -139,7 +138,7 @@ def in_words(config: ConfigDict) -> str:
 def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
     """Returns what all cells of one file share."""
     asked = {"fit": _FIT.value, "longest": _LONGEST.value, "batches": _BATCHES.value, "passes": _PASSES.value}
-    turned = {name: config[name] for name in ("rule", "drafter")} | {"sampling": config.sampling.to_dict()}
+    turned = {"rule": config.rule, "drafter": drafter_name(config), "sampling": config.sampling.to_dict()}
     return identity_of(config, experiment) | turned | {"asked": asked}
 
 

@@ -17,6 +17,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
+from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 
 
@@ -29,6 +30,7 @@ def read_pair(
     draft_model_parallelism: int | None = None,
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
+    check: Callable[[LanguageModel, LanguageModel], Any] = lambda *_: None,
 ) -> Pair:
     """Reads a pair of two checkpoints, ready for `generate`.
 
@@ -37,6 +39,7 @@ def read_pair(
       dtype: of weights, activations and caches.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
       say: is told where the two differ without harm, and what is read otherwise than config.json says.
+      check: is shown target and draft before any tensor is read, and raises ValueError if they will not do.
 
     Raises:
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
@@ -52,6 +55,7 @@ def read_pair(
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
+    check(*models)
     for checkpoint, model in zip(checkpoints, models):
         _check_all(checkpoint, model)
     params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]

@@ -4,7 +4,7 @@ A new way to draft is one class derived from `Drafter`, in a file of its own.
 
 How drafters fit:
 
-*Inside the target* (early exit, EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
+*Inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
 keep, `read` sees them for the prompt, chunk by chunk, and `commit` for the accepted path; ``weights.target`` and the
 target's cache reach all three. A drafter that writes the target's cache hands it back.
 
@@ -124,6 +124,29 @@ class Drafter(abc.ABC):
         Drafters of a class with equal keys share their weights, so leave K out of it.
         """
         return self
+
+    @property
+    def reader(self) -> LanguageModel | None:
+        """Returns the model whose distribution after the text so far each token is drawn from; None: there is none.
+
+        Audits and measurements read texts with it.
+        """
+        return None
+
+    def reader_weights(self, weights: Weights) -> Any:
+        """Returns the weights of `reader` among those of a pair."""
+        return weights.draft
+
+    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> Drafter:
+        """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype."""
+        return self
+
+    def drafting_with(self, target: LanguageModel) -> Drafter | None:
+        """Returns the drafter that draws from the whole target, of a pair in which it is the draft model as well.
+
+        All it drafts is accepted, which checks whatever the two share. None: there is no such drafter.
+        """
+        return None
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         """Raises ValueError unless a pair of these parts has what this drafter needs."""

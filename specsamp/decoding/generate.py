@@ -61,7 +61,7 @@ def generate(
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
         `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
-      drafter: your own, or `NgramDrafter`; default the pair's draft model.
+      drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
         share both share their noise: give each its own seed or ``prompt_ids``.
       stop: token ids or texts that are one token each; default the pair's, or the tokenizer's end of text.

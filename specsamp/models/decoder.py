@@ -136,8 +136,13 @@ class Decoder(nn.Module):
         last: int,
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
+        kept_BL: Array | None = None,
     ) -> tuple[Array, TransformerCache | None, tuple[Array, ...]]:
-        """Runs layers ``first .. last - 1``; see `LayeredModel.layers`."""
+        """Runs layers ``first .. last - 1``; see `LayeredModel.layers`.
+
+        Args:
+          kept_BL: bool, in training: the layers that each row goes through; it passes by the others.
+        """
         config = self.config
         numbers = range(first, last)
         _check_layers(numbers, hidden_layers, config.num_layers)
@@ -148,7 +153,8 @@ class Decoder(nn.Module):
         for i, rotary in zip(numbers, rotaries, strict=True):
             layer_cache = None if cache is None else cache.layers[i]
             table = None if tables is None else tables[i]
-            x_BTD, layer_cache = self.layer[i](x_BTD, start_B, ropes[rotary], layer_cache, table, block)
+            y_BTD, layer_cache = self.layer[i](x_BTD, start_B, ropes[rotary], layer_cache, table, block)
+            x_BTD = y_BTD if kept_BL is None else jnp.where(kept_BL[:, i, None, None], y_BTD, x_BTD)
             caches.append(layer_cache)
             hidden[i] = x_BTD
         if config.num_layers in hidden_layers:

@@ -84,6 +84,29 @@ class TransformerLM(LayeredModel):
         with self._full_precision():
             return Decoder(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
 
+    def forward_streams(
+        self, params: Any, tokens_BT: Array, layers: tuple[int, ...], *, kept_BL: Array | None = None
+    ) -> tuple[Array, ...]:
+        """Returns the streams ``[B, T, D]`` behind ``layers``, as `forward` would, without the logits.
+
+        Args:
+          kept_BL: bool, the layers that a sequence goes through; it passes by the others. None: all.
+        """
+        start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
+
+        def run(decoder: Decoder) -> tuple[Array, ...]:
+            x_BTD, _ = decoder.embed(tokens_BT, start_B, None)
+            last = self.num_layers
+            return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[2]
+
+        with self._full_precision():
+            return Decoder(self.config).apply({"params": params}, method=run)
+
+    def read_out(self, params: Any, x_BTD: Array) -> Array:
+        """Returns what final norm and output make of a stream, logits ``[B, T, V]`` float32, for training."""
+        with self._full_precision():
+            return Decoder(self.config).apply({"params": params}, x_BTD, method="unembed")
+
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:

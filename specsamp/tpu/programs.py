@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
 from specsamp.mesh.sharded import ShardedModel
@@ -35,6 +36,9 @@ class Programs:
     ``weight_dtype`` changes shapes alone: matrices of the layers get this dtype, and products convert them. Their
     scales, one number per output channel, are left out, so "int8" shows the traffic and the conversions of quantised
     weights and not a quantised model: nothing like it could run.
+
+    With an ``exit_layer`` the target drafts with its first layers. Calls of a draft are then those of ``draft``, a model
+    of these layers alone; a round has no weights and no cache but the target's.
     """
 
     target: ShardedModel
@@ -44,6 +48,7 @@ class Programs:
     batch: int
     slots: int
     weight_dtype: str | None = None  # None: the compute dtype
+    exit_layer: int | None = None  # None: the draft is a model beside the target
 
     def check(self) -> None:
         """Checks the slots.
@@ -87,8 +92,9 @@ class Programs:
         return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
 
     def bytes_of_state(self) -> tuple[int, int]:
-        """Returns the bytes per device of both models' weights, and of both caches."""
-        weights, caches = zip(self.bytes_of(self.target), self.bytes_of(self.draft))
+        """Returns the bytes per device of weights, and of caches: of both models, if there are two."""
+        models = (self.target,) if self.exit_layer else (self.target, self.draft)
+        weights, caches = zip(*map(self.bytes_of, models))
         return sum(weights), sum(caches)
 
     def bytes_of(self, model: ShardedModel) -> tuple[int, int]:
@@ -112,10 +118,10 @@ class Programs:
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
     def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it, with the draft model proposing K tokens a round."""
-        drafter = ModelDrafter(self.draft, draft_length, WINDOW)
+        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
+        drafter, inside = self.drafter(draft_length), self.exit_layer is not None
         loop = Loop(target=self.target, drafter=drafter, rule=rule, window=WINDOW, shards=DataShards(self.mesh))
-        weights = Weights(target=self.weights(self.target), draft=self.weights(self.draft))
+        weights = Weights(target=self.weights(self.target), draft=None if inside else self.weights(self.draft))
         request = self._by_rows(
             jax.eval_shape(lambda: Request.create(sampling=self.sampling, limits=[self.slots] * self.batch))
         )
@@ -123,19 +129,26 @@ class Programs:
         bare = dataclasses.replace(
             loop,
             target=self.target.model,
-            drafter=dataclasses.replace(drafter, model=self.draft.model),
+            drafter=drafter.with_models(self.target.model, self.draft.model),
             shards=DataShards(),
         )
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
         state = jax.eval_shape(lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request)
         state = self._by_rows(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
-        state = dataclasses.replace(state, cache=self.cache(self.target), drafter_state=self.cache(self.draft))
+        drafter_state = () if inside else self.cache(self.draft)
+        state = dataclasses.replace(state, cache=self.cache(self.target), drafter_state=drafter_state)
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
         def run(weights, request, state, rounds):
             return loop.run_request(weights, request, state, rounds)
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
+
+    def drafter(self, draft_length: int) -> Drafter:
+        """Returns what drafts in a round."""
+        if self.exit_layer is None:
+            return ModelDrafter(self.draft, draft_length, WINDOW)
+        return EarlyExitDrafter(self.target, self.exit_layer, draft_length, WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""

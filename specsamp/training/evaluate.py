@@ -38,7 +38,7 @@ def evaluate(
       warps: distributions under which a draft is compared with its target, by name; default: the models' own.
 
     Returns:
-      The averages by name; those that depend on a warp have its name behind them, in brackets.
+      The averages by name; those that depend on a warp, all but losses, have its name behind them, in brackets.
 
     Raises:
       ValueError: there are fewer rows than data shards.
@@ -55,7 +55,7 @@ def evaluate(
             tokens_BT = rows[start : start + batch]
             on_mesh = jax.make_array_from_callback(tokens_BT.shape, sharding, tokens_BT.__getitem__)
             for key, value in _measure(mesh)(task, params, teacher_params, on_mesh, warp).items():
-                label = key if not name or key == "loss" else f"{key} ({name})"
+                label = key if not name or key.startswith("loss") else f"{key} ({name})"
                 results.setdefault(label, []).append(value)
     return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
 

@@ -21,6 +21,8 @@ Array = jax.Array
 class Task(Protocol):
     """Interface between the trainer and a task; all it returns is averaged over positions."""
 
+    drafts: bool  # whether `measure` compares a draft with its target under a warp
+
     def init(self, key: Array) -> Any:
         """Returns random parameters, float32."""
 
@@ -30,7 +32,9 @@ class Task(Protocol):
     def teacher_axes(self) -> Any:
         """Returns the logical axes of ``teacher_params``; None: there are none, or they are replicated."""
 
-    def loss(self, params: Any, teacher_params: Any, tokens_BT: Array, key: Array) -> tuple[Array, dict[str, Array]]:
+    def loss(
+        self, params: Any, teacher_params: Any, tokens_BT: Array, key: Array, step: Array | int = 0
+    ) -> tuple[Array, dict[str, Array]]:
         """Returns what is minimised, a scalar, and further scalars for the log.
 
         Args:
@@ -38,6 +42,7 @@ class Task(Protocol):
           teacher_params: parameters that get no gradient (a target's), or None.
           tokens_BT: ``[B, T + 1]`` int32: inputs and, shifted by one, labels.
           key: of this microbatch, for tasks that draw random numbers.
+          step: updates made so far, for tasks that change with it.
         """
 
     def measure(self, params: Any, teacher_params: Any, tokens_BT: Array, warp: Warp) -> dict[str, Array]:
@@ -53,6 +58,7 @@ class Pretrain:
     """Minimises cross-entropy on text: trains a target, or the baseline of a draft."""
 
     model: TransformerLM
+    drafts = False
 
     def init(self, key):
         return self.model.init(key)
@@ -63,7 +69,7 @@ class Pretrain:
     def teacher_axes(self):
         return None
 
-    def loss(self, params, teacher_params, tokens_BT, key):
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
         return _text_loss(self.model, params, tokens_BT)[0], {}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
@@ -88,6 +94,7 @@ class Distill:
     target: TransformerLM
     objective: str = "forward_kl"
     text_share: float = 0.0
+    drafts = True
 
     def __post_init__(self):
         known = (*DIVERGENCES, "cross_entropy")
@@ -107,7 +114,7 @@ class Distill:
     def teacher_axes(self):
         return self.target.param_axes()
 
-    def loss(self, params, teacher_params, tokens_BT, key):
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
         text, draft_BTV = _text_loss(self.model, params, tokens_BT)
         if self.objective == "cross_entropy":
             return text, {}

@@ -170,7 +170,7 @@ def train_step(
     keys_A = jax.random.split(jax.random.fold_in(_key(config), state.step), num_microbatches)
 
     def gradients(tokens_BT, key):
-        return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key)
+        return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key, state.step)
 
     if num_microbatches == 1:
         (loss, metrics), grads = gradients(tokens_ABT[0], keys_A[0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
@@ -23,11 +23,16 @@ OPTIMISED = True
 SLOTS = 256
 
 
-def compiled_run(batch, K, rule=TokenRule(), vocab_size=4096, layout="default", num_layers=2, **changes):
-    """`Loop.run`, compiled from abstract shapes."""
+def compiled_run(
+    batch, K, rule=TokenRule(), vocab_size=4096, layout="default", num_layers=2, exit_window=None, **changes
+):
+    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer."""
     target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
-    loop = Loop(target=target, drafter=ModelDrafter(draft, K) if K else NoDrafter(), rule=rule)
+    drafter = ModelDrafter(draft, K) if K else NoDrafter()
+    if exit_window is not None:
+        drafter = EarlyExitDrafter(target, 1, K, exit_window)
+    loop = Loop(target=target, drafter=drafter, rule=rule)
     request = Request.create(sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
@@ -70,6 +75,13 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
     cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
     assert not copies & (target | draft | cpu_target | cpu_draft)
+
+
+@pytest.mark.parametrize("batch, window, layout", [(1, 1, "cpu"), (1, 2, "default"), (3, 2, "default")])
+def test_an_early_exit_copies_no_cache(batch, window, layout):
+    text = compiled_run(batch, 3, positions="rotary", layout=layout, exit_window=window).as_text()
+    copies = moved(text, "copy") | moved(text, "transpose")
+    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
 
 
 def test_a_cache_that_is_read_after_it_was_written_is_seen():

@@ -1,14 +1,16 @@
 """The joint distribution of what the whole loop emits, over several rounds and ragged rows, against enumeration."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
-from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_law, p_value, table_loop
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
@@ -38,6 +40,18 @@ def test_autoregressive(rule):
 def test_prompt_lookup_of_ragged_length(rule):
     """One-hot drafts; rows whose context has no match draft nothing."""
     assert law_test(table_loop(rule, NgramDrafter(3)), None, FULL) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    "rule, window, early, sampling",
+    [(TokenRule(), 1, NEAR, NUCLEUS), (BlockRule(), 2, FAR, FULL)],
+)
+def test_early_exit(rule, window, early, sampling):
+    """The draft writes the target's own cache, from which the target reads all that is before its call."""
+    target = LayeredTableLM(V)
+    drafter = EarlyExitDrafter(target, 1, 3, window)
+    loop = dataclasses.replace(table_loop(rule, drafter, window=window), target=target)
+    assert law_test(loop, None, sampling, target=jnp.stack([early, TARGET - early])) > FALSE_ALARM
 
 
 def test_draft_with_a_warp_of_its_own():

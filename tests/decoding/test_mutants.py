@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys
 from support import mutants
-from support.fakes import FALSE_ALARM, TableLM, decode, joint_law, p_value, table_loop
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_law, p_value, table_loop
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V, cut_at_stop, law_test
 
 OPTIMISED = True
@@ -126,6 +126,20 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
     assert acceptance(ModelDrafter(TableLM(V), K)) >= (rounds - 1) / rounds
     assert acceptance(mutants.HoleInTheCache(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
     assert law_test(table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL) > FALSE_ALARM
+
+
+def test_an_early_exit_that_writes_over_what_was_scored():
+    """The cache is the target's: here the draft's mistakes are the text's."""
+    target = LayeredTableLM(V)
+    layers = jnp.stack([FAR, TARGET - FAR])
+
+    def loop(drafter):
+        return dataclasses.replace(table_loop(TokenRule(), drafter(target, 1, K)), target=target)
+
+    wrong = loop(mutants.WritesOverWhatWasScored)
+    assert law_test(wrong, None, FULL, target=layers, samples=FEWER, powered=False) < CAUGHT
+    right = loop(EarlyExitDrafter)
+    assert law_test(right, None, FULL, target=layers, samples=FEWER, powered=False) > FALSE_ALARM
 
 
 def test_length_of_a_neighbour_while_scoring():

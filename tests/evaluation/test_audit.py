@@ -15,6 +15,7 @@ import pytest
 from specsamp import (
     BlockRule,
     CoupledRule,
+    EarlyExitDrafter,
     NgramDrafter,
     NoDrafter,
     Pair,
@@ -30,14 +31,14 @@ from specsamp.decoding import method
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.evaluation.audit import Settings, Status, Subject, audit, distribution, streams
-from specsamp.evaluation.audit.run import plan_of
+from specsamp.evaluation.audit.run import UNREADABLE, plan_of
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
-from support.fakes import TableLM, near, random_table
+from support.fakes import LayeredTableLM, TableLM, near, random_table
 
 V, K = 8, 3
 TARGET = random_table(10, V)
@@ -122,6 +123,27 @@ def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_l
     with_loop(mutants.ScoresWithANeighboursLength)
     looked_up = dataclasses.replace(in_bfloat16, drafter=NgramDrafter(K))  # one model less to compile
     assert failed(streams.bfloat16_text(transformers, looked_up))
+
+
+def early_exit(drafter=EarlyExitDrafter, draft=NEAR):
+    """A target that drafts with the first of its two layers."""
+    model = LayeredTableLM(V)
+    pair = Pair(target=model, target_params=jnp.stack([draft, TARGET - draft]))
+    settings = {"sampling": NUCLEUS, "max_new_tokens": 24}
+    return Subject(pair=pair, prompts=PROMPTS, drafter=drafter(model, 1, K), **settings)
+
+
+def test_a_draft_inside_the_target_passes_every_check_that_applies():
+    found = audit(early_exit(), COARSE)
+    assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"], found.summary
+    numbers = {check.name: check.numbers for check in found.checks}
+    assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
+    assert UNREADABLE not in found.summary  # its distribution is read as a draft model's is
+
+
+def test_a_draft_that_writes_over_its_target_fails():
+    wrong = early_exit(mutants.WritesOverWhatWasScored, FAR)
+    assert failed(streams.greedy_text(wrong)) and failed(counted(wrong))
 
 
 # Mistakes.

@@ -167,6 +167,22 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert not (tmp_path / "none").exists()
 
 
+def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
+    """From scratch, and from the run of a target with that run's tokenizer; exits are measured as drafts are."""
+    fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
+    with pytest.raises(ValueError, match="a model of 1 layer has none to leave it after"):
+        train.start(training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet())
+    train.start(training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet())
+    tuned = training_config("tiny_layer_skip", texts, fields | {"init": str(tmp_path / "scratch")})
+    assert not train.make_task(tuned, train.make_model(tuned), None).from_scratch
+    train.start(tuned, tmp_path / "tuned", quiet())
+    tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("scratch", "tuned")]
+    assert tokenizers[0] == tokenizers[1]
+    first, then = (metrics(tmp_path / name) for name in ("scratch", "tuned"))
+    assert then[0]["text_loss"] < first[0]["text_loss"] - 0.01  # it began with what was trained
+    assert 0 < then[-1]["held_out/acceptance/exit_1 (temperature 1)"] <= 1
+
+
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
     """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
@@ -216,7 +232,7 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
         ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
         ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
-        ({"init": "other"}, r"the draft in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
+        ({"init": "other"}, r"the model in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
     ],
 )
 def test_a_distillation_is_checked_before_its_target_writes_anything(
@@ -295,7 +311,9 @@ def test_a_training_without_its_target_ends_with_a_message(tmp_path):
 
 
 def test_unknown_kinds_of_training_fail():
-    with pytest.raises(ValueError, match="no 'huge' .*choose one of target, draft, tiny_target, tiny_draft"):
+    with pytest.raises(
+        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, tiny_target, tiny_draft"
+    ):
         python_pair.get_config("huge")
 
 

@@ -13,7 +13,7 @@ from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Request, Weights
-from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.warp import log_probs
 
 ORDER = 3  # tokens of context
@@ -45,6 +45,48 @@ class TableLM(LanguageModel):
             seen_BT = jnp.take_along_axis(cache, jnp.maximum(at_BT, 0), axis=1)
             context.append(jnp.where(at_BT >= 0, seen_BT, self.vocab_size))
         return Output(logits_BTV=weights[tuple(context)], cache=cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayeredTableLM(LayeredModel):
+    """A stack of table models: each layer adds to the logits what its own cache and its own table say.
+
+    Weights are ``[layers, V+1, V+1, V+1, V]``; the stream holds tokens and logits. What a layer's cache holds of
+    earlier calls is the tokens that this layer was run for, so a draft that stops early writes its layers alone.
+    """
+
+    vocab_size: int
+    num_layers: int = 2
+    max_positions: int | None = None
+
+    @property
+    def width(self):
+        return self.vocab_size + 1
+
+    def init_cache(self, batch, slots):
+        return tuple(TableLM(self.vocab_size).init_cache(batch, slots) for _ in range(self.num_layers))
+
+    def embed(self, weights, tokens_BT, start_B, cache, *, block=None):
+        zeros_BTV = jnp.zeros((*tokens_BT.shape, self.vocab_size))
+        return jnp.concatenate([tokens_BT[..., None].astype(jnp.float32), zeros_BTV], axis=-1), cache
+
+    def layers(self, weights, x_BTD, start_B, cache, first, last, *, hidden_layers=(), block=None):
+        tokens_BT, caches, hidden = x_BTD[..., 0].astype(jnp.int32), list(cache), {}
+        for i in range(first, last):
+            output = TableLM(self.vocab_size)(weights[i], tokens_BT, start_B, caches[i])
+            x_BTD, caches[i] = x_BTD.at[..., 1:].add(output.logits_BTV), output.cache
+            hidden[i] = x_BTD
+        return x_BTD, tuple(caches), tuple(hidden[i] for i in hidden_layers)
+
+    def unembed(self, weights, x_BTD):
+        return x_BTD[..., 1:]
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
+        x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache)
+        x_BTD, cache, hidden = self.layers(
+            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers
+        )
+        return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
 
 def random_table(seed, vocab_size, scale=1.0):

@@ -15,15 +15,15 @@ FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 
 
-def law_test(loop, draft, sampling, *, length=4, prompts=PROMPTS, samples=None, powered=True, **options):
+def law_test(loop, draft, sampling, *, target=TARGET, length=4, prompts=PROMPTS, samples=None, powered=True, **options):
     """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by default.
 
-    Rows have budgets of their own.
+    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form.
     """
     laws = [joint_law(TARGET, sampling, prompt, length) for prompt in prompts]
     samples = samples or max(samples_for(np.count_nonzero(law) - 1, len(laws)) for law in laws)
     budgets = [length + i % 3 for i in range(len(prompts))]
-    run = decode(loop, TARGET, draft, prompts, budgets, sampling, samples=samples, **options)
+    run = decode(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     emitted = run.emitted(length).reshape(len(prompts), samples, length)
     return p_value(list(zip(emitted, laws)), powered)
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Sampler
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
+from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
 from specsamp.sampling import rejection
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -68,6 +69,34 @@ class HoleInTheCache(ModelDrafter):
     """After full acceptance the draft has not seen its last token."""
 
     first_window = 1
+
+
+class OneSlotEarly(ExitModel):
+    def __call__(self, weights, tokens_BT, start_B, cache, **options):
+        return super().__call__(weights, tokens_BT, jnp.maximum(start_B - 1, 0), cache, **options)
+
+
+class WritesOverWhatWasScored(EarlyExitDrafter):
+    """Drafts one slot early: what the target wrote of the token before the pending one is lost."""
+
+    @property
+    def reader(self):
+        return OneSlotEarly(self.model, self.exit_layer)
+
+
+class PutsItsOwnCacheBack(EarlyExitDrafter):
+    """After scoring, the layers that drafted get back what drafting wrote."""
+
+    def init(self, batch, slots):
+        return self.model.init_cache(batch, slots)
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, _, cache = super().propose(weights, state, prefix, cache, sample)
+        return draft, cache, cache
+
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        layers = (*state.layers[: self.exit_layer], *cache.layers[self.exit_layer :])
+        return state, dataclasses.replace(cache, layers=layers)
 
 
 def neighbours(state):

@@ -84,6 +84,19 @@ def test_a_round_holds_the_collectives_of_its_calls_alone():
     assert report(2)["round"].collectives == {"all-reduce": 4 * 5 + 2 * 2 + 1, "all-gather": 5}
 
 
+def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
+    """Two layers, the first of which drafts: K = 4 steps of it, and nothing is copied or kept twice."""
+    made = programs(described_mesh(TOPOLOGY), 2, draft_layers=1)
+    cut = dataclasses.replace(made.target, model=TransformerLM(chinchilla_70b(num_layers=1)))
+    inside = dataclasses.replace(made, draft=cut, exit_layer=1)
+    found = compile_report(inside, topology=TOPOLOGY, draft_length=4, rule=TokenRule(), names=("draft step", "round"))
+    assert found["round"].copies == () and found["round"].host_transfers == 0
+    assert found["round"].collectives == {"all-reduce": 4 * 3 + 2 * 2 + 1, "all-gather": 5}
+    assert inside.bytes_of_state() == made.bytes_of(made.target)
+    assert found["round"].memory.arguments < 1.01 * sum(inside.bytes_of_state())
+    assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
+
+
 def test_shares_of_rows_add_one_collective_a_round():
     """They agree on when to end; nothing else passes between them."""
     split = report(2, 8, 2, ("round",))["round"]

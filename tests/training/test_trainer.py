@@ -180,7 +180,7 @@ class Noisy:
     def init(self, key):
         return {"scale": jnp.ones(())}
 
-    def loss(self, params, teacher_params, tokens_BT, key):
+    def loss(self, params, teacher_params, tokens_BT, key, step):
         drawn = jax.random.uniform(key)
         return params["scale"] * drawn, {"drawn": drawn}
 

@@ -1,7 +1,8 @@
-"""Ways to propose tokens: nothing, a draft model, the context itself."""
+"""Ways to propose tokens: nothing, a draft model, the context itself, the target's own first layers."""
 
+from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.none import NoDrafter
 
-__all__ = ["ModelDrafter", "NgramDrafter", "NoDrafter"]
+__all__ = ["EarlyExitDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]

@@ -46,6 +46,16 @@ class ModelDrafter(Drafter):
         return self.model
 
     @property
+    def reader(self) -> LanguageModel:
+        return self.model
+
+    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> ModelDrafter:
+        return dataclasses.replace(self, model=draft)
+
+    def drafting_with(self, target: LanguageModel) -> ModelDrafter:
+        return dataclasses.replace(self, model=target)
+
+    @property
     def first_window(self) -> int:
         """Tokens fed by a round's first call: after a full acceptance the draft has not seen its last token.
 

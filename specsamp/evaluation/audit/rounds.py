@@ -30,9 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.job import to_host
-from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.evidence import POWER, Evidence, tilted
 from specsamp.evaluation.audit.mistakes import (
     MISTAKES,
@@ -82,7 +80,7 @@ class Rounds:
 
 def can_read(subject: Subject) -> bool:
     """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
-    return isinstance(subject.drafter, ModelDrafter)
+    return subject.drafter.reader is not None
 
 
 def knows_acceptance(subject: Subject) -> bool:
@@ -155,9 +153,10 @@ def read(
         starts_B = np.array([len(texts[i]) - len(from_draft[i]) for i in indices], np.int32)
         found = _read(
             pair.target,
-            subject.drafter.model,
+            subject.drafter.reader,
             pair.shards,
-            weights,
+            weights.target,
+            subject.drafter.reader_weights(weights),
             tokens_BT,
             starts_B,
             counts_B,
@@ -178,7 +177,8 @@ def _read(
     target: LanguageModel,
     draft: LanguageModel,
     shards: DataShards,
-    weights: Weights,
+    target_weights: Any,
+    draft_weights: Any,
     tokens_BT: Array,
     starts_B: Array,
     counts_B: Array,
@@ -190,13 +190,13 @@ def _read(
     is_block: bool,
     everywhere: bool,
 ) -> dict[str, Array]:
-    def read(weights, tokens_BT, starts_B, counts_B, drafted_BN, warps):
+    def read(target_weights, draft_weights, tokens_BT, starts_B, counts_B, drafted_BN, warps):
         at_BN = starts_B[:, None] - 1 + jnp.arange(drafted_BN.shape[1])[None, :]
         at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # positions beyond a text are not used
         probs = []
         for model, params, warps_read in (
-            (target, weights.target, warps[:1]),
-            (draft, weights.draft, warps[1:]),
+            (target, target_weights, warps[:1]),
+            (draft, draft_weights, warps[1:]),
         ):
             logits_BTV = read_logits(model, params, tokens_BT, slots)
             logits_BNV = jnp.take_along_axis(logits_BTV, at_BN[..., None], axis=1)
@@ -208,8 +208,8 @@ def _read(
             (*probs, emitted_BN, drafted_BN, counts_B),
         )
 
-    specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-    return shards.map(read, specs)(weights, tokens_BT, starts_B, counts_B, drafted_BN, warps)
+    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+    return shards.map(read, specs)(target_weights, draft_weights, tokens_BT, starts_B, counts_B, drafted_BN, warps)
 
 
 def _read_row(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import NgramDrafter, NoDrafter
 from specsamp.decoding.job import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject
@@ -51,13 +51,14 @@ def coupled_text(subject: Subject) -> Check:
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
     """Checks that all drafted tokens are accepted, but for rounding, where the target is its own draft."""
-    if not isinstance(subject.drafter, ModelDrafter):
-        return _not_applicable("acceptance", "the drafter has no model that could be the target")
     pair = subject.pair
+    drafter = subject.drafter.drafting_with(pair.target)
+    if drafter is None:
+        return _not_applicable("acceptance", "the drafter has no model that could be the target")
     same = dataclasses.replace(
         subject,
         draft_sampling=None,
-        drafter=dataclasses.replace(subject.drafter, model=pair.target),
+        drafter=drafter,
         pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
     )
     rows = [completion.stats for completion in same.decode()]

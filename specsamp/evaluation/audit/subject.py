@@ -15,7 +15,6 @@ from scipy import stats
 
 from specsamp.decoding import checks
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
@@ -131,9 +130,7 @@ class Subject:
         draft = recast or self.pair.draft
         if (target, draft) == (self.pair.target, self.pair.draft):
             return self
-        drafter = self.drafter
-        if isinstance(drafter, ModelDrafter):
-            drafter = dataclasses.replace(drafter, model=draft)
+        drafter = self.drafter.with_models(target, draft)
         pair = dataclasses.replace(self.pair, target=target, draft=draft)
         if dtype == "float32":
             # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.

@@ -1,0 +1,156 @@
+"""Early exit: the target drafts with its own first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710).
+
+A draft step feeds one token through layers ``0 .. E-1``, the final norm and the output. Weights and cache are the
+target's: there is no second model and nothing to prefill. Layers beyond E are passed through untouched.
+
+The pending token stands at slot L-1, so a round's steps write slots ``L-1 .. L+K-2`` of the first E layers. The scoring
+call writes ``L-1 .. L+K-1`` of all layers after them: only what it wrote is ever seen by a later round, and no slot is
+left out after a full acceptance. (Verifying with the layers beyond E alone would reuse what the draft computed, and
+read the same weights: (K+1) E + (L-E) layers against K E + L.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
+from specsamp.sampling.rules import Draft
+
+Array = jax.Array
+_Carry = tuple[Any, Array, Array, Array | None, Any]  # cache, last tokens, all tokens, log-probabilities, warp's state
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitModel(LanguageModel):
+    """The first ``exit_layer`` layers of ``model`` with its final norm and output, on its weights and its cache."""
+
+    model: LayeredModel
+    exit_layer: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.model.max_positions
+
+    def init_cache(self, batch: int, slots: int) -> Any:
+        return self.model.init_cache(batch, slots)
+
+    def __call__(
+        self,
+        weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> Output:
+        x_BTD, cache = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
+        x_BTD, cache, hidden = self.model.layers(
+            weights, x_BTD, start_B, cache, 0, self.exit_layer, hidden_layers=hidden_layers, block=block
+        )
+        return Output(logits_BTV=self.model.unembed(weights, x_BTD), cache=cache, hidden=hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyExitDrafter(Drafter):
+    """Drafts with the target cut after ``exit_layer`` layers; it has no weights and no state of its own.
+
+    Attributes:
+      model: the pair's target, ``pair.target``.
+      exit_layer: E, layers that a draft step runs, from 1 to one fewer than the target has.
+      K: tokens per round.
+      window: rows fed per step, 1 or 2, see `Loop.window`. With two the token is fed twice, in its own slot and in the
+        next one, which the next step or the scoring call overwrites. (Feeding the token before it again, as
+        `ModelDrafter` does, would write over what a scoring call left.)
+
+    Raises:
+      ValueError: a model that cannot be called in parts, or a number out of range.
+    """
+
+    model: LayeredModel
+    exit_layer: int
+    K: int
+    window: int = 1
+
+    def __post_init__(self):
+        if not isinstance(self.model, LayeredModel):
+            raise ValueError(f"an early exit needs a target that is a LayeredModel; got {self.model!r}")
+        if not isinstance(self.exit_layer, int) or not 1 <= self.exit_layer <= self.last_exit:
+            raise ValueError(
+                f"exit_layer must be an integer from 1 to {self.last_exit}, for a target of {self.model.num_layers} "
+                f"layers; got {self.exit_layer!r}"
+            )
+        if self.K < 1 or self.window not in (1, 2):
+            raise ValueError(f"K must be at least 1 and window 1 or 2; got {self.K} and {self.window}")
+
+    @property
+    def last_exit(self) -> int:
+        """Returns the largest ``exit_layer``."""
+        return self.model.num_layers - 1
+
+    @property
+    def weights_key(self) -> None:
+        return None
+
+    @property
+    def reader(self) -> ExitModel:
+        return ExitModel(self.model, self.exit_layer)
+
+    def reader_weights(self, weights: Weights) -> Any:
+        return weights.target
+
+    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> EarlyExitDrafter:
+        return dataclasses.replace(self, model=target)
+
+    def drafting_with(self, target: LanguageModel) -> WholeTargetDrafter:
+        return WholeTargetDrafter(target, target.num_layers, self.K, self.window)
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if target != self.model:
+            raise ValueError(
+                f"the drafter's model is not the pair's target, whose weights it would run: {self.model!r} and "
+                f"{target!r}; make it with pair.target, after the pair was sharded"
+            )
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        lengths_B = prefix.lengths_B
+        batch = len(lengths_B)
+
+        def step(offset: Array | int, carry: _Carry) -> _Carry:
+            cache, last_B, tokens_BK, log_probs_BRV, warp_state = carry
+            fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.window))
+            output = self.reader(weights.target, fed_BT, lengths_B - 1 + offset, cache)
+            tokens_B, log_probs_BV = sample(output.logits_BTV[:, 0], offset, warp_state=warp_state)
+            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
+            if log_probs_BV is not None:
+                if log_probs_BRV is None:
+                    log_probs_BRV = jnp.zeros((batch, self.K, self.model.vocab_size), log_probs_BV.dtype)
+                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
+            return output.cache, tokens_B, tokens_BK, log_probs_BRV, sample.advance(warp_state, tokens_B)
+
+        pending_B = jnp.take_along_axis(prefix.tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
+        carry = step(0, (cache, pending_B, jnp.zeros((batch, self.K), jnp.int32), None, sample.warp_state))
+        cache, _, tokens_BK, log_probs_BRV, _ = jax.lax.fori_loop(1, self.K, step, carry)
+        num_drafted_B = jnp.full_like(lengths_B, self.K)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV), state, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTargetDrafter(EarlyExitDrafter):
+    """Drafts with all layers: nothing is gained, and all is accepted. It checks whatever an early exit rests on."""
+
+    @property
+    def last_exit(self) -> int:
+        return self.model.num_layers

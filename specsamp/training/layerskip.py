@@ -1,0 +1,177 @@
+"""LayerSkip: trains a target so that its own first layers can draft (Elhoushi et al., arXiv 2404.16710).
+
+Target and draft are trained together, being one model: layers are dropped at random, the deeper the oftener, and the
+output reads the streams of inner layers as it reads the last one.
+
+    dropout      p(l, t) = S(t) D(l) p_max,   D(l) = 2^(l / (L-1)) - 1,   S(t) = 2^(t / (T-1)) - 1, or 1 in fine-tuning
+    loss         sum_l w(l, t) CE(l),         w(l, t) = e(l) C(l, t) / sum_l e(l) C(l, t)
+
+L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of what the final norm and the
+output make of the stream behind layer l, the draft's distribution at exit l + 1. The curriculum ``C(l, t)`` is 1 for the
+layers that are read at step t; the last is read at every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import log_probs
+from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
+
+Array = jax.Array
+
+CURRICULA = ("all", "rotational", "gradual")
+WEIGHTINGS = ("paper", "cumulative", "linear")
+
+
+def dropout_rates(num_layers: int, most: float, scale: Array | float = 1.0) -> Array:
+    """Returns the probability ``S D(l) p_max`` that a layer is dropped, ``[L]``: 0 of the first, S p_max of the last."""
+    return scale * most * (jnp.exp2(jnp.arange(num_layers) / (num_layers - 1)) - 1)
+
+
+def dropout_scale(step: Array | int, steps: int) -> Array:
+    """Returns S(t) of a training from scratch: from 0 at the first step to 1 at the last."""
+    return jnp.exp2(step / max(steps - 1, 1)) - 1
+
+
+def read_layers(curriculum: str, num_layers: int, step: Array | int, steps: int, rotation: int) -> Array:
+    """Returns C(l, t), ``[L]`` bool: the layers whose streams are read at a step.
+
+    "rotational" reads every ``rotation``-th layer, beginning with layer t modulo ``rotation``. "gradual" begins with the
+    last layer and goes down evenly; from half of the steps on it reads all.
+    """
+    layer_L, last = jnp.arange(num_layers), num_layers - 1
+    if curriculum == "rotational":
+        is_read_L = (layer_L - step) % rotation == 0
+    elif curriculum == "gradual":
+        is_read_L = 2 * step * last >= steps * (last - layer_L)
+    else:
+        is_read_L = jnp.ones(num_layers, bool)
+    return is_read_L | (layer_L == last)
+
+
+def loss_weights(weighting: str, exit_scale: float, is_read_L: Array) -> Array:
+    """Returns w(l, t), ``[L]`` float32 of sum 1.
+
+    "paper" has ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2`` for the last layer, with the
+    ``exit_scale`` s. The others are those of torchtune, which scale all but the last by s: "cumulative" adds up ``l + 1``
+    over the layers that are read, "linear" is ``l + 1``.
+    """
+    num_layers = len(is_read_L)
+    layer_L, last = jnp.arange(num_layers, dtype=jnp.float32), num_layers - 1
+    if weighting == "paper":
+        inner_L, outer = layer_L * (layer_L + 1) / 2, last + exit_scale * (last - 1) * last / 2
+    else:
+        inner_L = jnp.where(is_read_L, layer_L + 1, 0)
+        inner_L = jnp.cumsum(inner_L) if weighting == "cumulative" else inner_L
+        outer = inner_L[-1]
+    weights_L = jnp.where(layer_L == last, outer, exit_scale * inner_L) * is_read_L
+    return weights_L / weights_L.sum()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSkip:
+    """Minimises cross-entropy on text at the last layer and at inner ones, with layers dropped; a `Task`.
+
+    Attributes:
+      model: the target, which drafts with its first layers (`specsamp.decoding.drafters.EarlyExitDrafter`).
+      steps: T, those of the training.
+      from_scratch: dropout grows with the steps; False: fine-tuning, it is that of the last step from the first.
+      dropout: p_max, the probability that the last layer is dropped for a sample.
+      exit_scale: s, how much inner layers count; 0: not at all.
+      weighting: one of `WEIGHTINGS`, see `loss_weights`.
+      curriculum: one of `CURRICULA`, see `read_layers`.
+      rotation: R of the rotational curriculum: a step reads one inner layer in so many.
+
+    Raises:
+      ValueError: an unknown word, a number out of range, or a model of a single layer.
+    """
+
+    model: TransformerLM
+    steps: int
+    from_scratch: bool = True
+    dropout: float = 0.1
+    exit_scale: float = 0.2
+    weighting: str = "paper"
+    curriculum: str = "rotational"
+    rotation: int = 8
+    drafts = True
+
+    def __post_init__(self):
+        for name, known in (("weighting", WEIGHTINGS), ("curriculum", CURRICULA)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"layer_skip.{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"layer_skip.dropout must be in [0, 1); got {self.dropout}")
+        if not 0 <= self.exit_scale < float("inf"):
+            raise ValueError(f"layer_skip.exit_scale must be a finite number >= 0; got {self.exit_scale}")
+        for name in ("rotation", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layer_skip.{name} must be >= 1; got {getattr(self, name)}")
+        if self.model.num_layers < 2:
+            raise ValueError(
+                f"a model of {self.model.num_layers} layer has none to leave it after: give it two or more"
+            )
+
+    def init(self, key):
+        return self.model.init(key)
+
+    def param_axes(self):
+        return self.model.param_axes()
+
+    def teacher_axes(self):
+        return None
+
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
+        inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+        kept_BL = jax.random.uniform(key, (len(tokens_BT), self.model.num_layers)) >= self.dropout_at(step)[None]
+        streams = self.streams(params, inputs_BT, kept_BL)
+
+        # A layer that is not read costs nothing, and logits are made again for the gradient: one layer's at a time.
+        @jax.checkpoint
+        def text_loss(params: Any, x_BTD: Array) -> Array:
+            log_probs_BTV = jax.nn.log_softmax(self.model.read_out(params, x_BTD))
+            return cross_entropy(log_probs_BTV, labels_BT).mean()
+
+        def nothing(params: Any, x_BTD: Array) -> Array:
+            return jnp.zeros(())
+
+        weights_L = self.weights_at(step)
+        losses = [jax.lax.cond(w > 0, text_loss, nothing, params, x_BTD) for w, x_BTD in zip(weights_L, streams)]
+        return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {"text_loss": losses[-1]}
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        """Returns the loss at each exit, and what the whole target would accept of a token drafted there."""
+        inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+        *inner, last_BTD = self.streams(params, inputs_BT, None)
+        target_BTV = self.model.read_out(params, last_BTD)
+        measured = {"loss": cross_entropy(jax.nn.log_softmax(target_BTV), labels_BT).mean()}
+        for exit_layer, x_BTD in enumerate(inner, start=1):
+            draft_BTV = self.model.read_out(params, x_BTD)
+            pair = log_probs(warp, target_BTV), log_probs(warp, draft_BTV)
+            measured |= {
+                f"loss/exit_{exit_layer}": cross_entropy(jax.nn.log_softmax(draft_BTV), labels_BT).mean(),
+                f"acceptance/exit_{exit_layer}": overlap(*pair).mean(),
+                f"greedy_agreement/exit_{exit_layer}": greedy_agreement(*pair).mean(),
+            }
+        return measured
+
+    def dropout_at(self, step: Array | int) -> Array:
+        """Returns the probability that each layer is dropped at a step, ``[L]``."""
+        scale = dropout_scale(step, self.steps) if self.from_scratch else 1.0
+        return dropout_rates(self.model.num_layers, self.dropout, scale)
+
+    def weights_at(self, step: Array | int) -> Array:
+        """Returns the weight of each layer's loss at a step, ``[L]``."""
+        is_read_L = read_layers(self.curriculum, self.model.num_layers, step, self.steps, self.rotation)
+        return loss_weights(self.weighting, self.exit_scale, is_read_L)
+
+    def streams(self, params: Any, inputs_BT: Array, kept_BL: Array | None) -> tuple[Array, ...]:
+        """Returns the stream behind each layer, ``[B, T, D]``."""
+        layers = tuple(range(self.model.num_layers))
+        return self.model.forward_streams(params, inputs_BT, layers, kept_BL=kept_BL)

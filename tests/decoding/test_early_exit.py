@@ -1,0 +1,189 @@
+"""The target drafts with its own first layers: exact for every kind of model, and the cache is the scoring calls' work."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import (
+    BlockRule,
+    CoupledRule,
+    EarlyExitDrafter,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    generate,
+    stream,
+    temperature,
+    top_p,
+)
+from specsamp.decoding.drafters.early_exit import WholeTargetDrafter
+from specsamp.decoding.job import Job
+from specsamp.decoding.method import Method
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from specsamp.models.config import tiny
+from support.fakes import LayeredTableLM, TableLM, decode, table_loop
+from support.loop_distributions import FAR, FULL, PROMPTS, TARGET, V
+from support.mutants import PutsItsOwnCacheBack
+
+TABLES = LayeredTableLM(V)
+LAYERS = jnp.stack([FAR, TARGET - FAR])
+
+
+def loop_of(drafter):
+    return dataclasses.replace(table_loop(TokenRule(), drafter), target=TABLES)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_with_all_layers_everything_is_accepted(window):
+    """A hole in the cache, a slot off by one or a wrong layer would show here, and nowhere else."""
+    loop = loop_of(WholeTargetDrafter(TABLES, 2, 3, window))
+    stats = decode(loop, LAYERS, None, PROMPTS, 20, FULL, samples=100).state.stats
+    assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
+
+
+def test_the_features_of_another_layer_are_seen_as_acceptance():
+    """Acceptance is the overlap of the distributions of this exit and the target; text stays exact either way."""
+
+    def acceptance(layers):
+        stats = decode(loop_of(EarlyExitDrafter(TABLES, 1, 1)), layers, None, PROMPTS, 20, FULL).state.stats
+        return float(stats.accepted_BT[:, 1].sum() / stats.rounds_B.sum())
+
+    assert acceptance(jnp.stack([TARGET, 0 * TARGET])) == 1 > acceptance(LAYERS)
+
+
+# A pair of each kind of positions and memory that checkpoints have, in the two layouts.
+SHAPE = dict(num_layers=3, num_kv_heads=2)
+MODELS = {
+    "rotary": TransformerLM(tiny(**SHAPE, positions="rotary", window=4, global_layers=(1,), gated=True), "cpu"),
+    "relative": TransformerLM(tiny(**SHAPE), "default"),
+    "relative, cpu": TransformerLM(tiny(**SHAPE, logit_cap=5.0), "cpu"),
+    "learned": TransformerLM(tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"),
+    "n-grams": TransformerLM(tiny(**SHAPE, positions="rotary", ngram_rows=64, ngram_order=4), "cpu"),
+}
+TEXTS = [[1, 2, 3], [4], [6, 7, 8, 9, 1, 5]]
+TOKENS = 24
+SAMPLING = chain(temperature([0.0, 0.8, 1.2]), top_p(0.9))  # a greedy row beside sampled ones
+
+
+@functools.cache
+def pair_of(name):
+    """Weights large enough for distributions that are far from flat."""
+    model = MODELS[name]
+
+    def noisy(x):
+        return x + 0.2 * jax.random.normal(jax.random.key(1), x.shape)
+
+    return Pair(target=model, target_params=jax.tree.map(noisy, model.init(jax.random.key(0))))
+
+
+def tokens(completions):
+    return [completion.tokens for completion in completions]
+
+
+@functools.cache
+def plain(name):
+    """Greedy text, and sampled text of the coupled rule, which no draft changes."""
+    return tokens(generate(pair_of(name), TEXTS, TOKENS, sampling=SAMPLING, rule=CoupledRule(), draft_length=0, seed=3))
+
+
+def drafted(name, drafter, pair=None):
+    drafter = drafter(MODELS[name] if pair is None else pair.target)
+    return generate(
+        pair or pair_of(name), TEXTS, TOKENS, sampling=SAMPLING, rule=CoupledRule(), drafter=drafter, seed=3
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_that_of_plain_decoding(name):
+    """Also where the budget fills a table of learned positions, and with the two rows a step of a TPU."""
+    window = 1 + list(MODELS).index(name) % 2
+    made = drafted(name, lambda target: EarlyExitDrafter(target, 2, 3, window))
+    assert tokens(made) == plain(name)
+    assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
+
+
+@pytest.mark.parametrize("name, window", [("learned", 1), ("n-grams", 2)])
+def test_all_layers_of_a_transformer_accept_everything(name, window):
+    made = drafted(name, lambda target: WholeTargetDrafter(target, 3, 3, window))
+    assert all(row.stats.acceptance_rate == 1 for row in made)
+
+
+def test_two_rows_a_step_draft_what_one_does():
+    one, two = (drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3, window)) for window in (1, 2))
+    assert [(row.tokens, row.stats) for row in one] == [(row.tokens, row.stats) for row in two]
+
+
+def test_on_a_mesh():
+    pair = shard(pair_of("n-grams"), make_mesh(2, 2, devices=jax.devices()[:4]))
+    made = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3), pair)
+    assert tokens(made) == plain("n-grams")
+    alone = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3))
+    assert [row.stats for row in made] == [row.stats for row in alone]
+
+
+def test_batches_samples_and_streams_agree():
+    pair, drafter = pair_of("relative"), EarlyExitDrafter(MODELS["relative"], 1, 3)
+    call = dict(sampling=chain(temperature(0.9)), rule=BlockRule(), drafter=drafter, seed=5)
+    together = tokens(generate(pair, TEXTS, TOKENS, **call))
+    assert tokens(generate(pair, TEXTS, TOKENS, **call)) == together
+    alone = generate(pair, TEXTS[1:2], TOKENS, prompt_ids=[1], num_samples=2, **call)
+    assert alone[0].tokens == together[1] != alone[1].tokens
+    streamed = [[], []]
+    for part in stream(pair, TEXTS[1:2], TOKENS, prompt_ids=[1], num_samples=2, **call):
+        streamed[part.sample_index] += part.tokens
+    assert streamed == tokens(alone)
+
+
+class LeavesTheCacheAlone(EarlyExitDrafter):
+    """Drafts on a copy."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, _ = super().propose(weights, state, prefix, cache, sample)
+        return draft, state, cache
+
+
+@pytest.mark.parametrize("name, window", [("n-grams", 2), ("relative", 1)])
+def test_only_what_the_scoring_call_wrote_stays(name, window):
+    """Bit by bit, in the slots that later rounds see; drafting and scoring round apart, so its own would show."""
+
+    def cache_after(drafter_class):
+        drafter = drafter_class(MODELS[name], 2, 3, window)
+        method = Method(drafter=drafter, rule=TokenRule(), sampling=chain(temperature(0.8)))
+        job = Job.create(pair_of(name), TEXTS, TOKENS, method)
+        state = job.run(job.prefill())
+        seen_BS = np.arange(job.slots) < np.asarray(state.lengths_B)[:, None] - 1
+        slots_last = [np.moveaxis(leaf, leaf.shape.index(job.slots), -1) for leaf in jax.tree.leaves(state.cache)]
+        tokens_BS = np.where(seen_BS, state.tokens_BS, 0)
+        return tokens_BS, [np.where(np.expand_dims(seen_BS, tuple(range(1, x.ndim - 1))), x, 0) for x in slots_last]
+
+    expected, found = cache_after(LeavesTheCacheAlone), cache_after(EarlyExitDrafter)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    own = cache_after(PutsItsOwnCacheBack)
+    assert any(np.any(x != y) for x, y in zip(own[1], expected[1]))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"exit_layer": 0}, "from 1 to 2, for a target of 3 layers; got 0"),
+        ({"exit_layer": 3}, "from 1 to 2, for a target of 3 layers; got 3"),
+        ({"exit_layer": None}, "from 1 to 2, for a target of 3 layers; got None"),
+        ({"K": 0}, "K must be at least 1 and window 1 or 2; got 0 and 1"),
+        ({"window": 3}, "got 3 and 3"),
+        ({"model": TableLM(3)}, "LayeredModel; got TableLM"),
+    ],
+)
+def test_numbers_out_of_range(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EarlyExitDrafter(**{"model": MODELS["rotary"], "exit_layer": 1, "K": 3, **fields})
+
+
+def test_the_drafter_of_another_target_is_refused():
+    with pytest.raises(ValueError, match="not the pair's target"):
+        generate(pair_of("rotary"), TEXTS, 4, drafter=EarlyExitDrafter(MODELS["relative"], 1, 3))

@@ -1,0 +1,242 @@
+"""LayerSkip: schedules and weights of the paper, layers that are dropped whole, and exits that learn to draft."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsamp.mesh.layout import make_mesh
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import chain
+from specsamp.training.data import Windows
+from specsamp.training.evaluate import evaluate
+from specsamp.training.layerskip import LayerSkip, dropout_rates, dropout_scale, loss_weights, read_layers
+from specsamp.training.task import Pretrain
+from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+
+V, LENGTH = 16, 12
+MODEL = TransformerLM(tiny(vocab_size=V, width=16, num_layers=4, num_heads=2, positions="rotary"))
+TRAIN = TrainConfig(steps=150, batch=16, warmup_steps=4, learning_rate=1e-2)
+TASK = LayerSkip(model=MODEL, steps=TRAIN.steps, rotation=2, exit_scale=1.0)
+KEY = jax.random.key(0)
+TWO_DECIMALS = {"atol": 5.1e-5}  # of numbers given to four decimals
+
+
+def noisy_cycle(rows=120):
+    """A text whose next token follows from the last, with some noise."""
+    random, text = np.random.default_rng(0), [1]
+    for _ in range(rows * LENGTH):
+        text.append((5 * text[-1] + 3) % V if random.random() < 0.9 else int(random.integers(V)))
+    return np.array(text, np.int32)
+
+
+DATA = Windows(noisy_cycle(), LENGTH)
+HELD_OUT = DATA.in_order()[:16]
+
+
+@pytest.mark.parametrize(
+    "weighting, exit_scale, expected",
+    [
+        ("paper", 0.2, [0, 0.0089, 0.0268, 0.0536, 0.0893, 0.1339, 0.1875, 0.5]),
+        ("paper", 0.1, [0, 0.0068, 0.0204, 0.0408, 0.0680, 0.1020, 0.1429, 0.6190]),
+        ("cumulative", 0.2, [0.0038, 0.0114, 0.0227, 0.0379, 0.0568, 0.0795, 0.1061, 0.6818]),
+        ("linear", 1.0, np.arange(1, 9) / 36),
+    ],
+)
+def test_weights_of_eight_layers(weighting, exit_scale, expected):
+    weights = loss_weights(weighting, exit_scale, jnp.ones(8, bool))
+    np.testing.assert_allclose(weights, expected, **TWO_DECIMALS)
+
+
+def test_weights_are_those_of_the_layers_that_are_read():
+    """They add up to one; the cumulative ones add up over these layers alone."""
+    is_read = jnp.zeros(8, bool).at[jnp.array([0, 4, 7])].set(True)
+    np.testing.assert_allclose(loss_weights("paper", 0.2, is_read) * 13.2, [0, 0, 0, 0, 2, 0, 0, 11.2], atol=1e-5)
+    cumulative = loss_weights("cumulative", 0.2, is_read) * (0.2 * (1 + 6) + 14)
+    np.testing.assert_allclose(cumulative, [0.2, 0, 0, 0, 1.2, 0, 0, 14], atol=1e-5)
+
+
+def test_dropout_of_eight_layers():
+    expected = np.array([0, 0.1041, 0.2190, 0.3459, 0.4860, 0.6407, 0.8114, 1])
+    np.testing.assert_allclose(dropout_rates(8, 1.0), expected, **TWO_DECIMALS)
+    np.testing.assert_allclose(dropout_rates(8, 0.2, 0.5), 0.1 * expected, **TWO_DECIMALS)
+    np.testing.assert_allclose([dropout_scale(t, 101) for t in (0, 50, 100)], [0, 2**0.5 - 1, 1], atol=1e-6)
+    scratch, tuned = (dataclasses.replace(TASK, from_scratch=scratch, dropout=0.2) for scratch in (True, False))
+    assert scratch.dropout_at(0).max() == 0 and np.allclose(scratch.dropout_at(TRAIN.steps - 1), tuned.dropout_at(0))
+
+
+@pytest.mark.parametrize(
+    "curriculum, step, expected",
+    [
+        ("rotational", 0, [0, 4, 7]),
+        ("rotational", 1, [1, 5, 7]),
+        ("rotational", 7, [3, 7]),
+        ("gradual", 0, [7]),
+        ("gradual", 10, [6, 7]),
+        ("gradual", 25, [4, 5, 6, 7]),
+        ("gradual", 50, range(8)),
+        ("gradual", 99, range(8)),
+        ("all", 3, range(8)),
+    ],
+)
+def test_layers_that_are_read(curriculum, step, expected):
+    """Eight layers, a rotation of four, a hundred steps."""
+    assert np.flatnonzero(read_layers(curriculum, 8, jnp.int32(step), 100, 4)).tolist() == list(expected)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return MODEL.init(jax.random.key(5))
+
+
+def test_a_dropped_layer_passes_its_input_on(params):
+    """Per row; nothing is scaled, and the layers behind see what they would see of a model without it."""
+    tokens = jnp.asarray(HELD_OUT[:3, :-1])
+    kept = jnp.array([[True] * 4, [True, False, True, False], [False] * 4])
+    whole = MODEL.forward(params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
+    streams = MODEL.forward_streams(params, tokens, (0, 1, 2, 3), kept_BL=kept)
+    for made, expected in zip(streams, whole, strict=True):
+        np.testing.assert_allclose(made[0], expected[0], atol=1e-6)
+    np.testing.assert_array_equal(streams[1][1], streams[0][1])
+    np.testing.assert_array_equal(streams[3][1], streams[2][1])
+    two_layers = TransformerLM(dataclasses.replace(MODEL.config, num_layers=2))
+    without = {**params, "layer_1": params["layer_2"]}
+    (last,) = two_layers.forward_streams(
+        {k: v for k, v in without.items() if k not in ("layer_2", "layer_3")}, tokens, (1,)
+    )
+    np.testing.assert_allclose(streams[3][1], last[1], atol=1e-6)
+    np.testing.assert_array_equal(streams[3][2], streams[0][2])
+
+
+def test_every_row_drops_layers_of_its_own(params, monkeypatch):
+    """As often as it should, the first never, and others in the next microbatch."""
+    seen = []
+
+    def forward_streams(self, params, tokens_BT, layers, *, kept_BL):
+        seen.append(kept_BL)
+        return (jnp.zeros((*tokens_BT.shape, 16)),) * len(layers)
+
+    monkeypatch.setattr(TransformerLM, "forward_streams", forward_streams)
+    task = dataclasses.replace(TASK, dropout=0.6, from_scratch=False)
+    rows = np.zeros((4000, 3), np.int32)
+    for seed in range(2):
+        task.loss(params, None, rows, jax.random.key(seed))
+    dropped = 1 - np.asarray(seen[0]).mean(0)
+    np.testing.assert_allclose(dropped, dropout_rates(4, 0.6), atol=0.04)
+    assert dropped[0] == 0 and np.any(seen[0] != seen[1])
+    together = (~seen[0][:, 2] & ~seen[0][:, 3]).mean()
+    assert abs(together - dropped[2] * dropped[3]) < 0.03  # layers are dropped independently
+
+
+def test_the_loss_is_the_weighted_sum(params):
+    """And its gradient; nothing is dropped at the first step from scratch."""
+    rows = jnp.asarray(HELD_OUT[:4])
+
+    def by_hand(params):
+        streams = MODEL.forward(params, rows[:, :-1], hidden_layers=(0, 1, 2, 3)).hidden
+        total = 0.0
+        for layer, weight in ((2, 3.0), (3, 6.0)):  # s = 1: l (l+1) / 2, and 3 + 2 * 3 / 2
+            log_probs = jax.nn.log_softmax(MODEL.read_out(params, streams[layer]))
+            total -= weight / 9 * jnp.take_along_axis(log_probs, rows[:, 1:, None], axis=-1).mean()
+        return total
+
+    (loss, metrics), grads = jax.value_and_grad(TASK.loss, has_aux=True)(params, None, rows, KEY, 2)
+    expected, expected_grads = jax.value_and_grad(by_hand)(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
+    np.testing.assert_allclose(metrics["text_loss"], Pretrain(MODEL).loss(params, None, rows, KEY)[0], rtol=1e-5)
+
+
+def test_evaluation_drops_nothing(params):
+    task = dataclasses.replace(TASK, dropout=0.9, from_scratch=False)
+    measured = evaluate(task, params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1]), {"own": chain()})
+    plain = Pretrain(MODEL).measure(params, None, jnp.asarray(HELD_OUT), chain())
+    np.testing.assert_allclose(measured["loss"], plain["loss"], rtol=1e-5)
+    assert measured.keys() == {"loss"} | {f"loss/exit_{e}" for e in (1, 2, 3)} | {
+        f"{name}/exit_{e} (own)" for name in ("acceptance", "greedy_agreement") for e in (1, 2, 3)
+    }
+
+
+one_step = jax.jit(train_step, static_argnums=(0, 1))
+
+
+def test_exits_learn_to_draft(params):
+    """The target accepts more of its exits' tokens than one trained on text alone, and reads as well."""
+
+    def trained(task):
+        state = init_state(task, TRAIN, params)
+        for number in range(TRAIN.steps):
+            state, numbers = one_step(task, TRAIN, state, None, DATA.batch(number, TRAIN.batch)[None])
+        assert np.isfinite(numbers["loss"])
+        return evaluate(TASK, state.params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1]))
+
+    skipping, control = trained(TASK), trained(Pretrain(MODEL))
+    for exit_layer, gain in ((1, 0.1), (2, 0.05)):
+        name = f"acceptance/exit_{exit_layer}"
+        assert skipping[name] > control[name] + gain, (name, skipping[name], control[name])
+    assert skipping["loss"] < control["loss"] + 0.1 < 1 < np.log(V)
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Breaking:
+    at: int
+
+    def batch(self, step, size):
+        if step == self.at:
+            raise Killed
+        return DATA.batch(step, size)
+
+
+def run(folder, data=DATA, mesh=(1, 1)):
+    task, config = dataclasses.replace(TASK, steps=8, dropout=0.5), dataclasses.replace(TRAIN, steps=8)
+    devices = jax.devices()[: mesh[0] * mesh[1]]
+    folder.mkdir(exist_ok=True)
+    state = train(
+        task,
+        config,
+        data,
+        folder,
+        held_out=HELD_OUT,
+        intervals=Intervals(log=1, evaluate=8, checkpoint=4),
+        mesh=make_mesh(*mesh, devices=devices),
+        console=Console(file=io.StringIO()),
+    )
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(tmp_path):
+    """What was dropped, and which layers were read, depends on the step and the seed alone."""
+    state, losses = run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", Breaking(6))
+    again, resumed = run(tmp_path / "killed")
+    assert resumed == losses
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+    np.testing.assert_allclose(run(tmp_path / "mesh", mesh=(2, 2))[1], losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weighting": "sum"}, "weighting must be one of paper, cumulative, linear; got 'sum'"),
+        ({"curriculum": "random"}, "curriculum must be one of all, rotational, gradual; got 'random'"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\); got 1.0"),
+        ({"exit_scale": -0.1}, "exit_scale must be a finite number >= 0; got -0.1"),
+        ({"rotation": 0}, "rotation must be >= 1; got 0"),
+        ({"model": TransformerLM(tiny(num_layers=1))}, "a model of 1 layer has none"),
+    ],
+)
+def test_numbers_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TASK, **changes)
