@@ -163,10 +163,11 @@ def backtest(documents: Documents) -> str:
             f"{found['median_error']:.0%}",
             f"{found['worst_error']:.0%}",
             f"{found['covered']} of {found['rows']}",
+            "" if found["covered"] >= 0.9 * found["rows"] else two_digits(found["factor"]),
         )
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
-    return table(("", "rows", "median error", "worst error", "within the band"), rows)
+    return table(("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%"), rows)
 
 
 def forecasts(documents: Documents) -> str:
