@@ -51,7 +51,7 @@ def test_what_fits(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e)"),
+        (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e, v7x)"),
         (["--config.mesh.data=3"], "data 3 does not divide the 16 devices of 'v4:2x2x4'"),
         (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance=1.5 is no rate"),
         (["--output=/proc/none/report.json"], "--output=/proc/none/report.json cannot be written"),
