@@ -13,6 +13,16 @@ from typing import Protocol
 
 import numpy as np
 
+# Relative standard error that a clock has from one session to the next, whatever the errors of the medians: other work on
+# the machine, temperature, memory. The least with which 95% bands hold 95% of the 52 points of
+# notebooks/results/python_pair_agreement.json; found on three of its four curves, it holds 50 of the 52 (tests).
+CLOCK_DRIFT = 0.016
+
+
+def clock_error(errors: Iterable[float]) -> float:
+    """Returns the relative standard error of rounds that were timed, from those of their medians."""
+    return math.hypot(float(np.median([*errors])), CLOCK_DRIFT)
+
 
 class Costs(Protocol):
     """Costs as `specsamp.analysis.planner.make_plan` needs them.

@@ -29,53 +29,13 @@ from typing import Any
 
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.models.config import TransformerConfig
+from specsamp.tpu.shapes import BYTES, Shape
 from specsamp.tpu.topology import CHIPS
-from specsamp.tpu.work import Work, hops, replica_axes, wire_ms
+from specsamp.tpu.work import Work, replica_axes
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
 KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit")
-BYTES = {"int8": 1, "bfloat16": 2}
 LIVE = 0.5  # share of the slots that hold something, where nobody says it: that of a text half way
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a step of a model streams, in numbers."""
-
-    layers: int
-    width: int
-    parameters: float  # of the layers, read at every step
-    head_parameters: float = 0.0  # of the output matrix, which stays in bfloat16
-    cached: float = 0.0  # numbers of the cache per token of a sequence
-    expert_parameters: float = 0.0  # of one expert
-    expert_layers: int = 0
-    experts: int = 0  # of such a layer
-    experts_per_token: int = 0
-    collectives_per_layer: int = 2
-
-    @classmethod
-    def of(cls, config: TransformerConfig) -> Shape:
-        """Takes the numbers of a transformer; tables that are only looked up are left out."""
-        embeddings = config.vocab_size * config.width
-        tables = embeddings * (1 if config.tied else 2) + config.num_ngram_tables * config.ngram_rows * config.width
-        return cls(
-            layers=config.num_layers,
-            width=config.width,
-            parameters=config.num_parameters - tables,
-            head_parameters=embeddings,
-            cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
-        )
-
-    def weight_bytes(self, dtype: str, batch: int) -> float:
-        """Returns the bytes of weights that a step of ``batch`` rows reads; experts as random routing picks them."""
-        missed = (1 - self.experts_per_token / self.experts) ** batch if self.experts else 1.0
-        picked = self.expert_layers * self.experts * (1 - missed) * self.expert_parameters
-        return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * BYTES["bfloat16"]
-
-    @property
-    def collectives(self) -> int:
-        """Collectives of a step, one after another: those of the layers, one each for embedding and logits."""
-        return self.collectives_per_layer * self.layers + 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,20 +82,15 @@ class Measurement:
         """Returns what a step does, or one collective of it."""
         rows = self.batch // self.data
         if self.kind == "collective":
-            count, streamed, sequences = 1, 0.0, 0
-        else:
-            count = self.shape.collectives if self.tensor > 1 else 0
-            cached = LIVE * rows * self.context * self.shape.cached * BYTES[self.cache]
-            streamed = self.shape.weight_bytes(self.weights, rows) + cached
-            sequences = rows if self.sequences is None else self.sequences
-        chip = CHIPS[self.chip]
-        carried = 2 * count * rows * self.shape.width * BYTES["bfloat16"]  # an all-reduce scatters and gathers
-        return Work(
-            streaming_ms=streamed / self.tensor / chip.hbm_bytes_per_second * 1e3,
-            collectives=count,
-            collective_hops=count * hops(self.chips),
-            wire_ms=wire_ms(carried, self.chips, chip.link_bytes_per_second),
-            layer_sequences=self.shape.layers * sequences,
+            return self.shape.collective(CHIPS[self.chip], self.chips, rows)
+        return self.shape.call(
+            CHIPS[self.chip],
+            self.chips,
+            rows=rows,
+            context=LIVE * self.context,
+            weights=self.weights,
+            cache=self.cache,
+            sequences=self.sequences,
         )
 
 

@@ -194,7 +194,7 @@ def test_rows_without_conditions_are_refused(field):
     "changes, message",
     [
         (dict(chip="v9"), "chip 'v9' is none of v3, v4"),
-        (dict(weights="fp4"), "weights 'fp4' is none of int8, bfloat16"),
+        (dict(weights="fp4"), "weights 'fp4' is none of int8, bfloat16, float32"),
         (dict(model="nobody/knows"), "model 'nobody/knows' is none of"),
         (dict(batch=0), "batch must be a positive number; got 0"),
         (dict(tensor=8), "tensor 8 x data 1 are not the chips of 4x4"),
