@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 import entry
+from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag, require
 from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
 from shapes import choose, first_layers, known_models
@@ -34,8 +35,9 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
+from specsamp.tpu.program import USABLE
 from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import LATENCIES_US, NAMES, USABLE, compile_report
+from specsamp.tpu.report import LATENCIES_US, NAMES, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py")
@@ -59,6 +61,7 @@ _ACCEPTANCE = flags.DEFINE_multi_float(
 _FITS = flags.DEFINE_bool(
     "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
 )
+_CALIBRATION = define_calibration()
 _OUTPUT = entry.define_output()
 
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
@@ -76,6 +79,7 @@ def main() -> None:
     inside = config.drafter == "early_exit"
     target, draft = models_of(config)
     chip, sizes = parse(_TOPOLOGY.value)
+    own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
     asked = num_devices if inside else config.mesh.draft_model_parallelism
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
@@ -120,7 +124,7 @@ def main() -> None:
         )
     if _WEIGHTS.value:
         console.print(f"{_WEIGHTS.value} weights are shapes alone: their scales are left out, and nothing is quantised")
-    shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value)
+    shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value, own)
     entry.show(shown, console)
     document = {
         "kind": "compiler estimate",
@@ -136,8 +140,8 @@ def main() -> None:
             for a in _ACCEPTANCE.value
             if report.fits
         },
-        "calibration": calibrate(),
-        "calibrated_ms": {p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None},
+        "calibration": own or calibrate(),
+        "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
     }
     entry.write_result(_OUTPUT.value, document, console)
 

@@ -18,6 +18,7 @@ from absl import flags
 from rich.console import Console
 
 import entry
+from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag
 from shapes import first_layers, make_model
 from specsamp import storage
@@ -82,6 +83,7 @@ _NEW_TOKENS = flags.DEFINE_integer(
     "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
+_CALIBRATION = define_calibration()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
@@ -128,6 +130,7 @@ GOES_WITH = {
     "devices": ("chip",),
     "call_ms": ("chip",),
     "latency_us": ("compile_report",),
+    "calibration": ("compile_report",),
     **dict.fromkeys(("rule", "drafter", "temperature", "synthetic"), ("measured",)),
 }
 
@@ -206,7 +209,9 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if given[0]:
         return PerCall(*calls)
     if given[1]:
-        return compiled_costs(storage.read_json(_COMPILE_REPORT.value)["report"], _LATENCY.value)
+        report = storage.read_json(_COMPILE_REPORT.value)["report"]
+        own = own_calibration(_CALIBRATION.value, report["topology"])
+        return compiled_costs(report, _LATENCY.value, own)
     config = _CONFIG.value
     if "target" not in config:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")

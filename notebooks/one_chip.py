@@ -59,7 +59,7 @@ from specsamp import (
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import benchmark
-from specsamp.analysis.costs import CostTable, ModelSize, Roofline, Round
+from specsamp.analysis.costs import ModelSize, Roofline
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.export import export
@@ -67,8 +67,10 @@ from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.published import published_config
 from specsamp.decoding.loop import decode_window
 from specsamp.text_format import human_count
+from specsamp.tpu.calibration import estimate
+from specsamp.tpu.costs import banded_costs
+from specsamp.tpu.program import USABLE
 from specsamp.tpu.programs import WINDOW
-from specsamp.tpu.report import USABLE
 from specsamp.tpu.stack import Stack, facts
 from specsamp.tpu.topology import described_mesh, parse
 
@@ -131,7 +133,7 @@ print(f"room for {most_rows} rows of {SLOTS} slots, temporaries aside" if most_r
 #
 # `libtpu` compiles for a TPU that is not there. A layer costs what the next one costs, so two and four layers are
 # compiled at full width and continued in a straight line; `launch/compile_report.py` compiles all of them, and the
-# whole loop. Nothing runs: these are **compiler estimates**, calibrated on published steps of TPU v4.
+# whole loop. Nothing runs: these are **compiler estimates**, calibrated on published steps of TPU v5e.
 
 # %%
 try:
@@ -151,19 +153,18 @@ else:
     rows = []
     for name, fact in told.items():
         traffic = f"{fact['hbm_bytes'] / 1e6:,.0f}", f"{fact['over_floor']:.2f}"
-        times = f"{fact['streaming_ms']:.2f}", f"{fact['cycles_ms']:.2f}"
-        likely, (least, most) = fact["calibrated_ms"], fact["calibrated_band_ms"]
+        times = f"{fact['streaming_ms']:.2g}", f"{fact['cycles_ms']:.2g}"
         what = f"{name}, {programs[name].tokens} tokens"
-        rows.append((what, *traffic, *times, f"{likely:.2f} ({least:.2f} to {most:.2f})"))
+        rows.append((what, *traffic, *times, str(estimate(CHIP.partition(":")[0], fact["work"]))))
     header = ("", "traffic, MB", "over floor", "streaming, ms", "cycles, ms", "calibrated, ms")
     title = f"One call on {CHIP}, batch 1, {SLOTS} slots (compiler estimate)"
     report.show([report.Table(title=title, header=header, rows=rows)], console)
     held = programs["score"].memory.total + programs["draft step"].memory.arguments
     print(f"memory of a round: {held / GIB:.2f} of {chip.hbm_bytes / GIB:.0f} GiB")
-    score_ms, draft_ms = told["score"]["calibrated_ms"], told["draft step"]["calibrated_ms"]
     # Scoring waits for the weights, not for arithmetic: some more rows cost nothing.
-    drafted = [Round(draft_length=length, ms=score_ms + length * draft_ms) for length in (1, 8)]
-    costs = CostTable(rounds=(Round(draft_length=0, ms=told["target step"]["calibrated_ms"]), *drafted))
+    works, lengths = {name: fact["work"] for name, fact in told.items()}, (0, 1, 8)
+    calls = [[works["score"], *[works["draft step"]] * k] if k else [works["target step"]] for k in lengths]
+    costs = banded_costs(lengths, [estimate(CHIP.partition(":")[0], *of_round) for of_round in calls])
 
 # %% [markdown]
 # ## What to expect
@@ -186,7 +187,7 @@ source = "roofline" if mesh is None else "calibrated compiler estimate"
 axis.set(title=f"Speedup on {CHIP}, batch 1 ({source}); dots: the best K")
 axis.set(xlabel="K, drafted per round", ylabel="times plain decoding")
 plt.show()
-print(f"plain decoding: {plans[0.5][0].ms_per_token.value:.2f} ms per token")
+print(f"plain decoding: {plans[0.5][0].ms_per_token.value:.2g} ms per token")
 
 # %% [markdown]
 # ## Weights
@@ -264,8 +265,8 @@ counts, assumed = result.acceptance, 0.7
 told = f"with the measured acceptance of {counts.rate:.2f}" if is_real else f"at an assumed acceptance of {assumed}"
 profile = Profile.of_histogram(counts.accepted_counts, counts.reached) if is_real else Profile.of_rate(assumed)
 plan = make_plan(profile, costs, draft_lengths=[K])
-forecast = [f"{plan[length].ms_per_token.value:.2f}" for length in (0, K)]
-rows = [(f"forecast for {CHIP} ({source})", *forecast, f"{plan[K].speedup.value:.2f}x")]
+forecast = [f"{plan[length].ms_per_token.value:.2g}" for length in (0, K)]
+rows = [(f"forecast for {CHIP} ({source})", *forecast, f"{plan[K].speedup.value:.2g}x")]
 if is_real:
     measured = [f"{side.ms_per_token.median:.2f}" for side in (result.autoregressive, result.speculative)]
     rows.append((f"measured on {device.device_kind}", *measured, tables.quartiles(result.speedup, "x")))

@@ -22,8 +22,9 @@ from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_p
+from specsamp.tpu.program import Program
 from specsamp.tpu.programs import WINDOW
-from specsamp.tpu.report import Program, measure
+from specsamp.tpu.report import measure
 from specsamp.tpu.stack import FEW, MANY, Stack, continued, facts, linear
 from specsamp.tpu.topology import described_mesh, parse
 
@@ -61,7 +62,8 @@ def slices() -> list[Cell]:
         }
         layers = {"draft step": draft.config.num_layers, "score": target.config.num_layers}
         whole = {name: continued(two[FEW], two[MANY], layers[name]) for name, two in calls.items()}
-        made = {name: facts(program, topology) for name, program in (whole | {"target step": target.step()}).items()}
+        whole["target step"] = target.step()
+        made = {name: facts(program, topology, sequences=batch) for name, program in whole.items()}
         state = target.bytes_of_state() + draft.bytes_of_state()
         for distribution, sampling in DISTRIBUTIONS.items():
             for rule in RULES:
@@ -74,7 +76,7 @@ def slices() -> list[Cell]:
                 if program.memory is not None:  # a draft is called K times and held once
                     held = dataclasses.replace(linear((1.0, small), *of_target).memory, arguments=state)
                     program = dataclasses.replace(program, memory=held)
-                made[f"round, {distribution}, {rule}"] = facts(program, topology, K + 1)
+                made[f"round, {distribution}, {rule}"] = facts(program, topology, sequences=batch, calls=K + 1)
         return {"weights_and_caches_bytes": state, "programs": made}
 
     return [
@@ -91,7 +93,8 @@ def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Prog
     def floor(live):
         return programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
 
-    return measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(K, rule), target.capacity)
+    made = measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(K, rule), target.capacity)
+    return dataclasses.replace(made, layers=FEW * (1 + K))
 
 
 def scoring() -> list[Cell]:
@@ -143,8 +146,7 @@ def shapes() -> list[Cell]:
 def weights() -> list[Cell]:
     """Asks what int8 weights and fewer kv heads save, alone and with the paper's draft, on TPU v4 where all fit.
 
-    ``ms_per_token`` is autoregressive, ``ms_per_token_drafted`` speculative at an acceptance rate of 0.8, from the
-    sum of a round's calls; both over all rows. Int8 weights are shapes alone, without their scales, see `Programs`.
+    Int8 weights are shapes alone, without their scales, see `Programs`.
     """
 
     def answer(dtype: str, num_kv_heads: int, batch: int) -> dict[str, Any]:
@@ -154,25 +156,7 @@ def weights() -> list[Cell]:
         stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
         draft = dataclasses.replace(stack, config=draft_4b())
         calls = {"step": stack.step(), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
-        made = {name: facts(program, topology) for name, program in calls.items()}
-        if not all(program["fits"] for program in made.values()):
-            return {"programs": made}
-        emitted = sum(0.8**i for i in range(K + 1))
-        together = linear((1.0, calls["score"]), (K, calls["draft step"]))
-        together = dataclasses.replace(together, memory=calls["score"].memory)
-        round_ = facts(together, topology, K + 1)
-
-        def per_token(facts, tokens):
-            return {
-                "likely": facts["calibrated_ms"] / tokens,
-                "band": [edge / tokens for edge in facts["calibrated_band_ms"]],
-            }
-
-        return {
-            "programs": made,
-            "ms_per_token": per_token(made["step"], batch),
-            "ms_per_token_drafted": per_token(round_, emitted * batch),
-        }
+        return {"programs": {name: facts(program, topology, sequences=batch) for name, program in calls.items()}}
 
     return [
         Cell({"weights": dtype, "key_heads": heads, "batch": batch}, lambda d=dtype, h=heads, b=batch: answer(d, h, b))

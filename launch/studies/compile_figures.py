@@ -6,26 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curves import COLOURS, axes_of
+from specsamp.tpu.calibration import Band, estimate
+from specsamp.tpu.work import Work
 
 Cells = Sequence[Mapping[str, Any]]
 
 
+def calibrated(cell: Mapping[str, Any]) -> Band:
+    """Estimates the program of a cell."""
+    return estimate(cell["name"].get("topology", "v4:2x2x4").partition(":")[0], Work(**cell["work"]))
+
+
 def draw_shapes(cells: Cells) -> Any:
-    """Draws milliseconds of a draft step against layers, a line for each number of chips, beside the paper's draft."""
+    """Draws milliseconds of a draft step against layers, beside the paper's draft.
+
+    For each number of chips a line where all collectives are added, and a broken one where all are hidden.
+    """
     figure, (axis,) = axes_of(1, "layers")
     for colour, chips in zip(COLOURS, sorted({cell["name"]["chips"] for cell in cells})):
-        of_chips = [cell for cell in cells if cell["name"]["chips"] == chips and "calibrated_ms" in cell]
+        of_chips = [cell for cell in cells if cell["name"]["chips"] == chips and "work" in cell]
         drafts = sorted((c for c in of_chips if "7B" not in c["name"]["shape"]), key=lambda cell: cell["layers"])
         if not drafts:
             continue
         layers = [cell["layers"] for cell in drafts]
         label = f"{chips} chip{'s' if chips > 1 else ''}"
-        likely = [cell["calibrated_ms"] for cell in drafts]
-        axis.plot(layers, likely, marker="o", markersize=3, color=colour, label=label)
-        low, high = zip(*(cell["calibrated_band_ms"] for cell in drafts))
-        axis.fill_between(layers, low, high, color=colour, alpha=0.1, linewidth=0)
+        bands = [calibrated(cell) for cell in drafts]
+        low, high = [band.least for band in bands], [band.most for band in bands]
+        axis.fill_between(layers, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.plot(layers, high, marker="o", markersize=3, color=colour, label=label)
+        axis.plot(layers, low, marker="o", markersize=3, color=colour, linestyle="--")
     axis.plot([8], [1.8], "s", color="black", markersize=5, label="Chen et al., 4B on 16")
-    axis.set_title("step of a 4B draft, ms (calibrated compiler estimate)", fontsize=10)
+    axis.set_title(
+        "step of a 4B draft, ms (compiler estimate):\ncollectives all added, or all hidden (broken lines)", fontsize=10
+    )
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=7, frameon=False)
     return figure
@@ -41,7 +54,7 @@ def draw_scoring(cells: Cells) -> Any:
         tokens = [cell["name"]["tokens"] for cell in calls]
         axis.plot(
             tokens,
-            [cell["calibrated_ms"] / calls[0]["calibrated_ms"] for cell in calls],
+            [calibrated(cell).likely / calibrated(calls[0]).likely for cell in calls],
             marker="o",
             markersize=3,
             color=colour,

@@ -10,9 +10,7 @@ Every cell is written when it is done, and one that the output already holds is 
 to an hour on two cores; nothing runs on a TPU.
 """
 
-import dataclasses
 import io
-import math
 import time
 
 import jax
@@ -29,7 +27,8 @@ from compile_figures import PICTURES
 from compile_variants import variants
 from specsamp import storage
 from specsamp.analysis import report as tables
-from specsamp.tpu.calibration import calibrate
+from specsamp.tpu.calibration import estimate
+from specsamp.tpu.work import Work
 
 CAVEATS = {"weights": "; int8 weights are shapes alone, without their scales"}
 
@@ -66,8 +65,8 @@ def main() -> None:
             answer = cell.answer()
             answered = [*document["cells"], {"name": cell.name, "seconds": time.perf_counter() - start} | answer]
             answered.sort(key=lambda done: [c.name for c in cells].index(done["name"]))
-            document = head(_STUDY.value) | {"cells": answered}
-            tables.write_json(_OUTPUT.value, document)
+            tables.write_json(_OUTPUT.value, head(_STUDY.value) | {"cells": answered})
+            document = storage.read_json(_OUTPUT.value)
             progress.advance(task)
     entry.show([table(document)], console)
     if _FIGURE.value:
@@ -84,7 +83,6 @@ def head(study: str) -> dict:
         "kind": "compiler estimate",
         "study": study,
         "libtpu": tables.version("libtpu"),
-        "calibration": calibrate(),
     }
 
 
@@ -92,7 +90,7 @@ def read(path: str, study: str) -> dict:
     """Reads what an earlier call has left there, or returns a document without cells.
 
     Raises:
-      ValueError: something else is there, or answers of another compiler or calibration with some still missing.
+      ValueError: something else is there, or answers of another compiler with some still missing.
     """
     here, place = head(study), storage.place(path)
     if not place.exists():
@@ -113,17 +111,9 @@ def read(path: str, study: str) -> dict:
             f"{path} holds answers to {found['study']!r} by libtpu and jax {versions(found)}, not to {study!r} by "
             f"{versions(here)}: choose another --output"
         )
-    if not same_calibration(found.get("calibration", {})):
-        raise ValueError(f"{path} was calibrated otherwise: choose another --output, or remove it")
     if gone := [name for name in names if name not in asked]:
         raise ValueError(f"{path} holds answers that are no longer asked for, {gone[0]} among them: remove it")
     return found
-
-
-def same_calibration(found: dict) -> bool:
-    """Returns whether answers rest on the present calibration, up to rounding of another machine."""
-    now = dataclasses.asdict(calibrate())
-    return found.keys() == now.keys() and all(math.isclose(found[name], now[name], rel_tol=1e-9) for name in now)
 
 
 def table(document: dict) -> tables.Table:
@@ -133,7 +123,7 @@ def table(document: dict) -> tables.Table:
         name = ", ".join(f"{key} {value}" for key, value in cell["name"].items())
         programs = cell.get("programs") or {"": cell}
         for program, facts in programs.items():
-            rows.append((name, program, *line(facts)))
+            rows.append((name, program, *line(facts, cell["name"].get("topology", "v4:2x2x4"))))
             name = ""
     return tables.Table(
         title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']}{CAVEATS.get(document['study'], '')})",
@@ -148,23 +138,22 @@ def table(document: dict) -> tables.Table:
             "calibrated, ms",
         ),
         rows=rows,
-        note="calibrated on TPU v4 only, see specsamp/tpu/calibration.py",
+        note="calibrated as specsamp/tpu/calibration.py says: a range goes from all collectives hidden to all added",
     )
 
 
-def line(facts: dict) -> tuple[str, ...]:
+def line(facts: dict, topology: str) -> tuple[str, ...]:
     """Formats the numbers of one program."""
     if "hbm_bytes" not in facts:
         return ("does not fit", "", "", "", "", "")
     floor = facts.get("over_floor")
-    calibrated = facts.get("calibrated_ms")
     return (
         f"{facts['hbm_bytes'] / 1e6:,.1f}",
         f"{floor:.3f}" if floor else "",
         f"{facts['streaming_ms']:.3f}",
         f"{facts['cycles_ms']:.3f}",
         str(round(sum(facts["collectives"].values()))),
-        f"{calibrated:.2f}" if calibrated else "",
+        str(estimate(topology.partition(":")[0], Work(**facts["work"]))) if "work" in facts else "",
     )
 
 

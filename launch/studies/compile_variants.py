@@ -22,11 +22,11 @@ Each cell is one form; `launch/studies/compile_study.py --study=variants` writes
   of cycles and two copies of 5 MB. So chips share the rows: eight over sixteen chips, each on two, take 0.3 ms,
   if the vocabulary is first gathered to as many devices as rows go over. Straight from sixteen parts to eight rows
   the compiler gathers all of it on the way, 1.9 ms.
-- **Collectives.** A round of the paper's pair waits for 234, one after another: two fifths of a step of the draft,
-  as calibrated. Two per layer are what this layout needs. A draft on four of the chips has shorter rings, but
-  streams four times as much on each: 3.2 ms a step, not 1.8 (`compile_shapes.json`); a copy on every chip waits
-  for none and takes 9.0. Copies of the embedding would save five of the 234, for half a GB on
-  each chip. Fewer layers are the way: a draft of four layers of the same size steps in 1.5 ms.
+- **Collectives.** A round of the paper's pair waits for 234, one after another. Two per layer are what this layout
+  needs. A draft on four of the chips has shorter rings, but streams four times as much on each: 2.2 to 3.5 ms a step,
+  not 0.45 to 2.0 (`compile_shapes.json`, from all collectives hidden to all added); a copy on every chip waits for none
+  and takes 8.3 to 9.9. Copies of the embedding would save five of the 234, for half a GB on each chip. Where
+  collectives are added, fewer layers are the way: a draft of four layers of the same size steps in 0.46 to 1.7 ms.
   `FEWEST_COLLECTIVES` asks for all-reduces as they stand, and not for chains of permutes that
   overlap products. In this layout this compiler chooses none by itself, at 5 rows or at 64: the option is there for
   others.

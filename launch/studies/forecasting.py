@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from specsamp.analysis.acceptance import ByLength, Interval, Profile
-from specsamp.analysis.costs import CostTable, Round
+from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.phases import matrices_of
 from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
 from specsamp.analysis.report import Table
@@ -146,7 +146,7 @@ def agreement(
     fitted = {key[1:]: texts for key, texts in measured.items() if key[0] == "fit"}
     costs = CostTable(
         rounds=tuple(_round(K, batch, texts) for (batch, K), texts in fitted.items()),
-        error=float(np.median([_round_error(texts) for texts in fitted.values()])),
+        error=clock_error(_round_error(texts) for texts in fitted.values()),
         products_ms=tuple(products_ms.items()),
     )
     # A text has the same rounds in every batch, so it is counted once; the last batch may repeat the first texts.
@@ -311,6 +311,7 @@ def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
         for check in found.checks
     ]
     fitted = ", ".join(map(str, sorted({0, *found.fit_lengths})))
+    covered = sum(check.forecast.lower <= check.measured <= check.forecast.upper for check in found.checks)
     return Table(
         title=f"{where}: forecast from K = {fitted} at batch {', '.join(map(str, found.fit_batches))} on other prompts",
         header=("", "forecast, ms per token", "measured", "error", "of rounds", "of a round's time", "noise"),
@@ -318,5 +319,5 @@ def agreement_table(where: str, found: Agreement, allowed: float) -> Table:
         note=f"worst error where the cost was not fitted {found.worst_error:.1%} (allowed {allowed:.0%}), worst noise "
         f"{found.worst_noise:.1%}; best K: forecast {found.best_forecast}, measured {found.best_measured}, which costs "
         f"{found.lost:.1%}. Interpolating rounds without the products: worst error {found.worst_error_of_lines:.1%}. "
-        "Noise: the difference of two passes over the same texts",
+        f"{covered} of {len(found.checks)} measurements lie within the 95% band. Noise: the difference of two passes over the same texts",
     )

@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from results_tables import EMITTED, Documents, band, table
-from specsamp.tpu.calibration import MEASUREMENTS, ROUNDS_MS
+from results_tables import EMITTED, Documents, table
+from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
+from specsamp.tpu.costs import read_report
+from specsamp.tpu.measurements import published
+from specsamp.tpu.tables import faster
 from specsamp.tpu.topology import parse
+from specsamp.tpu.work import Work, calls_of_round
 
-GIB = 2**30
+GIB, K = 2**30, 4
 COUNTED = ("streaming_ms", "cycles_ms")
+
+
+def calibrated(facts: Mapping[str, Any], topology: str) -> Band:
+    """Estimates a program of a study."""
+    return estimate(topology.partition(":")[0], Work(**facts["work"]))
 
 
 def chinchilla(documents: Documents) -> str:
     """Returns the programs of the paper's pair on 16 TPU v4 chips."""
-    document = documents["compile_chinchilla_v4"]
-    report = document["report"]
-    chip, _ = parse(report["topology"])
-    known = {m.name: m.milliseconds for m in MEASUREMENTS}
-    published = {"draft step": known["draft 4B"], "target step": known["Chinchilla 70B"], "round": ROUNDS_MS[4]}
+    report = read_report(documents["compile_chinchilla_v4"]["report"])
+    steps = {row.model: row.milliseconds for row in published() if row.source == "Chen et al."}
+    measured = {"draft step": steps["draft 4B"], "target step": steps["Chinchilla 70B"], "round": ROUNDS_MS[4]}
     shown = {"draft step": "draft, one token", "target step": "target, one token", "score": "target, 5 tokens"}
     rows = []
-    for program in report["programs"]:
-        name = program["name"]
-        if name not in (*shown, "round"):
-            continue
-        least, likely, most = document["calibrated_ms"][name]
+    for name, label in (shown | {"round": "a round"}).items():
+        program = report[name]
         rows.append(
             (
-                shown.get(name, "a round"),
-                f"{program['hbm_bytes'] / 1e9:.2f}",
-                f"{program['hbm_bytes'] / program['floor_bytes']:.3f}",
-                f"{program['memory']['temporaries'] / 1e6:.0f}",
-                f"{program['hbm_bytes'] / chip.hbm_bytes_per_second * 1e3:.2f}",
-                f"{program['cycles'] / chip.clock_hz * 1e3:.2f}",
-                sum(program["collectives"].values()),
-                band(likely, (least, most), 1),
-                published.get(name, ""),
+                label,
+                f"{program.hbm_bytes / 1e9:.2f}",
+                f"{program.over_floor:.3f}",
+                f"{program.memory.temporaries / 1e6:.0f}",
+                two_digits(program.streaming_ms(report.chip)),
+                two_digits(program.cycles / report.chip.clock_hz * 1e3),
+                sum(program.collectives.values()),
+                report.calibrated_ms(name),
+                calibrate().added.estimate(*report.works(name)),
+                measured.get(name, ""),
             )
         )
     header = ("", "HBM traffic per chip, GB", "over the floor", "temporaries, MB", "streaming, ms", "cycles, ms")
-    return table((*header, "serial collectives", "calibrated, ms", "published, ms"), rows)
+    times = ("serial collectives", "as a program of today, ms", "as one of 2022 and 2023, ms", "published, ms")
+    return table((*header, *times), rows)
 
 
 def shapes(documents: Documents) -> str:
     """Returns a step of drafts of 4B parameters, by their shape and the chips."""
     cells = {(c["name"]["shape"], c["name"]["chips"]): c for c in documents["compile_shapes"]["cells"]}
     names, chips = [list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1)]
-    rows = [(name, *(_calibrated(cells[name, count], 1) for count in chips)) for name in names]
-    return table(("a step, ms (calibrated)", *(f"{n} chip{'s' * (n > 1)}" for n in chips)), rows)
-
-
-def _calibrated(facts: Mapping[str, Any], digits: int) -> str:
-    return band(facts["calibrated_ms"], facts["calibrated_band_ms"], digits)
+    rows = [(name, *(calibrated(cells[name, count], "v4") for count in chips)) for name in names]
+    return table(("a step, ms", *(f"{n} chip{'s' * (n > 1)}" for n in chips)), rows)
 
 
 def weights(documents: Documents) -> str:
@@ -65,20 +68,23 @@ def weights(documents: Documents) -> str:
         for dtype in ("bfloat16", "int8"):
             row = [f"{kind}, {dtype}"]
             for batch in (1, 16):
-                cell = cells[dtype, heads, batch]
-                alone, drafted = cell["ms_per_token"], cell["ms_per_token_drafted"]
-                row += [band(one["likely"], one["band"], 2) for one in (alone, drafted)]
-                row.append(f"{alone['likely'] / drafted['likely']:.1f}x")
+                works = {name: Work(**facts["work"]) for name, facts in cells[dtype, heads, batch]["programs"].items()}
+                alone = estimate("v4", works["step"]) / batch
+                drafted = estimate("v4", works["score"], *[works["draft step"]] * K) / EMITTED / batch
+                row += [alone, drafted, faster(ratio(alone, drafted))]
             rows.append(row)
     sides = [f"{'batch ' + str(batch)}: {side}" for batch in (1, 16) for side in ("alone", "with the draft", "speedup")]
     return table(("kv heads, weights", *sides), rows)
 
 
-def forecast(cell: Mapping[str, Any]) -> tuple[float, float]:
+def forecast(cell: Mapping[str, Any]) -> tuple[Band, Band]:
     """Returns milliseconds per token alone and with the draft at an acceptance rate of 0.8: top-p, token rule, K = 4."""
-    programs, batch = cell["programs"], cell["name"]["batch"]
-    alone, drafted = programs["target step"], programs["round, top-p, token"]
-    return alone["calibrated_ms"] / batch, drafted["calibrated_ms"] / EMITTED / batch
+    chip, batch = cell["name"]["topology"].partition(":")[0], cell["name"]["batch"]
+    step, whole, draft_step = (
+        Work(**cell["programs"][name]["work"]) for name in ("target step", "round, top-p, token", "draft step")
+    )
+    drafted = estimate(chip, *calls_of_round(whole, draft_step, K))
+    return estimate(chip, step) / batch, drafted / EMITTED / batch
 
 
 def slices(documents: Documents) -> str:
@@ -92,10 +98,6 @@ def slices(documents: Documents) -> str:
             rows.append((topology, batch, f"does not fit: {drafted['why']}", *[""] * 5))
             continue
         alone, together = forecast(cell)
-        edges = [
-            [edge / tokens / batch for edge in one["calibrated_band_ms"]]
-            for one, tokens in ((step, 1), (drafted, EMITTED))
-        ]
         rows.append(
             (
                 topology,
@@ -103,9 +105,9 @@ def slices(documents: Documents) -> str:
                 f"{drafted['memory_bytes'] / GIB:.1f} of {capacity:.0f}",
                 f"{step['over_floor']:.2f}",
                 f"{score['over_floor']:.2f}",
-                band(alone, edges[0], 2),
-                band(together, edges[1], 2),
-                f"{alone / together:.1f}x",
+                alone,
+                together,
+                faster(ratio(alone, together)),
             )
         )
     header = ("chips", "batch", "memory, GiB", "step, over the floor", "scoring, over the floor")
@@ -117,10 +119,9 @@ def scoring(documents: Documents) -> str:
     cells = {(c["name"]["topology"], c["name"]["tokens"]): c for c in documents["compile_scoring"]["cells"]}
     tokens, rows = (5, 9, 17, 33, 65, 129), []
     for topology in dict.fromkeys(key[0] for key in cells):
-        step = cells[topology, 2]["calibrated_ms"]
-        ridge = round(cells[topology, 2]["ridge_tokens"])
-        over = [f"{cells[topology, n]['calibrated_ms'] / step:.2f}" for n in tokens]
-        rows.append((topology, *over, f"{cells[topology, ridge]['calibrated_ms'] / step:.1f} ({ridge})"))
+        step, ridge = calibrated(cells[topology, 2], topology), round(cells[topology, 2]["ridge_tokens"])
+        over = [faster(ratio(calibrated(cells[topology, n], topology), step)) for n in (*tokens, ridge)]
+        rows.append((topology, *over[:-1], f"{over[-1]} ({ridge})"))
     header = ("one call, over a step of two tokens", *(f"{n} tokens" for n in tokens), "at the ridge (tokens)")
     return table(header, rows)
 
@@ -128,30 +129,43 @@ def scoring(documents: Documents) -> str:
 def public_pairs(documents: Documents) -> str:
     """Returns two public pairs on TPU v5e."""
     rows = []
-    for name, label in (("qwen_3b", "Qwen2.5 3B + 0.5B"), ("llama_70b", "Llama 3.1 70B + 3.2 1B")):
+    labels = {"qwen_3b": "Qwen2.5 3B + 0.5B, bfloat16", "llama_70b": "Llama 3.1 70B + 3.2 1B, bfloat16"}
+    labels["llama_70b_int8"] = "Llama 3.1 70B + 3.2 1B, int8 weights"
+    for name, label in labels.items():
         document = documents[f"compile_{name}_v5e"]
-        report, times = document["report"], document["calibrated_ms"]
-        programs = {program["name"]: program for program in report["programs"]}
-        over = [f"{programs[n]['hbm_bytes'] / programs[n]['floor_bytes']:.3f}" for n in ("target step", "score")]
-        needed = dict(programs["round"]["memory"])
-        capacity = needed.pop("capacity")
-        chips = 1
-        for size in parse(report["topology"])[1]:
-            chips *= size
-        (low, alone, high), (fast, drafted, slow) = times["target step"], times["round"]
+        report = read_report(document["report"])
+        memory = report["round"].memory
+        alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
         rows.append(
             (
                 label,
-                f"{chips} v5e",
-                f"{sum(needed.values()) / GIB:.1f} of {capacity / GIB:.0f}",
-                *over,
-                band(alone, (low, high), 1),
-                band(drafted, (fast, slow), 1),
-                band(drafted / EMITTED, (fast / EMITTED, slow / EMITTED), 1),
+                report.batch,
+                f"{math.prod(parse(report.topology)[1])} v5e",
+                f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+                *(f"{report[name].over_floor:.3f}" for name in ("target step", "score")),
+                alone,
+                drafted,
+                drafted / EMITTED / report.batch,
+                faster(ratio(alone, drafted / EMITTED)),
             )
         )
-    header = ("", "chips", "memory, GiB", "step, over the floor", "scoring, over the floor", "alone, ms per token")
-    return table((*header, "a round, ms", "ms per token at acceptance 0.8"), rows)
+    header = ("", "batch", "chips", "memory, GiB", "step, over the floor", "scoring, over the floor", "a step, ms")
+    return table((*header, "a round, ms", "ms per token at acceptance 0.8", "speedup"), rows)
+
+
+def backtest(documents: Documents) -> str:
+    """Returns how published measurements were predicted from the others."""
+    rows = [
+        (
+            name,
+            found["rows"],
+            f"{found['median_error']:.0%}",
+            f"{found['worst_error']:.0%}",
+            f"{found['covered']} of {found['rows']}",
+        )
+        for name, found in documents["tpu_backtest"]["summaries"].items()
+    ]
+    return table(("", "rows", "median error", "worst error", "within the band"), rows)
 
 
 def variants(documents: Documents) -> str:

@@ -139,6 +139,7 @@ def agreement(documents: Documents) -> str:
                 words(cell["key"]["law"]),
                 ", ".join(map(str, result["fit_batches"])),
                 result["check_batch"],
+                f"{sum(map(_covered, result['checks']))} of {len(result['checks'])}",
                 f"{_median(errors):.1%}",
                 f"{abs(worst['error']):.1%} (K = {worst['draft_length']})",
                 f"{result['worst_error_of_lines']:.1%}",
@@ -147,8 +148,13 @@ def agreement(documents: Documents) -> str:
                 f"{result['lost']:.1%}",
             )
         )
-    header = ("", "fitted at batch", "checked at batch", "median error", "worst error", "worst with lines alone")
+    header = ("", "fitted at batch", "checked at batch", "within the 95% band", "median error", "worst error")
+    header = (*header, "worst with lines alone")
     return table((*header, "noise: median, worst", "best K: forecast, measured", "lost by the choice"), rows)
+
+
+def _covered(check: Mapping[str, Any]) -> bool:
+    return check["forecast"]["lower"] <= check["measured"] <= check["forecast"]["upper"]
 
 
 def _median(ordered: Sequence[float]) -> float:

@@ -90,6 +90,12 @@ class Interval:
         width = NORMAL_95 * relative_error
         return cls(value=value, lower=value * math.exp(-width), upper=value * math.exp(width))
 
+    @classmethod
+    def over(cls, value: float, cases: Sequence[float], relative_error: float) -> Interval:
+        """Makes the interval of a value that is one of ``cases``, each with the same standard error, nobody knows which."""
+        ends = [cls.around(case, relative_error) for case in cases]
+        return cls(value=value, lower=min(end.lower for end in ends), upper=max(end.upper for end in ends))
+
     @property
     def relative_error(self) -> float:
         """The standard error divided by the value."""

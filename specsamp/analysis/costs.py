@@ -13,15 +13,27 @@ from typing import Protocol
 
 import numpy as np
 
+# Relative standard error that a clock has from one session to the next, whatever the errors of the medians: other work on
+# the machine, temperature, memory. The least with which 95% bands hold 95% of the 52 points of
+# notebooks/results/python_pair_agreement.json; found on three of its four curves, it holds 50 of the 52 (tests).
+CLOCK_DRIFT = 0.016
+
+
+def clock_error(errors: Iterable[float]) -> float:
+    """Returns the relative standard error of rounds that were timed, from those of their medians."""
+    return math.hypot(float(np.median([*errors])), CLOCK_DRIFT)
+
 
 class Costs(Protocol):
     """Costs as `specsamp.analysis.planner.make_plan` needs them.
 
     Attributes:
       error: the relative standard error of a round's time; 0 if it is known exactly.
+      edges: the same costs in the cheapest and in the dearest case, where more is open than an error of a clock.
     """
 
     error: float
+    edges: tuple[Costs, ...]
 
     def round_ms(self, draft_length: int, batch: int, context: int | None) -> float:
         """Returns the milliseconds of one round of all rows."""
@@ -55,10 +67,12 @@ class CostTable:
       error: the relative standard error of a round's time.
       products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
         ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
+      edges: see `Costs`.
     """
 
     rounds: tuple[Round, ...]
     error: float = 0.0
+    edges: tuple[CostTable, ...] = ()
     products_ms: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
@@ -108,6 +122,7 @@ class PerCall:
     target_ms: float
     draft_ms: float
     error: float = 0.0
+    edges: tuple[Costs, ...] = ()
 
     def __post_init__(self):
         if not (0 < self.target_ms < math.inf and 0 <= self.draft_ms < math.inf):
@@ -142,6 +157,7 @@ class Roofline:
     call_ms: float = 0.0  # collectives and dispatch, per call
     default_context: int = 1024
     error: float = 0.0
+    edges: tuple[Costs, ...] = ()
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         context = self.default_context if context is None else context

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specsamp.analysis.acceptance import ByLength, Profile
-from specsamp.analysis.costs import CostTable, Round, median_rounds
+from specsamp.analysis.costs import CostTable, Round, clock_error, median_rounds
 from specsamp.analysis.timing import Quartiles
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.synthetic import LABEL
@@ -72,8 +72,8 @@ def measured_costs(cells: Sequence[Cell]) -> CostTable:
             ms = drafted.median * (step_ms / plain.median)
             rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
-    rounds, error = median_rounds(rounds), float(np.median(errors)) if errors else 0.0
-    return CostTable(rounds=rounds, error=error, products_ms=_products_ms(cells, rounds))
+    rounds = median_rounds(rounds)
+    return CostTable(rounds=rounds, error=clock_error(errors or [0.0]), products_ms=_products_ms(cells, rounds))
 
 
 def _ms_per_round(cell: Cell, side: str) -> Quartiles:

@@ -93,6 +93,7 @@ def make_plan(
     if new_tokens is not None:
         new_tokens = _count("new_tokens", new_tokens, 1)
     plain_ms = costs.round_ms(0, batch, context) / batch
+    cases = costs.edges or (costs,)
     forecasts = []
     for K in lengths:
         profile = acceptance.at(K)
@@ -101,14 +102,16 @@ def make_plan(
         round_ms = costs.round_ms(K, batch, context)
         ms = round_ms * rounds / batch
         both_clocks = costs.error * math.sqrt(2) if K else 0.0
+        cases_ms = [case.round_ms(K, batch, context) * rounds / batch for case in cases]
+        gains = [case.round_ms(0, batch, context) / batch / at for case, at in zip(cases, cases_ms)]
         forecasts.append(
             Forecast(
                 draft_length=K,
                 tokens_per_round=tokens,
                 rounds_per_token=rounds,
                 round_ms=round_ms,
-                ms_per_token=Interval.around(ms, math.hypot(tokens.relative_error, costs.error)),
-                speedup=Interval.around(plain_ms / ms, math.hypot(tokens.relative_error, both_clocks)),
+                ms_per_token=Interval.over(ms, cases_ms, math.hypot(tokens.relative_error, costs.error)),
+                speedup=Interval.over(plain_ms / ms, gains, math.hypot(tokens.relative_error, both_clocks)),
             )
         )
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))

@@ -2,45 +2,80 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from specsamp.analysis.acceptance import NORMAL_95
 from specsamp.analysis.costs import CostTable, Round
-from specsamp.tpu.report import Program, Report
+from specsamp.tpu.calibration import Band, Calibration
+from specsamp.tpu.program import Memory, Program
+from specsamp.tpu.report import Report
 
 _OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
 
 
-def compiled_costs(report: dict[str, Any], latency_us: float | None = None) -> CostTable:
+def compiled_costs(
+    report: dict[str, Any], latency_us: float | None = None, own: Calibration | None = None
+) -> CostTable:
     """Returns the times of a plain step and of a round at the report's K, as the compiler estimates them.
 
     Args:
       report: a `specsamp.tpu.report.Report` as JSON: the entry "report" of what ``launch/compile_report.py`` wrote.
-      latency_us: the latency of one collective, which the compiler does not know; None takes the one fitted on published
-        steps of TPU v4 (`specsamp.tpu.calibration`), with its error.
+      latency_us: the latency of one collective, which the compiler does not know; None estimates whole programs
+        (`specsamp.tpu.calibration`), with their bands.
+      own: a calibration of the devices themselves; the published ones otherwise.
 
     Raises:
       ValueError: it is no such report, or its programs do not fit the slice.
     """
+    compiled = read_report(report)
+    named = [compiled[name] for name in ("target step", "round")]
+    if any(program.hbm_bytes is None for program in named):
+        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
+    lengths, known = (0, compiled.draft_length), {"batch": compiled.batch, "context": compiled.slots}
+    if latency_us is None:
+        return banded_costs(lengths, [compiled.calibrated_ms(program.name, own) for program in named], **known)
+    times = [program.milliseconds(compiled.chip, latency_us) for program in named]
+    return CostTable(rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)))
+
+
+def read_report(report: dict[str, Any]) -> Report:
+    """Reads a report that was written as JSON.
+
+    Raises:
+      ValueError: it is none, or it has no target step and no round.
+    """
     try:
-        programs = tuple(Program(**entry) for entry in report["programs"])
+        programs = tuple(
+            Program(**{**entry, "memory": entry["memory"] and Memory(**entry["memory"])})
+            for entry in report["programs"]
+        )
         fields = {_OLD_FIELDS.get(name, name): value for name, value in report.items()}
         compiled = Report(**{**fields, "programs": programs})
-        named = {name: compiled[name] for name in ("target step", "round")}
+        for name in ("target step", "round"):
+            compiled[name]
     except (KeyError, TypeError, StopIteration) as error:
         told = f"{type(error).__name__}: {error}"
         raise ValueError(f"no compile report with a target step and a round ({told})") from error
-    if any(program.hbm_bytes is None for program in named.values()):
-        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    lengths, error = (0, compiled.draft_length), 0.0
-    if latency_us is None:
-        bands = [compiled.calibrated_ms(name) for name in named]
-        times = [likely for _, likely, _ in bands]
-        error = math.log(bands[1][2] / bands[1][0]) / (2 * NORMAL_95)
-    else:
-        times = [program.milliseconds(compiled.chip, latency_us) for program in named.values()]
-    known = {"batch": compiled.batch, "context": compiled.slots}
-    return CostTable(
-        rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)), error=error
-    )
+    return compiled
+
+
+def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) -> CostTable:
+    """Returns the costs of rounds from estimates with bands.
+
+    Open bands become two edges, the worlds in which all collectives are hidden and in which all are added; others
+    become an error.
+    """
+
+    def of(edge: str) -> CostTable:
+        times = [getattr(band, edge) for band in bands]
+        return CostTable(
+            rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True))
+        )
+
+    if bands[0].open:
+        return dataclasses.replace(of("likely"), edges=(of("least"), of("most")))
+    error = max(math.log(band.most / band.least) for band in bands) / (2 * NORMAL_95)
+    return dataclasses.replace(of("likely"), error=error)

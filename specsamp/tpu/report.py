@@ -11,8 +11,7 @@ round can go below the floor of its calls: where on-chip memory holds weights of
 they are read once a round.
 
 Everything here is a **compiler estimate**: nothing ran. The compiler has no estimate for collectives: they are listed
-at several latencies, and at one that is fitted on published step times, with its band. Their time is added to that of
-streaming, although weights may be streamed while a collective runs (see `specsamp.tpu.calibration`).
+at several latencies, one after another, and once as `specsamp.tpu.calibration` estimates the whole program, with a band.
 """
 
 from __future__ import annotations
@@ -30,86 +29,17 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
 from specsamp.sampling.rules import Rule
-from specsamp.tpu.calibration import calibrate, hops
+from specsamp.tpu.calibration import Band, Calibration, estimate
+from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
+from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
 STEP_WINDOWS = (2, 4)  # tried for a step, so that the baseline is measured at its best; with several rows, 1 too
 LATENCIES_US = (5, 10, 20, 43)  # per collective; 43 would explain the 14.1 ms of Chen et al. alone
 PREFILL = 128  # tokens
-USABLE = 0.98  # share of the memory of a chip that programs can have
 NAMES = ("draft step", "target step", "score", "draft prefill", "prefill", "round")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of HBM on each device."""
-
-    arguments: int  # weights, tables, state
-    temporaries: int
-    outputs: int  # without those that reuse the memory of arguments
-    code: int = 0
-    capacity: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return self.arguments + self.temporaries + self.outputs + self.code
-
-    @property
-    def fits(self) -> bool:
-        """Returns whether a device has room for it."""
-        return self.total <= USABLE * self.capacity
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """One compiled program, or why it does not fit.
-
-    Traffic is per device and call, that of the loop per round. What is not known of a program that does not fit is
-    None.
-    """
-
-    name: str
-    tokens: int  # fed per row and call
-    floor_bytes: float
-    live_floor_bytes: float  # the same with a cache that is half full
-    memory: Memory | None
-    out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
-    hbm_bytes: float | None = None
-    cycles: float | None = None
-    collectives: dict[str, int] | None = None
-    collective_bytes: dict[str, float] | None = None
-    copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: scope and bytes
-    num_copies: int = 0
-    open_loops: int = 0  # loops counted once, because their bound is data
-    host_transfers: int = 0
-    compile_seconds: float = 0.0
-
-    @property
-    def over_floor(self) -> float | None:
-        """Traffic as a multiple of the floor."""
-        return None if self.hbm_bytes is None else self.hbm_bytes / self.floor_bytes
-
-    def busy_ms(self, chip: Chip) -> float:
-        """Returns the longer of streaming and computing, in milliseconds."""
-        return max(self.streaming_ms(chip), self.cycles / chip.clock_hz * 1e3)
-
-    def streaming_ms(self, chip: Chip) -> float:
-        """Returns the milliseconds that the traffic takes at the rate of the HBM."""
-        return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
-
-    def wire_ms(self, chip: Chip, devices: int) -> float:
-        """Returns the milliseconds that the bytes of collectives take, in both directions of one axis of the slice."""
-        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of what it sums.
-        times = {"all-reduce": 2.0, "reduce-scatter": float(devices)}
-        carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
-        return carried * (devices - 1) / devices / (2 * chip.link_bytes_per_second) * 1e3
-
-    def milliseconds(self, chip: Chip, latency_us: float) -> float:
-        """Adds collectives of a latency each, one after another, to the longer of streaming and computing."""
-        return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,28 +74,28 @@ class Report:
         alone = self["target step"].milliseconds(self.chip, latency_us)
         return alone, self["round"].milliseconds(self.chip, latency_us) / emitted_per_round
 
-    def calibrated_ms(self, name: str) -> tuple[float, float, float]:
-        """Returns the least, likely and most milliseconds of a program, see `specsamp.tpu.calibration`."""
+    def calibrated_ms(self, name: str, own: Calibration | None = None) -> Band:
+        """Estimates the milliseconds of a program, by a calibration of the devices themselves if there is one."""
+        return estimate(self.topology.partition(":")[0], *self.works(name), own=own)
+
+    def works(self, name: str) -> tuple[Work, ...]:
+        """Returns the work of each call of a program; those of a round share what the round moves."""
         program, (chip, sizes) = self[name], parse(self.topology)
-        serial = sum(program.collectives.values())
         of_target = max(math.prod(self.mesh.values()) // self.mesh["data"] // chip.devices, 1)
         of_draft = (
             of_target if self.draft_model_parallelism is None else max(self.draft_model_parallelism // chip.devices, 1)
         )
-        crossed = serial * hops(sizes, of_draft if name == "draft step" else of_target)
-        calls = 1
-        if name == "round":
-            steps = [p for p in self.programs if p.name == "draft step"]  # without one, all count as the target's
-            drafts = sum(sum(step.collectives.values()) for step in steps) * self.draft_length
-            crossed = (serial - drafts) * hops(sizes, of_target) + drafts * hops(sizes, of_draft)
-            calls = self.draft_length + 1
-        return calibrate().estimate(
-            program.streaming_ms(chip),
-            crossed,
-            cycles_ms=program.cycles / chip.clock_hz * 1e3,
-            wire_ms=program.wire_ms(chip, of_target),
-            calls=calls,
-        )
+        far, near = replica_axes(sizes, of_target), replica_axes(sizes, of_draft)
+        sequences = max(self.batch // self.mesh["data"], 1)
+        calls = self.draft_length + 1 if name == "round" else 1
+        work = program.work(chip, near if name.startswith("draft") else far, sequences=sequences, calls=calls)
+        steps = [p for p in self.programs if p.name == "draft step"]  # without one, all count as the target's
+        if name != "round" or not steps:
+            return (work,)
+        drafts = sum(steps[0].collectives.values()) * self.draft_length
+        crossed = work.collective_hops - drafts * (hops(far) - hops(near))
+        draft_step = steps[0].work(chip, near, sequences=sequences)
+        return calls_of_round(dataclasses.replace(work, collective_hops=crossed), draft_step, self.draft_length)
 
 
 def compile_report(
@@ -212,6 +142,9 @@ def compile_report(
     def call(model, tokens):
         return (tokens, lambda: programs.call(model, tokens))
 
+    layers = {side: model.model.config.num_layers for side, model in (("target", target), ("draft", draft))}
+    deep = {"draft step": layers["draft"], "draft prefill": layers["draft"]}
+    deep["round"] = layers["target"] + draft_length * layers["draft"]
     made = {
         "draft step": (of_draft, [call(draft, window) for window in windows]),
         "target step": (of_target, [call(target, window) for window in windows]),
@@ -229,7 +162,8 @@ def compile_report(
             progress(f"{name}, {tokens} tokens")
             found.append(measure(name, tokens, floor(), floor(0.5), lowered, chip.hbm_bytes // chip.devices))
         fitting = [program for program in found if program.memory is not None]
-        results.append(min(fitting, key=lambda program: program.busy_ms(chip), default=found[0]))
+        best = min(fitting, key=lambda program: program.busy_ms(chip), default=found[0])
+        results.append(dataclasses.replace(best, layers=deep.get(name, layers["target"])))
     return Report(
         topology=topology,
         mesh=dict(programs.mesh.shape),

@@ -1,7 +1,7 @@
 """Programs of deep models from shallow ones: a layer costs what the next one costs.
 
     program = Stack(chinchilla_70b(), described_mesh("v4:2x2x4"), "v4:2x2x4").call(tokens=5)
-    facts(program, "v4:2x2x4")["calibrated_ms"]
+    facts(program, "v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
 
 Programs of two and of four layers are compiled at full width and continued in a straight line to all layers; fixed
 costs stay fixed.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,9 +21,9 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.calibration import calibrate, hops
+from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.programs import WINDOW, Programs
-from specsamp.tpu.report import Memory, Program, measure
+from specsamp.tpu.report import measure
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled
@@ -70,7 +69,8 @@ class Stack:
             return programs.floor(model, live)
 
         name = f"{tokens} tokens, {layers} layers"
-        return measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
+        made = measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
+        return dataclasses.replace(made, layers=layers)
 
     @property
     def capacity(self) -> int:
@@ -109,7 +109,7 @@ def linear(*terms: tuple[float, Program]) -> Program:
         return sum(weight * getattr(program, name) for weight, program in terms)
 
     numbers = {name: total(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
-    whole = {name: round(total(name)) for name in ("num_copies", "host_transfers", "open_loops")}
+    whole = {name: round(total(name)) for name in ("num_copies", "host_transfers", "open_loops", "layers")}
     parts = {
         name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)
         for name in ("arguments", "temporaries", "outputs", "code")
@@ -131,22 +131,20 @@ def continued(few: Program, many: Program, layers: int) -> Program:
     return linear((1 - slope, few), (slope, many))
 
 
-def facts(program: Program, topology: str, calls: int = 1, chips: Sequence[int] | None = None) -> dict[str, Any]:
+def facts(
+    program: Program, topology: str, *, sequences: int = 1, calls: int = 1, chips: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Returns what a study reports of a program, times in milliseconds; or why it does not fit.
 
     Args:
-      calls: of a model, each with the fixed time of the calibration.
+      sequences: rows of a data shard.
+      calls: of models in one run, each with the fixed time of the calibration.
       chips: along each axis, of those that share the model; default: the whole slice.
     """
     if program.memory is None or not program.memory.fits:
         return {"fits": False, "why": program.out_of_memory or _needs(program.memory)}
     chip, sizes = parse(topology)
-    group = tuple(chips or sizes)
-    crossed = sum(program.collectives.values()) * hops(group)
-    cycles_ms, wire_ms = program.cycles / chip.clock_hz * 1e3, program.wire_ms(chip, math.prod(group) * chip.devices)
-    least, likely, most = calibrate().estimate(
-        program.streaming_ms(chip), crossed, cycles_ms=cycles_ms, wire_ms=wire_ms, calls=calls
-    )
+    work = program.work(chip, tuple(chips or sizes), sequences=sequences, calls=calls)
     return {
         "hbm_bytes": program.hbm_bytes,
         "over_floor": program.over_floor,
@@ -158,11 +156,9 @@ def facts(program: Program, topology: str, calls: int = 1, chips: Sequence[int] 
         "fits": True,
         "memory_bytes": program.memory.total,
         "temporary_bytes": program.memory.temporaries,
-        "streaming_ms": program.streaming_ms(chip),
-        "cycles_ms": cycles_ms,
-        "wire_ms": wire_ms,
-        "calibrated_ms": likely,
-        "calibrated_band_ms": (least, most),
+        "streaming_ms": work.streaming_ms,
+        "cycles_ms": work.cycles_ms,
+        "work": work,
     }
 
 

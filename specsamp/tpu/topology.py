@@ -48,6 +48,7 @@ CHIPS = {
     "v5e": _cloud_chip("v5litepod", 197e12, 4.5e10, 1.5e9),
     "v5p": _cloud_chip("v5p", 459e12, 9e10, 1.75e9),
     "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
+    "v7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.nan, devices=2),  # unknown to this compiler, and its clock to us
 }
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 

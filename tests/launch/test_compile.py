@@ -51,7 +51,7 @@ def test_what_fits(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e)"),
+        (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e, v7x)"),
         (["--config.mesh.data=3"], "data 3 does not divide the 16 devices of 'v4:2x2x4'"),
         (["--config.drafter=early_exit", "--config.exit_layer=80"], "from 1 to 79, for a target of 80 layers; got 80"),
         (["--config.drafter=ngram"], "a report is of a draft model or an early exit; config.drafter is 'ngram'"),

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import forecasting as module
 from forecasting import agreement
 from launch.experiment import RULES
+from specsamp.analysis.acceptance import NORMAL_95
+from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.workload import Timing
 from specsamp.decoding.results import RowStats
 
@@ -223,3 +226,43 @@ def test_the_table(monkeypatch):
     assert len(table.rows) == 2 and all(len(row) == len(table.header) for row in table.rows)
     assert table.rows[0][0] == "K = 0 (fitted)" and "allowed 10%" in table.note
     assert "forecast from K = 0, 1, 4, 8 at batch 1 on other prompts" in table.title
+
+
+def committed_checks():
+    path = pathlib.Path(__file__).parents[2] / "notebooks/results/python_pair_agreement.json"
+    return [cell["result"]["checks"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+def share_covered(checks, drift=CLOCK_DRIFT, width=1.0):
+    """The share of measurements within bands whose drift is another one, or that are narrower."""
+
+    def covered(check):
+        band = check["forecast"]
+        error = math.log(band["upper"] / band["value"]) / NORMAL_95
+        known = math.sqrt(max(error**2 - CLOCK_DRIFT**2, 0))
+        half = width * NORMAL_95 * math.hypot(known, drift)
+        return abs(math.log(check["measured"] / band["value"])) <= half * (1 + 1e-9)
+
+    return np.mean([covered(check) for check in checks])
+
+
+def test_bands_of_95_percent_hold_95_percent_of_what_was_measured_on_other_prompts():
+    """With the controls: without the drift of clocks they did not, and bands half as wide do not."""
+    curves = committed_checks()
+    checks = [check for curve in curves for check in curve]
+    assert len(checks) == 52 and share_covered(checks) >= 0.95
+    assert share_covered(checks, drift=0.0) < 0.9 and share_covered(checks, width=0.5) < 0.8
+
+
+def test_the_drift_that_three_curves_ask_for_holds_most_of_the_fourth():
+    curves = committed_checks()
+
+    def least(checks):
+        return next(i / 1000 for i in range(100) if share_covered(checks, i / 1000) >= 0.95)
+
+    held = []
+    for left in range(4):
+        rest = [check for number, curve in enumerate(curves) if number != left for check in curve]
+        held.append(share_covered(curves[left], least(rest)) * len(curves[left]))
+    assert round(sum(held)) == 50
+    assert least([check for curve in curves for check in curve]) == CLOCK_DRIFT

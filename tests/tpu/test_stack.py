@@ -1,6 +1,6 @@
 """Continuing two depths in a straight line to all layers."""
 
-from specsamp.tpu.report import Memory, Program
+from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.stack import continued, facts
 
 

@@ -1,0 +1,23 @@
+"""The flag --calibration of commands that estimate the times of a TPU."""
+
+from absl import flags
+
+from specsamp import storage
+from specsamp.tpu.calibration import Calibration
+from specsamp.tpu.own import read_calibration
+
+
+def define_calibration() -> flags.FlagHolder:
+    """Defines --calibration."""
+    return flags.DEFINE_string(
+        "calibration", None, "Prefer this file of launch/calibrate.py, of the same chip, to the published measurements."
+    )
+
+
+def own_calibration(path: str | None, topology: str) -> Calibration | None:
+    """Reads the file of --calibration; None without one.
+
+    Raises:
+      ValueError: it is of other devices than the topology's, or no calibration.
+    """
+    return read_calibration(storage.read_json(path), topology.partition(":")[0], path) if path else None

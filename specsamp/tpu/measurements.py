@@ -1,0 +1,144 @@
+"""Published times of decode steps on TPUs, with the conditions that say what each had to stream.
+
+    for row in published():
+        row.milliseconds, row.work()      # what was measured, and of what
+
+`measurements.json` holds the rows, in groups that share conditions. A row without all of them is refused: a time means
+nothing without what it is the time of. Kinds of rows:
+
+    step          one program for each token: what `specsamp.tpu.calibration` explains
+    collective    one all-reduce, read off a profiler's trace
+    served        a server under load: host and interleaved prefills are in it
+    launched      the host launches several programs for each token and fetches it
+    experts       mixtures of experts; routing and sorting are in no formula here
+    arithmetic    bound by arithmetic instead of memory
+    vector unit   products of one row that left the matrix unit idle
+
+Only steps and collectives are fitted. The others are compared with the forecast and shown with its error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.models.config import TransformerConfig
+from specsamp.tpu.shapes import BYTES, Shape
+from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.work import Work, replica_axes
+
+FILE = pathlib.Path(__file__).with_name("measurements.json")
+KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit")
+LIVE = 0.5  # share of the slots that hold something, where nobody says it: that of a text half way
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One published time and its conditions."""
+
+    source: str
+    url: str
+    software: str
+    date: str
+    kind: str  # one of KINDS
+    chip: str
+    slice: str  # chips along each axis, such as "4x4"
+    tensor: int  # chips that hold one replica of the model
+    data: int  # replicas
+    model: str
+    weights: str
+    cache: str
+    batch: int  # rows of all replicas
+    context: int  # slots of the caches
+    milliseconds: float  # of a step, or of one collective
+    shape: Shape
+    sequences: int | None = None  # whose attention one chip computes; None: all of its replica
+    axes: tuple[int, ...] | None = None  # chips of a replica along each axis, where not the first ones of the slice
+    notes: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model, its parallelism, batch and context."""
+        split = f"tensor {self.tensor}" + f" x data {self.data}" * (self.data > 1)
+        return f"{self.model}, {self.weights}, {self.chip} {self.slice}, {split}, batch {self.batch}, {self.context}"
+
+    @property
+    def layout(self) -> str:
+        """What rows share that are left out together."""
+        return f"{self.chip} {self.slice}, tensor {self.tensor} x data {self.data}"
+
+    @property
+    def chips(self) -> tuple[int, ...]:
+        """Chips of one replica along each axis."""
+        return self.axes or replica_axes(tuple(int(size) for size in self.slice.split("x")), self.tensor)
+
+    def work(self) -> Work:
+        """Returns what a step does, or one collective of it."""
+        rows = self.batch // self.data
+        if self.kind == "collective":
+            return self.shape.collective(CHIPS[self.chip], self.chips, rows)
+        return self.shape.call(
+            CHIPS[self.chip],
+            self.chips,
+            rows=rows,
+            context=LIVE * self.context,
+            weights=self.weights,
+            cache=self.cache,
+            sequences=self.sequences,
+        )
+
+
+@functools.cache
+def published() -> tuple[Measurement, ...]:
+    """Returns the rows of `measurements.json`."""
+    return read(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
+    """Reads a table of measurements: ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``.
+
+    Raises:
+      ValueError: a row lacks a condition or has one that nobody knows; the message names both.
+    """
+    models = {name: _shape(name, fields) for name, fields in document["models"].items()}
+    rows = []
+    for group in document["groups"]:
+        shared = {name: value for name, value in group.items() if name != "rows"}
+        rows += [_row(shared | row, models) for row in group["rows"]]
+    return tuple(rows)
+
+
+def _shape(name: str, fields: Mapping[str, Any]) -> Shape:
+    try:
+        return Shape(**fields) if "layers" in fields else Shape.of(TransformerConfig(**fields))
+    except TypeError as error:
+        raise ValueError(f"the model {name!r} of a table of measurements: {error}") from error
+
+
+def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
+    where = f"the row {row.get('source')}, {row.get('model')}, {row.get('milliseconds')} ms"
+    known = {field.name: field for field in dataclasses.fields(Measurement) if field.name != "shape"}
+    for name, field in known.items():
+        if name not in row and field.default is dataclasses.MISSING:
+            raise ValueError(f"{where}: {name} is missing; a time without its conditions is refused")
+    if wrong := sorted(set(row) - set(known)):
+        raise ValueError(f"{where}: {wrong[0]} is no condition; known are {', '.join(known)}")
+    choices = {"kind": KINDS, "chip": CHIPS, "weights": BYTES, "cache": BYTES, "model": [*models, *CONFIGS]}
+    for name, among in choices.items():
+        if row[name] not in among:
+            raise ValueError(f"{where}: {name} {row[name]!r} is none of {', '.join(among)}")
+    numbers = ("tensor", "data", "batch", "context", "milliseconds")
+    for name in numbers:
+        if isinstance(row[name], bool) or not isinstance(row[name], (int, float)) or not 0 < row[name] < math.inf:
+            raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
+    if math.prod(int(size) for size in row["slice"].split("x")) != row["tensor"] * row["data"]:
+        raise ValueError(f"{where}: tensor {row['tensor']} x data {row['data']} are not the chips of {row['slice']}")
+    axes = tuple(row["axes"]) if row.get("axes") else None
+    shape = models.get(row["model"]) or Shape.of(published_config(row["model"]))
+    return Measurement(**{**row, "axes": axes, "shape": shape})
