@@ -13,6 +13,7 @@ from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, tables
 from specsamp.analysis import measured as reading
 from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload
