@@ -81,6 +81,15 @@ def load_file(text: str) -> types.ModuleType:
     return module
 
 
+def load_config(text: str) -> ConfigDict:
+    """Returns the configuration of ``FILE.py:WORD``.
+
+    Raises:
+      ValueError: there is no such file or word.
+    """
+    return _call(load_file(text), text)
+
+
 def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """Returns the fields and their values, those of a group as ``group.field``."""
     fields: dict[str, Any] = {}

@@ -11,6 +11,7 @@ number of accepted tokens (0, 1, ..., K). Costs are milliseconds per call, what 
 a roofline of the configuration's models on a chip. What launch/benchmark.py or launch/sweep.py measured gives both.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,6 +88,7 @@ _CALIBRATION = define_calibration()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
+OPEN = ". No program of today was measured on this chip: ranges go from all collectives hidden to all added"
 MIRRORED = (
     ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
     "column is its tokens per round if target and draft exchange the chances of two tokens"
@@ -112,12 +114,18 @@ def main() -> None:
         for context in _CONTEXT.value or [None]
         for batch in _BATCH.value
     ]
-    entry.show([plan_table(plan) for plan in plans], console)
+    entry.show([plan_table(plan, costs) for plan in plans], console)
     if cells and _NEW_TOKENS.value and max(_BATCH.value) > 1:
         console.print("Measured cells count all texts together: where they differ, the slowest row takes longer.")
     for plan in plans:
         best = plan.best
-        verdict = f"K = {best.draft_length}, {best.speedup.value:.2f}x" if best.draft_length else "decode plainly"
+        times = f"{best.speedup.value:.2g}" if _COMPILE_REPORT.value else f"{best.speedup.value:.2f}"
+        verdict = f"K = {best.draft_length}, {times}x" if best.draft_length else "decode plainly"
+        if costs.edges:
+            lengths = [best_length(accepted, edge, plan) for edge in costs.edges]
+            verdict = (
+                f"K = {lengths[0]} if all collectives are hidden, {lengths[1]} if all are added (0: decode plainly)"
+            )
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
     if _ACCEPTANCE.value is not None:
@@ -238,23 +246,32 @@ def roofline_model(config) -> ModelSize:
     )
 
 
+def best_length(accepted: Profiles, costs: Costs, plan: Plan) -> int:
+    """Returns the best K at one edge of the costs."""
+    lengths = range(_LONGEST.value + 1)
+    given = dict(batch=plan.batch, context=plan.context, new_tokens=plan.new_tokens)
+    return make_plan(accepted, costs, draft_lengths=lengths, **given).best.draft_length
+
+
 def where(plan: Plan) -> str:
     context = "" if plan.context is None else f", {plan.context} slots"
     tokens = "rows that never end" if plan.new_tokens is None else f"{plan.new_tokens} tokens each, to the slowest row"
     return f"batch {plan.batch}{context}, {tokens}"
 
 
-def plan_table(plan: Plan) -> report.Table:
-    rate = _ACCEPTANCE.value is not None
+def plan_table(plan: Plan, costs: Costs) -> report.Table:
+    rate, digits = _ACCEPTANCE.value is not None, 2 if _COMPILE_REPORT.value else 3  # no more are known
+    show = tables.span if costs.edges else functools.partial(tables.interval, digits=digits)
     rows = []
     for one in plan.forecasts:
-        star = " *" if one is plan.best else ""
+        star = " *" if one is plan.best and not costs.edges else ""
+        at_edges = [edge.round_ms(one.draft_length, plan.batch, plan.context) for edge in costs.edges]
         row = [
             f"K = {one.draft_length}{star}",
             tables.interval(one.tokens_per_round),
-            f"{one.round_ms:.3g}",
-            tables.interval(one.ms_per_token),
-            tables.interval(one.speedup, "x"),
+            " to ".join(f"{ms:.2g}" for ms in at_edges) or f"{one.round_ms:.{digits}g}",
+            show(one.ms_per_token),
+            show(one.speedup, "x"),
         ]
         rows.append((*row, f"{block_mirrored(one.draft_length):.2f}") if rate else tuple(row))
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
@@ -263,7 +280,10 @@ def plan_table(plan: Plan) -> report.Table:
         header=(*header, "block rule, mirrored") if rate else header,
         rows=rows,
         note="* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks "
-        "behind the costs" + (MIRRORED if rate else "") + (ROOFLINE if _CHIP.value else ""),
+        "behind the costs"
+        + (OPEN if costs.edges else "")
+        + (MIRRORED if rate else "")
+        + (ROOFLINE if _CHIP.value else ""),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from results_tables import EMITTED, Documents, table
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report
+from specsamp.tpu.ledger import read_entry
 from specsamp.tpu.measurements import published
 from specsamp.tpu.tables import faster
 from specsamp.tpu.topology import parse
@@ -166,6 +167,26 @@ def backtest(documents: Documents) -> str:
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
     return table(("", "rows", "median error", "worst error", "within the band"), rows)
+
+
+def forecasts(documents: Documents) -> str:
+    """Returns the frozen forecasts, a row for each pair and slice, and how those that were scored did."""
+    ledger = documents["forecasts"]
+    entries = [read_entry(one) for one in ledger["forecasts"]]
+    cells = {}
+    for setting, band, scores in entries:
+        told = [
+            f"; {one['verdict']}" + f" {two_digits(one.get('measured_ms', 0))}" * ("measured_ms" in one)
+            for one in scores
+        ]
+        where = setting.name.partition(", batch")[0]
+        cells.setdefault(where, {})[setting.batch, setting.draft_length] = f"{band}{''.join(told)}"
+    columns = list(dict.fromkeys((setting.batch, setting.draft_length) for setting, _, _ in entries))
+    header = [f"batch {batch}, {f'K = {K}' if K else 'plain'}" for batch, K in columns]
+    scored = sum(bool(scores) for _, _, scores in entries)
+    frozen = f"Frozen {ledger['frozen']['date']} at commit `{ledger['frozen']['commit'][:12]}`; scored: {scored} of {len(entries)}."
+    made = table(("ms of a round", *header), [(where, *(row[key] for key in columns)) for where, row in cells.items()])
+    return f"{frozen}\n\n{made}"
 
 
 def variants(documents: Documents) -> str:

@@ -147,6 +147,15 @@ SECTIONS = (
         ["tpu_backtest"],
     ),
     Section(
+        "Frozen forecasts",
+        "Milliseconds of a round of the decoding loop, 2048 slots, bfloat16, top-p, forecast from shapes and frozen with their "
+        "bands before anybody has measured them; plain decoding and a draft model at K = 4. Bands of v5e promise nine in "
+        "ten; ranges of other chips go from all collectives hidden to all added. With one of these slices "
+        "`launch/score_forecasts.py` measures those that fit in minutes and adds the verdict.",
+        compiled.forecasts,
+        ["forecasts"],
+    ),
+    Section(
         "The paper's pair on 16 TPU v4 chips",
         ESTIMATE + "Chinchilla's shapes, 70B and 4B, bfloat16, batch 1, 2048 slots, K = 4. What has been published are "
         "programs of 2023; two of these steps are among the twelve that the sum for such programs is fitted on, rounds "

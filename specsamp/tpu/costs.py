@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from specsamp.analysis.acceptance import NORMAL_95
 from specsamp.analysis.costs import CostTable, Round
 from specsamp.tpu.calibration import Band, Calibration
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.report import Report
 
+NORMAL_90 = 1.645  # standard errors on either side of a band that holds nine of ten
 _OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
 
 
@@ -77,5 +77,5 @@ def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) ->
 
     if bands[0].open:
         return dataclasses.replace(of("likely"), edges=(of("least"), of("most")))
-    error = max(math.log(band.most / band.least) for band in bands) / (2 * NORMAL_95)
+    error = max(math.log(band.most / band.least) for band in bands) / (2 * NORMAL_90)
     return dataclasses.replace(of("likely"), error=error)

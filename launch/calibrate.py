@@ -1,0 +1,172 @@
+"""Measures on the devices at hand what estimates for a TPU rest on; compile_report.py and plan.py then prefer it.
+
+    python launch/calibrate.py --output=runs/calibration.json
+    python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
+    python launch/calibrate.py --dry_run --devices=16      # says what it would do there
+
+Measured are the bandwidth that is reached, the launch of a call, all-reduces by size and by the chips that take part, and
+steps of small decoders with random weights. Minutes on a TPU, less than one on a CPU.
+"""
+
+import dataclasses
+import math
+
+import jax
+from absl import flags
+
+import entry
+from experiment import bare_pair
+from round_times import devices_here, round_ms
+from specsamp.analysis.report import Table
+from specsamp.mesh.layout import make_mesh
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.tpu import probes
+from specsamp.tpu.own import chip_of
+from specsamp.tpu.shapes import Shape
+from specsamp.tpu.topology import CHIPS, Chip
+
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be measured, and measure nothing.")
+_DEVICES = flags.DEFINE_integer(
+    "devices", None, "How many devices to assume; goes with --dry_run. Default: those at hand.", lower_bound=1
+)
+_OUTPUT = entry.define_output()
+
+SIZES = (16 * 2**10, 2**20)  # bytes of an all-reduce: of one row's activations, and of many rows'
+SLOTS = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large the measured programs are."""
+
+    read_bytes: int  # of each device, in one turn
+    turns: int
+    width: int
+    layers: tuple[int, ...]
+    batches: tuple[int, ...]
+    dtype: str
+    repeats: int
+
+
+ON_TPU = Scale(read_bytes=2**29, turns=200, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
+ON_CPU = Scale(read_bytes=2**23, turns=20, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
+
+
+def main() -> None:
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    if _DEVICES.value and not _DRY_RUN.value:
+        raise ValueError(f"--devices={_DEVICES.value} goes with --dry_run: what is measured are the devices at hand")
+    device = jax.devices()[0]
+    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, chip_of(device)
+    count = _DEVICES.value or jax.device_count()
+    sizes = (count,) if _DEVICES.value else probes.extent(jax.devices())
+    shown = f"{count} x {'TPU' if _DEVICES.value else device.device_kind}"
+    entry.show([plan_table(ON_TPU if _DEVICES.value else scale, count, sizes, shown)], console)
+    if _DRY_RUN.value:
+        return
+    with entry.progress(console, "calibrating") as say:
+        say("bandwidth")
+        reached, launch = probes.bandwidth(scale.read_bytes, scale.turns), probes.launch_ms()
+        known = CHIPS.get(chip) or Chip(0, reached, math.inf, math.inf, math.nan)
+        collectives = []
+        for chips in groups(math.prod(sizes)):
+            for size in SIZES:
+                say(f"all-reduce of {size} bytes over {chips}")
+                collectives.append(probes.all_reduce(chips, sizes, size, scale.turns))
+        steps = []
+        for layers in scale.layers:
+            pair, config = small_decoder(scale, layers, jax.device_count())
+            for batch in scale.batches:
+                say(f"decoding, {layers} layers, batch {batch}")
+                took = round_ms(pair, 0, batch, SLOTS, scale.repeats)
+                work = Shape.of(config).call(
+                    known, sizes, rows=batch, context=SLOTS, weights=scale.dtype, cache=scale.dtype
+                )
+                steps.append({"layers": layers, "batch": batch, "ms": took, "work": work})
+    rate = known.hbm_bytes_per_second / known.devices
+    found = probes.fit_own(reached, rate, collectives, [(step["work"], step["ms"].median) for step in steps])
+    table = measured_table(reached, rate, launch, collectives, [(s, found.milliseconds(s["work"])) for s in steps])
+    entry.show([table], console)
+    console.print(
+        f"{found.efficiency:.0%} of the rate, {found.call_ms:.3f} ms per call, {found.sequence_us:.2f} us per layer and "
+        f"sequence, collectives of {found.collective_us:.1f} us + {found.hop_us:.1f} us per hop, overlap "
+        f"{found.overlap:g}; steps that were left out within {math.expm1(found.error):.0%}"
+    )
+    if chip not in CHIPS:
+        console.print(f"{chip} is no TPU: compile reports are of TPUs and will refuse this calibration")
+    document = {
+        "kind": "calibration",
+        "devices": {"chip": chip, "count": jax.device_count(), "slice": list(sizes)},
+        "measured": {
+            "bytes_per_second": reached,
+            "launch_ms": launch,
+            "all_reduces": collectives,
+            "steps": steps,
+        },
+        "calibration": found,
+    }
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+def groups(chips: int) -> list[int]:
+    """Returns the sizes of groups of neighbours: powers of two that divide the chips."""
+    return [2**power for power in range(1, chips.bit_length()) if chips % 2**power == 0]
+
+
+def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
+    """Makes a decoder with random weights over all devices; its draft is not called."""
+    heads = math.lcm(scale.width // 64, devices)
+    config = TransformerConfig(
+        vocab_size=4096,
+        width=scale.width,
+        num_layers=layers,
+        num_heads=heads,
+        head_size=64,
+        feedforward_width=math.lcm(4 * scale.width, devices),
+        positions="rotary",
+        gated=True,
+        activation="silu",
+        dtype=scale.dtype,
+    )
+    model = TransformerLM.for_backend(config)
+    mesh = make_mesh(1, devices) if devices > 1 else None
+    return bare_pair(model, TransformerLM.for_backend(dataclasses.replace(config, num_layers=1)), 0, mesh=mesh), config
+
+
+def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -> Table:
+    """Returns what is going to be measured."""
+    over = ", ".join(map(str, groups(math.prod(sizes)))) or "none: one chip"
+    rows = [
+        ("bandwidth", f"{scale.read_bytes / 2**20:.0f} MiB on each device, read {scale.turns} times"),
+        ("launch", "a program of one addition, 200 times"),
+        ("all-reduces", f"of {' and '.join(f'{size // 1024} KiB' for size in SIZES)} over neighbours: {over}"),
+        (
+            "decoding",
+            f"width {scale.width}, {' and '.join(map(str, scale.layers))} layers, {scale.dtype}, batch "
+            f"{', '.join(map(str, scale.batches))}, {SLOTS} slots, over {devices} devices, {scale.repeats} times",
+        ),
+    ]
+    return Table(title=f"Calibration of {where}", header=("", "what is measured"), rows=rows, left=2)
+
+
+def measured_table(reached: float, rate: float, launch: float, collectives: list, steps: list) -> Table:
+    """Returns what was measured, steps beside what the calibration makes of them."""
+    rows = [
+        ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", ""),
+        ("launch of a program", f"{launch * 1e3:.3g} us", ""),
+    ]
+    rows += [
+        (f"all-reduce of {one.bytes // 1024} KiB over {one.chips}", f"{one.microseconds:.3g} us", "")
+        for one in collectives
+    ]
+    rows += [
+        (f"a step, {s['layers']} layers, batch {s['batch']}", f"{s['ms'].median:.3g} ms", f"{fitted:.3g} ms")
+        for s, fitted in steps
+    ]
+    return Table(title=f"Measured on {devices_here()}", header=("", "measured", "fitted"), rows=rows)
+
+
+if __name__ == "__main__":
+    entry.run(main)
