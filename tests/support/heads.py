@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
@@ -121,12 +120,3 @@ def table_head(vocab_size, layer=0):
         layer=shape, target_layers=LAYERS, target_width=1, hidden_layers=(layer,), own_embedding=True, own_output=True
     )
     return TableHead(shape)
-
-
-def recipe(shapes):
-    """Weights of the golden passes: tensor j of the sorted names, element i; norms are near one."""
-    tensors = {}
-    for j, name in enumerate(sorted(shapes)):
-        wave = np.sin(1.3 * np.arange(np.prod(shapes[name])) + j).reshape(shapes[name])
-        tensors[name] = (1 + 0.1 * wave if "norm" in name else 0.3 * wave).astype(np.float32)
-    return tensors
