@@ -5,7 +5,7 @@ from specsamp import Pair, generate, chain, temperature, top_p
 
 from specsamp.checkpoints.pair import load_pair
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream, use_compilation_cache
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
@@ -27,6 +27,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "EarlyExitDrafter",
+    "FeatureDrafter",
     "LanguageModel",
     "Loop",
     "Method",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.safetensors_io import INDEX, PICKLES, SINGLE, read_index, refuse_pickles
+from specsamp.checkpoints.safetensors_io import INDEX, PICKLE, PICKLES, SINGLE, read_index, refuse_pickles
 
 # config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
@@ -49,6 +49,12 @@ def download_weights(name: str, folder: epath.Path) -> epath.Path:
     if not index.exists() and not (folder / SINGLE).exists():
         _refuse_what_the_hub_has(name)
     return folder
+
+
+def download_head(name: str) -> epath.Path:
+    """Downloads the tensors of a head of the hub, a pickle only where there is nothing else; returns their folder."""
+    folder = _download(name, [SINGLE])
+    return folder if (folder / SINGLE).exists() else _download(name, [PICKLE])
 
 
 def _download(name: str, files: Sequence[str]) -> epath.Path:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,8 +32,7 @@ from specsamp import storage
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
-from specsamp.checkpoints.params import MOST_SHOWN
-from specsamp.checkpoints.safetensors_io import DTYPES, INDEX, Tensor, are_equal, find_tensors
+from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
@@ -91,7 +90,10 @@ class Checkpoint:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
             and both shapes; or an unsupported dtype.
         """
-        _check_tensors(self._found, self)
+        wanted = {source.tensor: source.shape(sizes(self.config)) for source in self.sources().values()}
+        # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
+        repeated = {find_source("output_embedding", self.family.names).tensor} if self.config.tied else set()
+        check_tensors(self.name, self._found, wanted, lambda name: name in repeated or BUFFERS.search(name))
         return self._found
 
     @functools.cached_property
@@ -172,26 +174,44 @@ def read_params(
     if checkpoint.is_converted:
         return orbax.restore_params(checkpoint.folder, placed_params(model))
     tensors, sources, config = checkpoint.tensors, checkpoint.sources(), model.config
-    places, done, params = flatten_dict(placed_params(model), sep="/"), 0, {}
+
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        source, there = sources[name], sizes(checkpoint.config)
+        return read_piece(source, tensors[source.tensor], there, sizes(config), config.compute_dtype, index)
+
+    return unflatten_dict(read_leaves(flatten_dict(placed_params(model), sep="/"), read, progress), sep="/")
+
+
+def read_leaves(
+    places: Mapping[str, jax.ShapeDtypeStruct],
+    read: Callable[[str, tuple[slice, ...]], np.ndarray],
+    progress: Progress = lambda *_: None,
+) -> dict[str, jax.Array]:
+    """Makes an array of each place, of the pieces that this process's devices hold, one array at a time.
+
+    Args:
+      places: shapes, dtypes and shardings.
+      read: returns a slice of the array of that name.
+    """
+    done, arrays = 0, {}
 
     def size(leaf):
         return leaf.size * leaf.dtype.itemsize
 
     total = sum(map(size, places.values()))
     for name, leaf in places.items():
-        source = sources[name]
         pieces: dict[tuple, np.ndarray] = {}  # devices that hold copies share what was read
 
         def piece(index: tuple[slice, ...]) -> np.ndarray:
             key = tuple((part.start, part.stop) for part in index)
             if key not in pieces:
-                pieces[key] = _read_piece(source, tensors[source.tensor], checkpoint.config, config, index)
+                pieces[key] = read(name, index)
             return pieces[key]
 
-        params[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, piece).block_until_ready()
+        arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, piece).block_until_ready()
         done += size(leaf)
         progress(name, done, total)
-    return unflatten_dict(params, sep="/")
+    return arrays
 
 
 def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLike) -> None:
@@ -217,20 +237,27 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
         storage.write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
 
 
-def _read_piece(
-    source: Source, tensor: Tensor, theirs: TransformerConfig, ours: TransformerConfig, index: tuple[slice, ...]
+def read_piece(
+    source: Source,
+    tensor: Tensor,
+    there: Mapping[str, int],
+    here: Mapping[str, int],
+    dtype: np.dtype,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
-    """Reads a slice of a parameter in ``ours.compute_dtype``, contiguous and owning its memory.
+    """Reads a slice of a parameter in ``dtype``, contiguous and owning its memory.
 
     What the model has beyond the checkpoint, rows of padding of its vocabulary, is zero.
+
+    Args:
+      there, here: the size of every letter in the checkpoint and in the model.
     """
-    there = sizes(theirs)
-    full = [piece.indices(sizes(ours)[letter])[:2] for letter, piece in zip(source.axes, index)]
+    full = [piece.indices(here[letter])[:2] for letter, piece in zip(source.axes, index)]
     inside = [(min(first, there[x]), min(last, there[x])) for x, (first, last) in zip(source.axes, full)]
     values = source.read(tensor.read, there, [slice(*span) for span in inside])
     if full == inside:
-        return np.array(values, ours.compute_dtype, order="C")
-    padded = np.zeros([last - first for first, last in full], ours.compute_dtype)
+        return np.array(values, dtype, order="C")
+    padded = np.zeros([last - first for first, last in full], dtype)
     padded[tuple(slice(0, n) for n in values.shape)] = values
     return padded
 
@@ -261,34 +288,3 @@ def _tokenizer(
     if (folder / "tokenizer.model").exists():
         return SentencePieceTokenizer(folder / "tokenizer.model")
     return None
-
-
-def _check_tensors(found: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    """Raises ValueError unless the files hold every tensor of the model, in its shape, and no other."""
-    config, sources = checkpoint.config, checkpoint.sources()
-    wanted = {source.tensor: source.shape(sizes(config)) for source in sources.values()}
-    there = {name: found[name] for name in wanted if name in found}
-    unread = {name for name in found.keys() - wanted.keys() if not BUFFERS.search(name)}
-    if config.tied:  # some files repeat the embedding, see `Checkpoint.config`
-        unread -= {find_source("output_embedding", checkpoint.family.names).tensor}
-
-    def where(name: str) -> str:
-        return f"{name} {found[name].shape} in {found[name].file.name}"
-
-    problems = {
-        "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
-        "not part of the model": [where(name) for name in sorted(unread)],
-        "of another shape than config.json says": [
-            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
-        ],
-        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
-            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
-        ],
-    }
-    described = [
-        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
-        for what, names in problems.items()
-        if names
-    ]
-    if described:
-        raise ValueError(f"{checkpoint.name} does not hold the model of its config.json. {'. '.join(described)}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specsamp.checkpoints.fields import Fields
+from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
 
 
@@ -50,6 +51,25 @@ def rotary_fields(
         rotary_size=int(head_size * share) if partial and share != 1 else None,
         rotary_scaling=scaling,
     )
+
+
+def describe_rotary(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the rope_parameters of a model, as `rotary_fields` reads them."""
+    scaling = config.rotary_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rotary_base}
+    described = {"rope_type": scaling.kind, "rope_theta": config.rotary_base, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return described
+    described["original_max_position_embeddings"] = scaling.original_positions
+    if scaling.kind == "llama3":
+        return described | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+    return described | {
+        "beta_slow": scaling.low,
+        "beta_fast": scaling.high,
+        "attention_factor": scaling.amplitude,
+        "truncate": scaling.whole_dimensions,
+    }
 
 
 def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:

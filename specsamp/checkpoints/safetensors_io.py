@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,10 +19,13 @@ import numpy as np
 from etils import epath
 
 from specsamp import storage
+from specsamp.checkpoints.params import MOST_SHOWN
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLE = "pytorch_model.bin"  # read of heads only, see pickles.py
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}  # of maps, never weights
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
@@ -40,7 +43,7 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
-        return DTYPES[self.kind]
+        return (DTYPES | INTEGERS)[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns the slice ``index``, one for each axis, without steps.
@@ -171,14 +174,52 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
     if size != wanted:
         why = "truncated" if size < wanted else "too long"
         raise damaged(f"{why}: {size} bytes, but {wanted} with its last tensor {in_order[-1][2] if spans else None}")
+    known = DTYPES | INTEGERS
     for name, kind in kinds.items():
         begin, end = spans[name]
-        if kind in DTYPES and end - begin != math.prod(shapes[name]) * DTYPES[kind].itemsize:
+        if kind in known and end - begin != math.prod(shapes[name]) * known[kind].itemsize:
             raise damaged(f"{name} of shape {shapes[name]} and dtype {kind} takes {end - begin} bytes")
     at = 8 + length
     return {
         name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0]) for name in header
     }
+
+
+def check_tensors(
+    name: str, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], ignored: Callable[[str], Any]
+) -> None:
+    """Checks that files hold every tensor of a model, in its shape and a known dtype, and no other.
+
+    Args:
+      name: of the checkpoint, for messages.
+      wanted: the shape of each tensor.
+      ignored: whether a tensor of that name is no part of the model, but does no harm.
+
+    Raises:
+      ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
+    """
+    there = {name: found[name] for name in wanted if name in found}
+
+    def where(name: str) -> str:
+        return f"{name} {found[name].shape} in {found[name].file.name}"
+
+    problems = {
+        "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
+        "not part of the model": [where(name) for name in sorted(found.keys() - wanted.keys()) if not ignored(name)],
+        "of another shape than config.json says": [
+            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
+        ],
+        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
+            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
+        ],
+    }
+    described = [
+        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
+        for what, names in problems.items()
+        if names
+    ]
+    if described:
+        raise ValueError(f"{name} does not hold the model of its config.json. {'. '.join(described)}")
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

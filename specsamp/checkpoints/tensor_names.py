@@ -164,3 +164,23 @@ GPT_NEOX = {
     "layer/mlp/down": "gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight  D F -> FD",
     "layer/mlp/down_bias": "gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias  D -> D",
 }
+# Of heads, in the layout of speculators; what EAGLE calls midlayer is layers.0 there. U is the reduced vocabulary, W the
+# target's width, X and Y what the projections to heads and fc read.
+HEAD = {
+    "embedding": "embed_tokens.weight  V D -> VD",
+    "output": "lm_head.weight  U D -> UD",
+    "fc": "fc.weight  D Y -> YD",
+    "fc_bias": "fc.bias  D -> D",
+    "input_norm/scale": "input_norm.weight  Y -> Y",
+    "hidden_norm/scale": "layers.0.hidden_norm.weight  D -> D",
+    "final_norm/scale": "norm.weight  D -> D",
+    **{f"fc_norm_{i}/scale": f"fc_norm.{i}.weight  W -> W" for i in range(16)},
+    **{
+        name.removeprefix("layer/"): line.replace("model.layers.{i}", "layers.0")
+        for name, line in LLAMA.items()
+        if name.startswith("layer/")
+    },
+    "attention/query": "layers.0.self_attn.q_proj.weight  NH X -> NXH",
+    "attention/key": "layers.0.self_attn.k_proj.weight  MH X -> MXH",
+    "attention/value": "layers.0.self_attn.v_proj.weight  MH X -> MXH",
+}

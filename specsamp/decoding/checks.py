@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -87,12 +87,7 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()
-        if pair.draft is None:
-            raise ValueError(
-                "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
-                "autoregressively"
-            )
-        drafter = ModelDrafter(pair.draft, draft_length or DEFAULT_DRAFT_LENGTH, decode_window())
+        drafter = default_drafter(pair, draft_length or DEFAULT_DRAFT_LENGTH)
     if not isinstance(drafter, Drafter):
         raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
     try:
@@ -114,6 +109,18 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
         raise ValueError(f"K = {K} is more than {MAX_DRAFT_LENGTH}: draft fewer tokens per round")
     drafter.check(pair.target, pair.draft, pair.draft_params)
     return drafter
+
+
+def default_drafter(pair: Pair, K: int) -> Drafter:
+    """Returns the drafter of the pair's draft model, or of its head, for the platform at hand."""
+    if pair.head is not None:
+        return FeatureDrafter(pair.target, pair.head, K, decode_window())
+    if pair.draft is None:
+        raise ValueError(
+            "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
+            "autoregressively"
+        )
+    return ModelDrafter(pair.draft, K, decode_window())
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.state import Weights
+from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
 
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; those of most models share all their memory
@@ -42,6 +43,7 @@ class Pair:
       target, target_params: the model whose distribution is sampled.
       draft, draft_params: the model that proposes; leave both out to decode without one. Parameters
         without a model are for your own drafter, whose ``prepare`` is handed them.
+      head: drafts from the target's hidden states instead of a draft model; ``draft_params`` are its own then.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
       draft_tokenizer: only to be compared with the target's, where the draft came with its own.
       stop: ids that end a text unless a call says otherwise; None: the tokenizer's end of text.
@@ -55,6 +57,7 @@ class Pair:
     target_params: Any
     draft: LanguageModel | None = None
     draft_params: Any = None
+    head: FeatureHead | None = None
     tokenizer: Tokenizer | None = None
     draft_tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
@@ -84,6 +87,8 @@ class Pair:
             )
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
+        if self.head is not None:
+            self._check_head()
         if self.draft is None:
             return
         if self.draft_params is None:
@@ -95,6 +100,13 @@ class Pair:
                 f"{'draft' if self.draft.vocab_size > self.target.vocab_size else 'target'} has; "
                 "use a draft trained with the target's tokenizer"
             )
+
+    def _check_head(self) -> None:
+        if self.draft is not None:
+            raise ValueError("a pair has a draft model or a head, whose parameters are draft_params: leave one out")
+        if self.draft_params is None:
+            raise ValueError("a head was given without draft_params")
+        self.head.check_target(self.target)
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.

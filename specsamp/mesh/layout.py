@@ -24,7 +24,7 @@ REPLICA, MODEL = "replica", "model"
 ROWS = "rows"
 
 # Tensor parallelism (Shoeybi et al., arXiv 1909.08053) splits the first of these; every device has all of the second.
-SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", ROWS)
+SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", "features", ROWS)
 WHOLE_AXES = ("embed", "head", "slots")
 # These are split over as many devices as divide them; the other devices hold replicas.
 AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
@@ -181,6 +181,52 @@ class Layout:
     def constrain(self, axes: Any, tree: Any) -> Any:
         """Constrains the shardings of a tree inside a compiled function, from the tree of its logical axes."""
         return constrain(tree, self.shardings(axes, tree))
+
+    # What models and heads have in common inside a compiled function.
+
+    def of_all_rows(self, *of_rows: jax.Array) -> tuple[jax.Array, ...]:
+        """Gathers tokens, starts and the like: rows were sampled on different devices, and a call needs all of them."""
+        return tuple(self.on_all_devices(x) for x in of_rows)
+
+    def on_all_devices(self, x: jax.Array) -> jax.Array:
+        """Gives all devices of a data shard the whole array, such as a stream ``[B, T, D]``."""
+        return self.constrain(PartitionSpec(*(None,) * x.ndim), x)
+
+    def split_features(self, x_BTX: jax.Array) -> jax.Array:
+        """Splits a concatenation like the rows of the matrix it is multiplied by, in two steps.
+
+        Directly, the compiler splits the tokens of its parts, joins these and sends them round.
+        """
+        return self.constrain(PartitionSpec(None, None, "features"), self.on_all_devices(x_BTX))
+
+    def by_rows(self, logits_BTV: jax.Array) -> jax.Array:
+        """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.
+
+        Warps then need no collectives. If all devices warped all rows, a batch of eight would cost ten times the cycles
+        (launch/studies/compile_variants.py); divided rows cost a few small collectives per round, for tokens and
+        accepted counts. A single row is on all devices.
+
+        The sharding changes in two steps. Directly from the product to divided rows the compiler gathers the embedding,
+        and from a vocabulary split over more devices than the rows it gathers all rows.
+        """
+        rows = self.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
+        over = rows[0] if rows else None
+        logits_BTV = self.constrain(PartitionSpec(None, None, "vocab"), logits_BTV)
+        for spec in (PartitionSpec(None, None, over), PartitionSpec(over, None, None)):
+            logits_BTV = constrain(logits_BTV, NamedSharding(self.mesh, spec))
+        return logits_BTV
+
+    def place_cache(self, axes: Any, cache: Any) -> Any:
+        """Lays a cache out by its logical axes; None leaves it to the compiler."""
+        if axes is None:
+            return cache
+
+        # Inside `jax.shard_map` the batch is that of one data shard already.
+        def without_batch(spec):
+            return PartitionSpec(*(None if name == "batch" else name for name in spec))
+
+        axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return self.constrain(axes, cache)
 
     def _advice(self, size: int, over: Sequence[str]) -> str:
         """Names the largest number of devices that ``size`` divides over, and the flags that choose it."""

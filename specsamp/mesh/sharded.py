@@ -14,11 +14,12 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
-from specsamp.decoding.data_shards import DataShards, constrain
+from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import MODEL, REPLICA, ROWS, Layout, put
+from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
+from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.transformer import TransformerLM
@@ -44,6 +45,9 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
     if pair.draft is not None:
         draft = shard_model(pair.draft, draft_layout(mesh, draft_model_parallelism))
         sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
+    elif pair.head is not None:
+        head = shard_head(pair.head, draft_layout(mesh, draft_model_parallelism))
+        sides |= {"head": head, "draft_params": put(pair.draft_params, head.param_shardings(pair.draft_params))}
     elif pair.draft_params is not None:  # parameters of a drafter that is no model
         sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
     return dataclasses.replace(pair, **sides, shards=DataShards(mesh))
@@ -152,7 +156,7 @@ class ShardedModel(LayeredModel):
         return self.model.streamed(weights)
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        return self._constrain_cache(self.model.init_cache(batch, slots))
+        return self._place_cache(self.model.init_cache(batch, slots))
 
     def __call__(
         self,
@@ -164,25 +168,25 @@ class ShardedModel(LayeredModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> Output:
-        tokens_BT, start_B = self._of_all_rows(tokens_BT, start_B)
+        tokens_BT, start_B = self.layout.of_all_rows(tokens_BT, start_B)
         trees = {} if block is None else {"block": block}
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
         return Output(
-            logits_BTV=self._by_rows(output.logits_BTV),
-            cache=self._constrain_cache(output.cache),
-            hidden=tuple(map(self._constrain_stream, output.hidden)),
+            logits_BTV=self.layout.by_rows(output.logits_BTV),
+            cache=self._place_cache(output.cache),
+            hidden=tuple(map(self.layout.on_all_devices, output.hidden)),
         )
 
     def compact(self, cache: Any, start_B: jax.Array, rows_BT: jax.Array, num_rows: int) -> Any:
-        rows_BT, start_B = self._of_all_rows(rows_BT, start_B)
-        return self._constrain_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
+        rows_BT, start_B = self.layout.of_all_rows(rows_BT, start_B)
+        return self._place_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
 
     def embed(
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, block: Block | None = None
     ) -> tuple[jax.Array, Any]:
-        tokens_BT, start_B = self._of_all_rows(tokens_BT, start_B)
+        tokens_BT, start_B = self.layout.of_all_rows(tokens_BT, start_B)
         x_BTD, cache = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
-        return self._constrain_stream(x_BTD), self._constrain_cache(cache)
+        return self.layout.on_all_devices(x_BTD), self._place_cache(cache)
 
     def layers(
         self,
@@ -199,43 +203,17 @@ class ShardedModel(LayeredModel):
         x_BTD, cache, hidden = self.model.layers(
             weights, x_BTD, start_B, cache, first, last, hidden_layers=hidden_layers, block=block
         )
-        return self._constrain_stream(x_BTD), self._constrain_cache(cache), tuple(map(self._constrain_stream, hidden))
+        return (
+            self.layout.on_all_devices(x_BTD),
+            self._place_cache(cache),
+            tuple(map(self.layout.on_all_devices, hidden)),
+        )
 
     def unembed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
-        return self._by_rows(self.model.unembed(weights, x_BTD))
+        return self.layout.by_rows(self.model.unembed(weights, x_BTD))
 
-    def _of_all_rows(self, tokens_BT: jax.Array, start_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Gathers tokens and starts: rows were sampled on different devices, and a call needs those of all rows."""
-        return self.layout.constrain((PartitionSpec(None, None), PartitionSpec(None)), (tokens_BT, start_B))
+    def unembed_normed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
+        return self.layout.by_rows(self.model.unembed_normed(weights, x_BTD))
 
-    def _constrain_stream(self, x_BTD: jax.Array) -> jax.Array:
-        return self.layout.constrain(PartitionSpec(None, None, None), x_BTD)
-
-    def _by_rows(self, logits_BTV: jax.Array) -> jax.Array:
-        """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.
-
-        Warps then need no collectives. If all devices warped all rows, a batch of eight would cost ten times the cycles
-        (launch/studies/compile_variants.py); divided rows cost a few small collectives per round, for tokens and
-        accepted counts. A single row is on all devices.
-
-        The sharding changes in two steps. Directly from the product to divided rows the compiler gathers the embedding,
-        and from a vocabulary split over more devices than the rows it gathers all rows.
-        """
-        rows = self.layout.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
-        over = rows[0] if rows else None
-        logits_BTV = self.layout.constrain(PartitionSpec(None, None, "vocab"), logits_BTV)
-        for spec in (PartitionSpec(None, None, over), PartitionSpec(over, None, None)):
-            logits_BTV = constrain(logits_BTV, NamedSharding(self.layout.mesh, spec))
-        return logits_BTV
-
-    def _constrain_cache(self, cache: Any) -> Any:
-        axes = self.model.cache_axes()
-        if axes is None:
-            return cache
-
-        # Inside `jax.shard_map` the batch is that of one data shard already.
-        def without_batch(spec):
-            return PartitionSpec(*(None if name == "batch" else name for name in spec))
-
-        axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        return self.layout.constrain(axes, cache)
+    def _place_cache(self, cache: Any) -> Any:
+        return self.layout.place_cache(self.model.cache_axes(), cache)

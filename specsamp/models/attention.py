@@ -38,6 +38,7 @@ class Attention(nn.Module):
 
     config: TransformerConfig
     window: int | None = None
+    input_width: int | None = None  # of what queries, keys and values are made of; None: the stream's width
 
     table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
 
@@ -135,8 +136,8 @@ class Attention(nn.Module):
         return content_BNTH, jnp.take_along_axis(scores_BNTS, column_BTS[:, None], axis=-1)
 
     def _projection(self, name: str, count: int, axis: str) -> Array:
-        shape = (count, self.config.width, self.config.head_size)
-        return weight(self, name, shape, (axis, "embed", "head"), fan_in=self.config.width)
+        width = self.input_width or self.config.width
+        return weight(self, name, (count, width, self.config.head_size), (axis, "embed", "head"), fan_in=width)
 
 
 def project(x_BTD: Array, weight_NDH: Array) -> Array:

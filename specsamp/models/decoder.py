@@ -166,8 +166,11 @@ class Decoder(nn.Module):
 
     def unembed(self, x_BTD: Array) -> Array:
         """Returns logits ``[B, T, V]`` float32 from the stream that leaves the last layer."""
+        return self.unembed_normed(self.final_norm(x_BTD))
+
+    def unembed_normed(self, x_BTD: Array) -> Array:
+        """Returns the same from a stream that is normalised already."""
         config = self.config
-        x_BTD = self.final_norm(x_BTD)
         with jax.named_scope("logits"):
             logits_BTV = self.project_to_vocabulary(x_BTD)
             if config.logit_cap is not None:

@@ -161,6 +161,14 @@ class LayeredModel(LanguageModel):
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
         """Returns float32 logits ``[B, T, V]`` of the stream after the last layer; includes the final norm."""
 
+    def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
+        """Returns `unembed` without the final norm, for heads that share the target's output.
+
+        Raises:
+          NotImplementedError: unless a model says how.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no unembed_normed(): heads cannot share its output")
+
 
 def check_logits(name: str, model: LanguageModel, output: Output) -> None:
     """Refuses logits of another width than the vocabulary's: the missing tokens would get any distribution at all.

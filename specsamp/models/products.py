@@ -1,4 +1,4 @@
-"""Products that accumulate in float32, forwards and backwards, and the soft cap of what they give.
+"""Products that accumulate in float32, forwards and backwards, their precision, and the soft cap of what they give.
 
 JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a
 bfloat16 operand, and one with a bfloat16 result into products that accumulate in bfloat16 on some
@@ -7,6 +7,7 @@ backends. Neither uses matrix units: on a CPU that has them a training step took
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -56,3 +57,10 @@ def _einsum(spec, precision, x, y, dtype):
 def soft_cap(x: Array, cap: float) -> Array:
     """Soft-caps ``x``: ``cap * tanh(x / cap)`` (Gemma 2, arXiv 2408.00118)."""
     return cap * jnp.tanh(x / cap)
+
+
+def full_precision(dtype: str) -> contextlib.AbstractContextManager:
+    """Makes float32 mean float32, also where a device would multiply in less; a user's own setting stands."""
+    if dtype == "float32" and jax.config.jax_default_matmul_precision is None:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

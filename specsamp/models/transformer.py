@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -19,6 +18,7 @@ from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.interface import Block, LayeredModel, Output
 from specsamp.models.positions import relative_keys
+from specsamp.models.products import full_precision
 
 Array = jax.Array
 
@@ -81,7 +81,7 @@ class TransformerLM(LayeredModel):
     def forward(self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()) -> Output:
         """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]`` float32."""
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
-        with self._full_precision():
+        with full_precision(self.config.dtype):
             return Decoder(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
 
     def forward_streams(
@@ -129,7 +129,7 @@ class TransformerLM(LayeredModel):
         params, tables = dict(weights["params"]), []
         for i in range(self.config.num_layers):
             attention = dict(params[f"layer_{i}"]["attention"])
-            with self._full_precision():
+            with full_precision(self.config.dtype):
                 # Compiled, so that nothing is made whole on a device that holds a part of the weight.
                 table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             table = table.astype(self.config.compute_dtype)
@@ -230,6 +230,10 @@ class TransformerLM(LayeredModel):
         """See `LayeredModel.unembed`."""
         return self._apply("unembed", weights, x_BTD)
 
+    def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
+        """See `LayeredModel.unembed_normed`."""
+        return self._apply("unembed_normed", weights, x_BTD)
+
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         """Returns the compiler options of programs that call this model, see `specsamp.models.compiling`."""
@@ -241,11 +245,5 @@ class TransformerLM(LayeredModel):
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         decoder = (CPUDecoder if self.layout == "cpu" else Decoder)(self.config)
-        with self._full_precision():
+        with full_precision(self.config.dtype):
             return decoder.apply({"params": weights["params"]}, *arguments, method=method)
-
-    def _full_precision(self) -> contextlib.AbstractContextManager:
-        """Makes float32 mean float32, also where a device would multiply in less; a user's own setting stands."""
-        if self.config.dtype == "float32" and jax.config.jax_default_matmul_precision is None:
-            return jax.default_matmul_precision("highest")
-        return contextlib.nullcontext()

@@ -36,7 +36,10 @@ SMALLER = {
         "repeats=4": "repeats=2",
         "stacks = {": "import specsamp.tpu.stack as stack; stack.FEW, stack.MANY = 1, 2; stacks = {",
     },
-    "python_pair": {"K, TOKENS = 4, 48": "K, TOKENS = 4, 12", "(0, 1, 4), 24, 3": "(0, 1, 4), 8, 3"},
+    "python_pair": {
+        "K, TOKENS = 4, 48": "K, TOKENS = 4, 12",
+        "(0, 1, 2, 4), (0, 1, 4), 24, 3": "(0, 2, 4), (0, 4), 8, 2",
+    },
 }
 
 

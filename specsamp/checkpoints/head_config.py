@@ -1,0 +1,188 @@
+"""Reads the ``config.json`` of a head: EAGLE's layout, and that of the package speculators.
+
+The two count layers differently. A head reads hidden states, `Output.hidden`, by the layer that returned them. EAGLE's
+own files name none: what enters layers 2, L/2 and L-3 is read, the outputs of the layers before. speculators names
+what enters a layer, so that its id i is our i - 1. SpecForge names outputs, in ``eagle_config``, as we do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.fields import Fields
+from specsamp.checkpoints.rope import describe_rotary
+from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
+from specsamp.models.heads import HeadConfig
+
+FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SPECULATORS = "speculators_model_type"  # the key that tells that layout
+
+
+def parse_head(
+    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, has: Callable[[str], bool]
+) -> HeadConfig:
+    """Returns the shape of a head for ``target``.
+
+    Args:
+      path: of the file, for messages.
+      content: of the file.
+      target: of the checkpoint, without padding of its vocabulary.
+      has: whether the files hold a tensor of that name: embedding, output and bias are in some only.
+
+    Raises:
+      ValueError: another kind of head, a head for another target (width, vocabulary, layers), or a value that is not
+        supported; with file, key and value.
+    """
+    fields = Fields(path, content)
+    kind = fields(SPECULATORS, None)
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"{path} says {SPECULATORS} = {kind!r}; known is 'eagle3'")
+    try:
+        if kind == "eagle3":
+            of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
+            return _eagle3(fields, of_layer, target, dtype, has)
+        architecture = str(fields("architectures", ["none"])[0])
+        if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
+            return _eagle3(fields, fields, target, dtype, has)
+        return _eagle1(fields, target, dtype, has)
+    except (ArithmeticError, TypeError, KeyError, ValueError) as error:
+        if path in str(error):
+            raise
+        raise ValueError(f"{path} describes no head that can be read: {error}") from error
+
+
+def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, has: Callable[[str], bool]) -> Eagle1Config:
+    layer = _layer(fields, target, dtype)
+    _require(fields, "hidden_size", layer.width, "width", target.width)
+    bias = fields("qkv_bias", layer.attention_bias)
+    return Eagle1Config(
+        layer=dataclasses.replace(layer, attention_bias=bias),
+        target_layers=target.num_layers,
+        hidden_layers=(target.num_layers,),
+        own_embedding=has("embed_tokens.weight"),
+        own_output=has("lm_head.weight"),
+        fc_bias=fields("bias", True),
+    )
+
+
+def _eagle3(
+    fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, has: Callable[[str], bool]
+) -> Eagle3Config:
+    layer = _layer(of_layer, target, dtype)
+    width = fields("target_hidden_size", layer.width)
+    _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
+    size = fields("draft_vocab_size", target.vocab_size)
+    return Eagle3Config(
+        layer=layer,
+        target_layers=target.num_layers,
+        target_width=width,
+        hidden_layers=_hidden_layers(fields, target.num_layers),
+        draft_vocab_size=size if has("d2t") or size != target.vocab_size else None,
+        own_embedding=has("embed_tokens.weight"),
+        own_output=has("lm_head.weight") or size != target.vocab_size,
+        **{name: fields(name, False) for name in SWITCHES},
+    )
+
+
+def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:
+    """Returns the shape of the head's only decoder layer, with the target's vocabulary."""
+    model_type = fields("model_type", "llama")
+    if model_type not in FAMILY_OF:
+        raise ValueError(f"{fields.path} says model_type = {model_type!r}; known of heads are {', '.join(FAMILY_OF)}")
+    fields.require("num_hidden_layers", 1)
+    layer = TransformerConfig(dtype=dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
+    _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
+    if layer.window is not None:
+        raise ValueError(f"{fields.path} says sliding_window = {layer.window}; heads with a window are not supported")
+    return dataclasses.replace(layer, tied=False)
+
+
+def _hidden_layers(fields: Fields, target_layers: int) -> tuple[int, ...]:
+    """Returns the layers of the target that are read, as outputs."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    entering, outputs = fields(key, None), fields.object("eagle_config").get(key)
+    if entering is None and outputs is None:
+        return default_layers(target_layers)
+    ids = entering if outputs is None else outputs
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError(f"{fields.path} says {key} = {ids!r}; a list of layers is wanted")
+    layers = [i - 1 for i in ids] if outputs is None else ids
+    beyond = [i for i, layer in zip(ids, layers) if not 0 <= layer < target_layers]
+    if beyond:
+        raise ValueError(
+            f"{fields.path} says {key} = {ids!r}, but {beyond[0]} is none of the hidden states of a target of "
+            f"{target_layers} layers: the head is of another target"
+        )
+    return tuple(layers)
+
+
+def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> None:
+    if value != wanted:
+        raise ValueError(
+            f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is of another target"
+        )
+
+
+def describe_head(config: HeadConfig, target_name: str, K: int) -> dict[str, Any]:
+    """Returns the ``config.json`` of an EAGLE-3 head in the layout of speculators.
+
+    Args:
+      target_name: where readers find the target.
+      K: tokens per round that it proposes to draft.
+
+    Raises:
+      ValueError: another kind of head, or a layer that has no counterpart there, with the fields.
+    """
+    if not isinstance(config, Eagle3Config):
+        raise ValueError(f"only EAGLE-3 heads are written in the layout of speculators; got {type(config).__name__}")
+    layer = config.layer
+    model_type = "qwen3" if layer.query_key_norm else "llama"
+    content = {
+        SPECULATORS: "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": {
+            "model_type": model_type,
+            "vocab_size": layer.vocab_size,
+            "hidden_size": layer.width,
+            "num_hidden_layers": 1,
+            "num_attention_heads": layer.num_heads,
+            "num_key_value_heads": layer.num_kv_heads,
+            "head_dim": layer.head_size,
+            "intermediate_size": layer.feedforward_width,
+            "max_position_embeddings": layer.max_positions,
+            "rms_norm_eps": layer.norm_epsilon,
+            "hidden_act": layer.activation,
+            "attention_bias": layer.attention_bias,
+            "rope_parameters": describe_rotary(layer),
+            "tie_word_embeddings": False,
+        },
+        "draft_vocab_size": config.num_outputs,
+        "target_hidden_size": config.target_width,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
+        **{name: getattr(config, name) for name in SWITCHES},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": K}],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+    }
+    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
+    own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_output}
+    own["d2t"] = config.draft_vocab_size is not None
+    read = parse_head("config.json", content, target, layer.dtype, lambda name: own.get(name, False))
+    if read != config:
+        different = [
+            f"{field.name} = {getattr(side, field.name)!r}"
+            for side, other in ((config, read), (config.layer, read.layer))
+            for field in dataclasses.fields(side)
+            if field.name != "layer" and getattr(side, field.name) != getattr(other, field.name)
+        ]
+        raise ValueError(f"the layout of speculators has no counterpart of {', '.join(different)}")
+    return content

@@ -1,0 +1,231 @@
+"""Public heads: opened and checked against their target before memory is spent, then read in slices; and written.
+
+    checkpoint = open_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target.config)
+    head = FeatureHead(checkpoint.config)
+    params = read_head(checkpoint, head)
+
+A folder holds ``config.json`` and ``model.safetensors``; or ``pytorch_model.bin``, see `pickles`. The tensor ``d2t``
+of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import save
+
+from specsamp import storage
+from specsamp.checkpoints.head_config import describe_head, parse_head
+from specsamp.checkpoints.hub import download_head, find_folder
+from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
+from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.pickles import read_pickle
+from specsamp.checkpoints.safetensors_io import (
+    INDEX,
+    INTEGERS,
+    PICKLE,
+    SINGLE,
+    Tensor,
+    are_equal,
+    check_tensors,
+    find_tensors,
+)
+from specsamp.checkpoints.tensor_names import HEAD, find_source
+from specsamp.mesh.sharded_head import ShardedHead
+from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+
+EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
+# Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
+NOT_PARAMETERS = re.compile(rf"({OFFSETS}|{KEPT}|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\.")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class HeadCheckpoint:
+    """A head whose files were found to hold what its config asks for."""
+
+    name: str
+    config: HeadConfig
+    tensors: Mapping[str, Tensor]
+    draft_ids: np.ndarray | None  # int32 [U]
+    trained_for: str | None  # the target that its files name
+
+    def notes(self, target_name: str) -> list[str]:
+        """Returns a sentence where the head was trained for another model of these sizes, which no shape shows."""
+
+        def last(name: str) -> str:
+            return name.rstrip("/").split("/")[-1]
+
+        if self.trained_for is not None and last(self.trained_for) != last(target_name):
+            return [f"{self.name} was trained for {self.trained_for}, not for {target_name}: expect less acceptance"]
+        tuned = "instruct" in self.name.lower() or "chat" in self.name.lower()
+        if self.trained_for is None and tuned and not re.search("instruct|chat", target_name.lower()):
+            return [f"{self.name} seems to be for a tuned model; {target_name} is a base model: expect less acceptance"]
+        return []
+
+
+def open_head(
+    name: str | os.PathLike,
+    target: TransformerConfig,
+    *,
+    target_embedding: Tensor | None = None,
+    dtype: str = "bfloat16",
+) -> HeadCheckpoint:
+    """Reads config and headers of a head, and checks them against its target.
+
+    Args:
+      name: a folder, on a disk or in a bucket, or the id of a model of the hub.
+      target: of the target's checkpoint, without padding of its vocabulary.
+      target_embedding: a head that repeats it does without one of its own.
+      dtype: of decode-time weights, activations and caches.
+
+    Raises:
+      FileNotFoundError: no such head. ValueError: a head of another kind or target, see `parse_head`; tensors that are
+        missing, unknown or misshapen; a pickle that holds more than tensors; a reduced vocabulary whose ids leave the
+        target's or do not increase; with file, name and value.
+    """
+    name = os.fspath(name)
+    folder, from_hub = find_folder(name)
+    found = _find(download_head(name) if from_hub else folder)
+    content = storage.read_json(folder / "config.json")
+    config = parse_head(str(folder / "config.json"), content, target, dtype, found.__contains__)
+    sources = _sources(config)
+    check_tensors(
+        name,
+        found,
+        {source.tensor: source.shape(head_sizes(config)) for source in sources.values()},
+        NOT_PARAMETERS.search,
+    )
+    draft_ids = None if config.draft_vocab_size is None else _read_ids(name, found, config)
+    if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
+        config = dataclasses.replace(config, own_embedding=False)
+    verifier = (content.get("speculators_config") or {}).get("verifier") or {}
+    return HeadCheckpoint(
+        name=name, config=config, tensors=found, draft_ids=draft_ids, trained_for=verifier.get("name_or_path")
+    )
+
+
+def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress = lambda *_: None) -> Any:
+    """Reads the parameters of ``head``, in its compute dtype and where they belong.
+
+    Args:
+      head: of the checkpoint's config. Its vocabulary may be larger: rows beyond the checkpoint's are zero.
+    """
+    there, here, dtype = head_sizes(checkpoint.config), head_sizes(head.config), head.config.layer.compute_dtype
+    sources = _sources(head.config)
+    shapes = jax.eval_shape(FeatureHead(head.config).init, jax.random.key(0))
+    if isinstance(head, ShardedHead):
+        shardings = head.param_shardings(shapes)
+    else:
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
+
+    def place(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+        kept = shape.dtype if shape.dtype == np.int32 else dtype
+        return jax.ShapeDtypeStruct(shape.shape, kept, sharding=sharding)
+
+    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        if name == DRAFT_IDS:
+            return checkpoint.draft_ids[index]
+        return read_piece(sources[name], checkpoint.tensors[sources[name].tensor], there, here, dtype, index)
+
+    places = flatten_dict(jax.tree.map(place, shapes, shardings), sep="/")
+    return unflatten_dict(read_leaves(places, read, progress), sep="/")
+
+
+def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
+    """Writes an EAGLE-3 head in the layout of speculators; ``config.json`` comes last.
+
+    Args:
+      target_name: where readers find the target: a folder, or an id of the hub.
+      K: tokens per round that it proposes to draft.
+
+    Raises:
+      ValueError: a head that the layout cannot describe; parameters of another head.
+    """
+    place, config = storage.place(folder), head.config
+    content = describe_head(config, target_name, K)
+    check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
+    leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
+    tensors = {}
+    for name, source in _sources(config).items():
+        tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
+    if config.draft_vocab_size is not None:
+        ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
+        tensors[OFFSETS] = ids_U - np.arange(len(ids_U))
+        tensors[KEPT] = np.isin(np.arange(config.layer.vocab_size), ids_U)
+    for stale in ("config.json", INDEX, SINGLE, PICKLE):
+        (place / stale).unlink(missing_ok=True)
+    storage.write(place / SINGLE, save(tensors, metadata={"format": "pt"}))
+    storage.write_json(place / "config.json", content)
+
+
+def head_sizes(config: HeadConfig) -> dict[str, int]:
+    """Returns the size of the axis that each letter of `HEAD` stands for."""
+    layer, fc, query = _widths(config)
+    return dict(
+        V=layer.vocab_size,
+        U=config.num_outputs,
+        D=layer.width,
+        F=layer.feedforward_width,
+        N=layer.num_heads,
+        M=layer.num_kv_heads,
+        H=layer.head_size,
+        W=config.target_width,
+        X=query,
+        Y=fc,
+    )
+
+
+def _widths(config: HeadConfig) -> tuple[TransformerConfig, int, int]:
+    """Returns the layer, and how much fc and the projections to heads read."""
+    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
+    return config.layer, shapes["fc"].shape[0], shapes["attention/query"].shape[1]
+
+
+def _sources(config: HeadConfig) -> dict[str, Any]:
+    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
+    return {name: find_source(name, HEAD) for name in shapes if name != DRAFT_IDS}
+
+
+def _find(folder: epath.Path) -> dict[str, Tensor]:
+    """Returns all tensors of a folder, by the names that speculators has for them."""
+    whole = (folder / SINGLE).exists() or (folder / INDEX).exists()
+    found = find_tensors(folder) if whole or not (folder / PICKLE).exists() else read_pickle(folder / PICKLE)
+    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in found.items()}
+
+
+def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.ndarray:
+    """Returns the target's id of each token of a reduced vocabulary."""
+    shapes = {OFFSETS: (config.num_outputs,), KEPT: (config.layer.vocab_size,)}
+    for key, shape in shapes.items():
+        tensor = found.get(key)
+        if tensor is None and key == OFFSETS:
+            raise ValueError(f"{name} has a reduced vocabulary of {config.num_outputs} tokens, but no tensor {OFFSETS}")
+        if tensor is not None and (tensor.shape != shape or tensor.kind not in INTEGERS):
+            raise ValueError(f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; integers {shape} are wanted")
+    file = found[OFFSETS].file
+    ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(config.num_outputs)
+    beyond = np.flatnonzero((ids_U < 0) | (ids_U >= config.layer.vocab_size))
+    if len(beyond):
+        raise ValueError(
+            f"{file}: {OFFSETS}[{beyond[0]}] makes token {ids_U[beyond[0]]} of {beyond[0]}; the target has "
+            f"{config.layer.vocab_size} tokens"
+        )
+    falling = np.flatnonzero(np.diff(ids_U) <= 0)
+    if len(falling):
+        raise ValueError(
+            f"{file}: {OFFSETS} holds offsets, whose tokens increase; token {ids_U[falling[0]]} is followed by "
+            f"{ids_U[falling[0] + 1]} at {falling[0] + 1}"
+        )
+    if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
+        raise ValueError(f"{file}: {KEPT} keeps other tokens than {OFFSETS} names")
+    return ids_U.astype(np.int32)

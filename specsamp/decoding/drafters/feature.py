@@ -1,0 +1,196 @@
+"""A head inside the target drafts from its hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
+
+A round costs the head one call of K+1 rows, in `commit`, and K-1 calls of ``window`` rows, in `propose`. The former
+reads the true hidden states of all rows that the target scored: of the accepted ones, with the tokens after them, are
+made the features that the next draft begins with; the others are stale, as rejected tokens are to any cache. So
+whatever was drafted, or not, the head's cache is rewritten from true hidden states.
+
+The head's own distribution is sampled and handed to the rule. Tokens that a reduced vocabulary lacks have probability
+zero in it, which costs acceptance and biases nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.models.heads import FeatureHead
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.sampling.rules import Draft, Verdict
+
+Array = jax.Array
+
+MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 1 slots
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeatureState:
+    """What a head remembers of each row."""
+
+    cache: Any  # of pairs: that of position t and the token after it is in slot t
+    feature_BD: Array  # what the head returned for the last pair
+    ready_B: Array  # bool, whether there was one: a prompt of one token has none
+    edge_BD: Array  # of the last token that was read of a prompt, whose pair waits for the next chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter(Drafter):
+    """Drafts with ``head``, whose weights are ``weights.draft``.
+
+    Attributes:
+      target: the pair's; it embeds tokens, and turns features into logits, where the head does not itself.
+      head: made for this target.
+      K: tokens per round.
+      window: rows per call, see `Loop.window`; beyond the first they are fed for the matrix unit's sake alone.
+    """
+
+    target: LayeredModel
+    head: FeatureHead
+    K: int
+    window: int = 1
+
+    def __post_init__(self):
+        if self.K < 1 or not 1 <= self.window <= MAX_WINDOW:
+            raise ValueError(f"K must be at least 1 and window from 1 to {MAX_WINDOW}; got {self.K} and {self.window}")
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.head.hidden_layers
+
+    @property
+    def weights_key(self) -> FeatureHead:
+        return self.head
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if target != self.target:
+            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
+        if draft_params is None:
+            raise ValueError("a FeatureDrafter needs the pair's draft_params")
+        self.head.check_target(target)
+
+    def prepare(self, params: Any) -> Any:
+        return self.head.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return self.head.fit_slots(weights, slots)
+
+    def init(self, batch: int, slots: int) -> FeatureState:
+        layer = self.head.config.layer
+        return FeatureState(
+            cache=self.head.init_cache(batch, slots),
+            feature_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
+            ready_B=jnp.zeros((batch,), bool),
+            edge_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
+        )
+
+    def pin(self, state: FeatureState, replicate: Callable[[Any], Any]) -> FeatureState:
+        return dataclasses.replace(replicate(dataclasses.replace(state, cache=None)), cache=state.cache)
+
+    def read(
+        self,
+        weights: Weights,
+        state: FeatureState,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        target_output: Output,
+        cache: Any,
+    ) -> tuple[FeatureState, Any]:
+        """Reads the pairs that end in this chunk: the first one begins with the last token of the chunk before.
+
+        The first chunk of all has one pair less; its last row is stale and written again by the next.
+        """
+        embedded_BTD, cache = self._embed(weights, tokens_BT, start_B, cache)
+        features_BTD = self.head.fuse(weights.draft, target_output.hidden)
+        late_BTD = jnp.concatenate([state.edge_BD[:, None], features_BTD[:, :-1]], axis=1)
+        early_BTD = jnp.concatenate([embedded_BTD[:, 1:], embedded_BTD[:, -1:]], axis=1)
+        is_first_B = start_B == 0
+        first_B = jnp.maximum(start_B - 1, 0)  # the slot of the first pair
+        returned_BTD, head_cache = self.head(
+            weights.draft,
+            jnp.where(is_first_B[:, None, None], early_BTD, embedded_BTD),
+            jnp.where(is_first_B[:, None, None], features_BTD, late_BTD),
+            first_B,
+            state.cache,
+        )
+        last_B = lengths_B - 2 - first_B  # the row of the prompt's last pair
+        here_B = (last_B >= 0) & (last_B < tokens_BT.shape[1]) & (lengths_B >= 2)
+        feature_BD = self.head.take(returned_BTD, jnp.clip(last_B, 0, tokens_BT.shape[1] - 1))
+        return FeatureState(
+            cache=head_cache,
+            feature_BD=jnp.where(here_B[:, None], feature_BD, state.feature_BD),
+            ready_B=lengths_B >= 2,
+            edge_BD=features_BTD[:, -1],
+        ), cache
+
+    def propose(
+        self, weights: Weights, state: FeatureState, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, FeatureState, Any]:
+        batch, head = len(prefix.lengths_B), self.head
+        of_target = functools.partial(self.target.unembed_normed, weights.target)
+
+        def draw(carry: tuple, offset: Array | int) -> tuple:
+            head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, warp_state = carry
+            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target)
+            logits_BV = head.expand(weights.draft, logits_BTV)[:, 0]
+            tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
+            if log_probs_BV is not None:
+                if log_probs_BRV is None:
+                    log_probs_BRV = jnp.zeros((batch, self.K, head.vocab_size), log_probs_BV.dtype)
+                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
+            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
+            return head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, sample.advance(warp_state, tokens_B)
+
+        def step(offset: Array, carry: tuple) -> tuple:
+            head_cache, cache, feature_BD, tokens_BK, *rest = carry
+            at_B = prefix.lengths_B + offset - 1  # of the token drafted last
+            tokens_B = jax.lax.dynamic_index_in_dim(tokens_BK, offset - 1, axis=1, keepdims=False)
+            embedded_BTD, cache = self._embed(weights, self._widen(tokens_B), at_B, cache)
+            returned_BTD, head_cache = head(weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache)
+            return draw((head_cache, cache, returned_BTD[:, 0], tokens_BK, *rest), offset)
+
+        tokens_BK = jnp.zeros((batch, self.K), jnp.int32)
+        carry = draw((state.cache, cache, state.feature_BD, tokens_BK, None, sample.warp_state), 0)
+        head_cache, cache, _, tokens_BK, log_probs_BRV, _ = jax.lax.fori_loop(1, self.K, step, carry)
+        num_drafted_B = jnp.where(state.ready_B, self.K, 0).astype(jnp.int32)
+        draft = Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV)
+        return draft, dataclasses.replace(state, cache=head_cache), cache
+
+    def commit(
+        self,
+        weights: Weights,
+        state: FeatureState,
+        prefix: Prefix,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: Any,
+    ) -> tuple[FeatureState, Any]:
+        # Row i is the hidden state at position length - 1 + i and the token after it, which was emitted or is padding.
+        tokens_BT = jnp.maximum(verdict.tokens_BT, 0)
+        embedded_BTD, cache = self._embed(weights, tokens_BT, prefix.lengths_B, cache)
+        features_BTD = self.head.fuse(weights.draft, output.hidden)
+        returned_BTD, head_cache = self.head(
+            weights.draft, embedded_BTD, features_BTD, prefix.lengths_B - 1, state.cache
+        )
+        feature_BD = self.head.take(returned_BTD, verdict.num_accepted_B)
+        ready_B = jnp.ones_like(state.ready_B)
+        return dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD, ready_B=ready_B), cache
+
+    def _embed(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any) -> tuple[Array, Any]:
+        """Embeds tokens in slots ``start_B ..`` of the target; its cache remembers them, if it remembers tokens."""
+        if self.head.config.own_embedding:
+            return self.head.embed(weights.draft, tokens_BT), cache
+        return self.target.embed(weights.target, tokens_BT, start_B, cache)
+
+    def _widen(self, x: Array) -> Array:
+        """Returns ``window`` equal rows ``[B, T, ...]``; those behind the first are stale in the head's cache."""
+        return jnp.repeat(x[:, None], self.window, axis=1)

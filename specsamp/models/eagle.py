@@ -1,0 +1,154 @@
+"""The heads of EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840), with the switches of public heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.attention import Attention
+from specsamp.models.cache import KVCache
+from specsamp.models.feedforward import FeedForward
+from specsamp.models.heads import HeadConfig, HeadModule
+from specsamp.models.norm import Norm
+from specsamp.models.parameters import bias, weight
+from specsamp.models.products import contract
+
+Array = jax.Array
+
+
+class Eagle1(HeadModule):
+    """Predicts the stream after the target's final norm, which the target's output turns into logits.
+
+    The layer has no norm in front of its attention.
+    """
+
+    config: Eagle1Config
+
+    def setup(self):
+        self.declare_ends()
+        config, width = self.config, self.config.layer.width
+        self.fc = weight(self, "fc", (2 * width, width), ("features", "embed"), fan_in=2 * width)
+        if config.fc_bias:
+            self.fc_bias = bias(self, "fc_bias", ("embed",), jnp.zeros((1, 1, width)))
+        self.attention = Attention(config.layer)
+        self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
+
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        return hidden[0]
+
+    def normed(self, features_BTD: Array) -> Array:
+        return features_BTD
+
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
+        x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
+        x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+        if self.config.fc_bias:
+            x_BTD = x_BTD + self.fc_bias.astype(x_BTD.dtype)
+        return _finish_layer(self, x_BTD, x_BTD, start_B, cache)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle1Config(HeadConfig):
+    """The shape of an EAGLE-1 head."""
+
+    fc_bias: bool = True
+
+    module: ClassVar[type[HeadModule]] = Eagle1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.hidden_layers != (self.target_layers,):
+            raise ValueError(
+                f"an EAGLE-1 head reads the stream after the final norm, hidden_layers ({self.target_layers},); got "
+                f"{self.hidden_layers}"
+            )
+
+
+class Eagle3(HeadModule):
+    """Mixes hidden states of three layers; its layer reads them beside the token, and returns features like them."""
+
+    config: Eagle3Config
+
+    def setup(self):
+        self.declare_ends()
+        config, layer = self.config, self.config.layer
+        read = len(config.hidden_layers) * config.target_width
+        self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
+        if config.norm_before_fc:
+            self.input_norm = Norm(layer)
+        if config.fc_norm:
+            self.fc_norm = [Norm(layer) for _ in config.hidden_layers]
+        self.attention_norm, self.hidden_norm = Norm(layer), Norm(layer)
+        self.attention = Attention(layer, input_width=2 * layer.width)
+        self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
+
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        if self.config.fc_norm:
+            hidden = tuple(norm(x_BTD) for norm, x_BTD in zip(self.fc_norm, hidden, strict=True))
+        x_BTX = jnp.concatenate(hidden, axis=-1)
+        x_BTX = self.input_norm(x_BTX) if self.config.norm_before_fc else x_BTX
+        return contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+
+    def normed(self, features_BTD: Array) -> Array:
+        return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
+
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
+        normed_BTD = self.hidden_norm(features_BTD)
+        x_BTX = jnp.concatenate([self.attention_norm(embedded_BTD), normed_BTD], axis=-1)
+        residual_BTD = normed_BTD if self.config.norm_before_residual else features_BTD
+        y_BTD, cache = _finish_layer(self, x_BTX, residual_BTD, start_B, cache)
+        return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """The shape of an EAGLE-3 head.
+
+    Attributes:
+      norm_before_residual: the residual of the layer is the normalised feature.
+      norm_before_fc: one norm of all hidden states side by side.
+      fc_norm: a norm of each hidden state instead (EAGLE-3.1).
+      norm_output: the features that it returns are normalised (EAGLE-3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    module: ClassVar[type[HeadModule]] = Eagle3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are two ways to do one thing: set one of them")
+
+
+def default_layers(target_layers: int) -> tuple[int, int, int]:
+    """Returns the layers whose outputs an EAGLE-3 head reads by default: what enters layers 2, L/2 and L-3.
+
+    Raises:
+      ValueError: a layer would be read twice, as in targets of fewer than seven layers.
+    """
+    layers = 1, target_layers // 2 - 1, target_layers - 4
+    if not 0 <= layers[0] < layers[1] < layers[2]:
+        raise ValueError(
+            f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
+        )
+    return layers
+
+
+def _finish_layer(
+    module: Eagle1 | Eagle3, x: Array, residual_BTD: Array, start_B: Array, cache: KVCache | None
+) -> tuple[Array, KVCache]:
+    """Returns what follows the layer's input: attention and feed-forward, each added to the stream."""
+    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :]
+    rope = module.config.layer.rotary_of(None).angles(positions_BT)
+    with jax.named_scope("attention"):
+        y_BTD, cache = module.attention(x, start_B, rope, cache, None, None)
+        y_BTD = residual_BTD + y_BTD
+    with jax.named_scope("mlp"):
+        return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache

@@ -1,0 +1,270 @@
+"""Heads that draft from a target's hidden states: what drafter, mesh and checkpoints know of them.
+
+A head reads pairs (h_t, x_{t+1}): what the target's layers returned at a position, and the token after it. `fuse` makes
+of the former one stream of *features*, a call turns pairs into the features of the next position, and `logits` says
+what follows. So a head goes on by itself with the features that it returned. A pair lies in slot t of its cache.
+
+The modules are in `specsamp.models.eagle`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specsamp.models.cache import KVCache
+from specsamp.models.config import TransformerConfig
+from specsamp.models.interface import LanguageModel, LayeredModel
+from specsamp.models.parameters import weight
+from specsamp.models.products import contract, full_precision
+
+Array = jax.Array
+DRAFT_IDS = "draft_ids"  # int32 [U], the target's ids of a reduced vocabulary, increasing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The shape of a head with one decoder layer.
+
+    Attributes:
+      layer: of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
+      target_layers: of the target, which a head fits or not.
+      target_width: of the target's hidden states; None: the head's width.
+      hidden_layers: what it reads: layers of the target, counted from 0, as outputs; ``target_layers`` stands for the
+        stream after the final norm. See `Output.hidden`.
+      draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole one.
+      own_embedding: embeds tokens itself; False: the target does.
+      own_output: has an output matrix itself; False: the target's is used.
+
+    Raises:
+      ValueError: what no head can be, with field and value.
+    """
+
+    layer: TransformerConfig
+    target_layers: int
+    hidden_layers: tuple[int, ...]
+    target_width: int | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_output: bool = False
+
+    module: ClassVar[type[HeadModule]]
+
+    def __post_init__(self):
+        object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
+        if self.target_width is None:
+            object.__setattr__(self, "target_width", self.layer.width)
+        for layer in self.hidden_layers:
+            if not 0 <= layer <= self.target_layers:
+                raise ValueError(f"hidden_layers names layer {layer} of a target of {self.target_layers} layers")
+        if len(set(self.hidden_layers)) < len(self.hidden_layers):
+            raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
+        if self.layer.positions != "rotary":
+            raise ValueError(f"a head has rotary positions; got {self.layer.positions!r}")
+        if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
+            raise ValueError(
+                f"a head of width {self.layer.width} cannot share embedding or output of a target of width "
+                f"{self.target_width}: set own_embedding and own_output"
+            )
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.layer.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size must be from 1 to the target's {self.layer.vocab_size}; got {self.draft_vocab_size}"
+            )
+        if self.draft_vocab_size is not None and not self.own_output:
+            raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
+
+    @property
+    def num_outputs(self) -> int:
+        """U, the tokens that it can propose."""
+        return self.draft_vocab_size or self.layer.vocab_size
+
+
+def _as_it_is(x: Array) -> Array:
+    return x
+
+
+class HeadModule(nn.Module):
+    """What the modules of all heads have: the two ends, if they are their own.
+
+    Attributes:
+      split: lays what ``fc`` multiplies, a concatenation ``[B, T, X]``, out like the rows of ``fc``.
+    """
+
+    config: HeadConfig
+    split: Callable[[Array], Array] = _as_it_is
+
+    def declare_ends(self) -> None:
+        """Declares what is not the target's."""
+        config, width = self.config, self.config.layer.width
+        if config.own_embedding:
+            shape = (config.layer.vocab_size, width)
+            self.embedding = weight(self, "embedding", shape, ("vocab", "embed"), fan_in=width)
+        if config.own_output:
+            self.output = weight(self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width)
+
+    def embed(self, tokens_BT: Array) -> Array:
+        """Returns the head's own embedding of tokens, ``[B, T, D]``."""
+        return self.embedding[tokens_BT].astype(self.config.layer.compute_dtype)
+
+    def project(self, x_BTD: Array) -> Array:
+        """Returns the head's own logits ``[B, T, U]`` float32 of what `normed` returned."""
+        return contract("BTD,UD->BTU", x_BTD, self.output, dtype=jnp.float32)
+
+    @abc.abstractmethod
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
+
+    @abc.abstractmethod
+    def normed(self, features_BTD: Array) -> Array:
+        """Returns what the output matrix multiplies by."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+    ) -> tuple[Array, KVCache]:
+        """See `FeatureHead.__call__`."""
+
+    def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
+        """Runs all parts once, to declare all parameters."""
+        features_BTD = self.fuse(hidden)
+        return self.normed(self(jnp.zeros_like(features_BTD), features_BTD, start_B, None)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureHead:
+    """A head as a static, hashable value; its arrays travel beside it."""
+
+    config: HeadConfig
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.config.hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the target's."""
+        return self.config.layer.vocab_size
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def init(self, key: Array) -> Any:
+        """Returns random float32 parameters; a reduced vocabulary is that of the first ids."""
+        params = nn.meta.unbox(self._boxed(key))
+        if self.config.draft_vocab_size is not None:
+            params = params | {DRAFT_IDS: jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32)}
+        return params
+
+    def param_axes(self) -> Any:
+        """Returns the logical axis names of every parameter, as a tree of `PartitionSpec`."""
+        axes = nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
+        return axes if self.config.draft_vocab_size is None else axes | {DRAFT_IDS: PartitionSpec(None)}
+
+    def _boxed(self, key: Array) -> Any:
+        config, start_B = self.config, jnp.zeros((1,), jnp.int32)
+        hidden = (jnp.zeros((1, 1, config.target_width)),) * len(config.hidden_layers)
+        return config.module(config).init(key, hidden, start_B, method="everything")["params"]
+
+    def prepare(self, params: Any) -> Any:
+        """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks.
+
+        ``ranks_V`` holds the place of each of the target's ids among the head's, U where it has none.
+        """
+        params = dict(params)
+        ids_U, ranks_V = params.pop(DRAFT_IDS, None), None
+        if ids_U is not None:
+            ranks_V = jnp.full((self.vocab_size,), len(ids_U), jnp.int32)
+            ranks_V = ranks_V.at[ids_U].set(jnp.arange(len(ids_U), dtype=jnp.int32))
+        return {
+            "params": jax.tree.map(lambda x: x.astype(self.config.layer.compute_dtype), params),
+            "ranks_V": ranks_V,
+        }
+
+    def weight_axes(self) -> Any:
+        """Returns the logical axis names of what `prepare` returns."""
+        params = self.param_axes()
+        ids = params.pop(DRAFT_IDS, None)
+        return {"params": params, "ranks_V": ids}
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        """Adds to ``weights`` what depends on the number of cache slots: nothing."""
+        return weights
+
+    def check_target(self, target: LanguageModel) -> None:
+        """Raises ValueError unless the head was made for a target of these sizes, with the two that differ."""
+        if not isinstance(target, LayeredModel):
+            raise ValueError(f"a head reads the layers of a LayeredModel; the target is {target!r}")
+        for what, ours, theirs in (
+            ("width", self.config.target_width, target.width),
+            ("vocabulary", self.vocab_size, target.vocab_size),
+            ("number of layers", self.config.target_layers, target.num_layers),
+        ):
+            if ours != theirs:
+                raise ValueError(
+                    f"the head was made for another target: its {what} is {ours}, this target's is {theirs}"
+                )
+
+    def init_cache(self, batch: int, slots: int) -> KVCache:
+        """Returns an empty cache, of one layer."""
+        layer = self.config.layer
+        return KVCache.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+
+    def cache_axes(self) -> KVCache:
+        """Returns the logical axis names of `init_cache`'s result."""
+        return KVCache.logical_axes()
+
+    def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
+        """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
+        dtype = self.config.layer.compute_dtype
+        with jax.named_scope("fuse"):
+            return self._apply("fuse", weights, tuple(x_BTD.astype(dtype) for x_BTD in hidden))
+
+    def embed(self, weights: Any, tokens_BT: Array) -> Array:
+        """Returns the head's own embedding of tokens ``[B, T, D]``; only if it has one."""
+        return self._apply("embed", weights, tokens_BT)
+
+    def __call__(
+        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+    ) -> tuple[Array, KVCache]:
+        """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions after them.
+
+        Args:
+          weights: from `prepare`.
+          embedded_BTD: the tokens x_{t+1}.
+          features_BTD: of positions t, from `fuse` or an earlier call.
+          cache: as of `LanguageModel.__call__`; None: pairs see each other alone.
+        """
+        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
+        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)
+
+    def logits(self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array]) -> Array:
+        """Returns float32 logits ``[B, T, U]`` of the tokens after what the features stand for.
+
+        Args:
+          of_target: `LayeredModel.unembed_normed` with its weights, for heads without an output of their own.
+        """
+        x_BTD = self._apply("normed", weights, features_BTD)
+        return self._apply("project", weights, x_BTD) if self.config.own_output else of_target(x_BTD)
+
+    def expand(self, weights: Any, logits: Array) -> Array:
+        """Returns logits over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
+        if weights["ranks_V"] is None:
+            return logits
+        return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
+
+    def take(self, features_BTD: Array, row_B: Array) -> Array:
+        """Returns one row of each text, ``[B, D]``."""
+        return jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
+
+    def _module(self) -> HeadModule:
+        return self.config.module(self.config)
+
+    def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
+        with full_precision(self.config.layer.dtype):
+            return self._module().apply({"params": weights["params"]}, *arguments, method=method)

@@ -1,0 +1,254 @@
+"""Public heads: golden forward passes, files that other packages write, and files that do not fit."""
+
+import io
+import json
+import pickle
+import shutil
+import zipfile
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from safetensors.numpy import load_file, save_file
+
+from specsamp.checkpoints.heads import open_head, read_head, write_head
+from specsamp.checkpoints.pickles import read_pickle
+from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import FeatureHead
+from support import golden_heads
+
+TOY_TARGET = TransformerConfig(vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary")
+TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
+OFFSETS = np.array([0, 1, 1, 4, 5, 5])  # ids 0, 2, 3, 7, 9, 10
+TOKENS = jnp.asarray([[3, 1, 4, 15]])
+
+
+def toy_eagle3(folder, tensors=(), **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden_heads.EAGLE3 | config))
+    save_file(
+        golden_heads.recipe(golden_heads.EAGLE3_SHAPES) | {"d2t": OFFSETS} | dict(tensors),
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def toy_eagle1(folder, **config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden_heads.EAGLE1 | config))
+    shutil.copy(golden_heads.FOLDER / "eagle1.bin", folder / "pytorch_model.bin")
+    return folder
+
+
+def load(folder, target=TOY_TARGET, **options):
+    checkpoint = open_head(folder, target, dtype="float32", **options)
+    head = FeatureHead(checkpoint.config)
+    return head, head.prepare(read_head(checkpoint, head))
+
+
+def two_calls(head, weights, hidden, tokens=TOKENS):
+    """The features of all pairs, and of one more that begins with the last of them and token 5."""
+    start_B, length = jnp.zeros(1, jnp.int32), tokens.shape[1]
+    cache = head.init_cache(1, length + 2)
+    features, cache = head(weights, head.embed(weights, tokens), head.fuse(weights, hidden), start_B, cache)
+    more, _ = head(weights, head.embed(weights, jnp.asarray([[5]])), features[:, -1:], start_B + length, cache)
+    return features[0], more[0, 0]
+
+
+GOLDEN_3 = {
+    False: [[0.198109, 0.110161, -0.321706, 0.250784, 0.040335, -0.296038]],
+    True: [[0.038777, 0.258472, -0.328775, 0.110403, 0.204906, -0.340301]],
+}
+GOLDEN_3[False] += [
+    [0.052108, 0.093196, -0.156671, 0.082584, 0.064014, -0.154406],
+    [0.316965, -0.018370, -0.296354, 0.350870, -0.097311, -0.241690],
+]
+GOLDEN_1 = [
+    [-0.270049, 0.749794, -0.071999, -0.753309, 0.222480, 0.448516, -0.003630, -0.376160],
+    [0.956510, 0.530843, -1.139690, 0.265795, 0.504024, -0.723871, 0.517863, 0.467373],
+]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_eagle_3_in_eagles_layout(tmp_path, residual):
+    head, weights = load(toy_eagle3(tmp_path, norm_before_residual=residual))
+    assert head.hidden_layers == (1, 3, 5)
+    hidden = tuple(jnp.split(jnp.sin(0.7 * jnp.arange(96)).reshape(1, 4, 24), 3, axis=-1))
+    features, more = two_calls(head, weights, hidden)
+    rows = jnp.stack([features[3], features[0], more])[None]
+    logits = head.logits(weights, rows, None)
+    wanted = GOLDEN_3[residual]
+    np.testing.assert_allclose(logits[0, : len(wanted)], wanted, atol=1e-5)
+    whole = head.expand(weights, logits)
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(whole[0, 0])), [0, 2, 3, 7, 9, 10])
+    np.testing.assert_array_equal(whole[..., jnp.asarray([0, 2, 3, 7, 9, 10])], logits)
+
+
+def test_eagle_1_from_a_pickle(tmp_path):
+    head, weights = load(toy_eagle1(tmp_path))
+    assert head.hidden_layers == (9,)
+    features, more = two_calls(head, weights, (jnp.sin(0.7 * jnp.arange(32)).reshape(1, 4, 8),))
+    np.testing.assert_allclose([features[3], more], GOLDEN_1, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", golden_heads.NAMES)
+def test_heads_of_speculators(tmp_path, name):
+    """All switches of EAGLE-3 and 3.1; and what we write of them is what we read."""
+    golden = golden_heads.write_head(name, tmp_path / "theirs")
+    head, weights = load(tmp_path / "theirs", TARGET)
+    assert head.hidden_layers == (1, 5, 8), "its ids 2, 6, 9 name what enters layers"
+    hidden = tuple(jnp.split(golden["hidden"], 3, axis=-1))
+    features, _ = two_calls(head, weights, hidden, golden["tokens"])
+    np.testing.assert_allclose(head.logits(weights, features[None], None), golden["logits"], atol=1e-5)
+    params = read_head(open_head(tmp_path / "theirs", TARGET, dtype="float32"), head)
+    write_head(tmp_path / "ours", head, params, target_name="org/target", K=3)
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key], tensor)
+        assert ours[key].dtype == tensor.dtype
+    again = open_head(tmp_path / "ours", TARGET, dtype="float32")
+    assert again.config == head.config
+    assert again.notes("org/target") == [] and "was trained for org/target" in again.notes("org/other")[0]
+
+
+def test_layers_that_are_named_as_outputs(tmp_path):
+    """SpecForge's way of counting."""
+    folder = toy_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 8]})
+    assert open_head(folder, TOY_TARGET).config.hidden_layers == (0, 4, 8)
+
+
+def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
+    folder = toy_eagle3(tmp_path)
+    same = open_head(folder, TOY_TARGET).tensors["embed_tokens.weight"]
+    assert not open_head(folder, TOY_TARGET, target_embedding=same).config.own_embedding
+    other = open_head(folder, TOY_TARGET).tensors["lm_head.weight"]
+    assert open_head(folder, TOY_TARGET, target_embedding=other).config.own_embedding
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden_size": 16}, r"hidden_size = 16, but the target's width is 8"),
+        ({"vocab_size": 20}, r"vocab_size = 20, but the target's vocabulary is 16"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 11]}, r"\[2, 5, 11\], but 11 is none .* of 9 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 5, 6]}, "but 0 is none of the hidden states"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 6]}, "names a layer twice"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2; only 1 is supported"),
+        ({"draft_vocab_size": 7}, r"lm_head.weight \(6, 8\) in model.safetensors, \(7, 8\) wanted"),
+        ({"norm_before_fc": True}, r"1 tensors are missing: input_norm.weight \(24,\)"),
+        ({"norm_before_fc": True, "fc_norm": True}, "two ways to do one thing"),
+        ({"speculators_model_type": "peagle"}, "known is 'eagle3'"),
+        ({"model_type": "gpt2"}, "known of heads are llama, qwen3"),
+    ],
+)
+def test_heads_that_do_not_fit(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        open_head(toy_eagle3(tmp_path, **change), TOY_TARGET)
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"d2t": np.array([0, 1, 1, 4, 5, 11])}, r"model.safetensors: d2t\[5\] makes token 16 of 5; .* has 16 tokens"),
+        ({"d2t": np.array([-1, 1, 1, 4, 5, 5])}, r"d2t\[0\] makes token -1"),
+        ({"d2t": np.array([0, 2, 1, 4, 5, 5])}, "token 3 is followed by 3 at 2"),
+        ({"d2t": np.array([0.0, 1, 1, 4, 5, 5], np.float32)}, r"d2t \(6,\) of F32; integers \(6,\) are wanted"),
+        ({"t2d": np.arange(16) < 6}, "t2d keeps other tokens than d2t"),
+        ({"extra.weight": np.zeros(3, np.float32)}, r"not part of the model: extra.weight \(3,\) in model.safetensors"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        open_head(toy_eagle3(tmp_path, tensors), TOY_TARGET)
+
+
+def test_a_reduced_vocabulary_without_offsets(tmp_path):
+    folder = toy_eagle3(tmp_path)
+    save_file(golden_heads.recipe(golden_heads.EAGLE3_SHAPES), folder / "model.safetensors")
+    with pytest.raises(ValueError, match="a reduced vocabulary of 6 tokens, but no tensor d2t"):
+        open_head(folder, TOY_TARGET)
+
+
+def test_a_target_too_small_for_the_usual_layers(tmp_path):
+    with pytest.raises(ValueError, match=r"6 layers would be \(1, 2, 2\): choose three different ones"):
+        open_head(toy_eagle3(tmp_path), TransformerConfig(vocab_size=16, width=8, num_layers=6, num_heads=2))
+
+
+# Pickles: tensors and plain containers, and nothing else.
+
+
+def archive(path, description, **entries):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", description)
+        for name, content in entries.items():
+            file.writestr(f"archive/data/{name}", content)
+    return epath.Path(path)
+
+
+class Calls:
+    def __init__(self, function, *arguments):
+        self.reduced = function, arguments
+
+    def __reduce__(self):
+        return self.reduced
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
+)
+PLAIN = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"K\0K\x02\x85K\x01\x85\x89}tRs."
+
+
+def test_tensors_of_a_pickle(tmp_path):
+    file = archive(tmp_path / "x.bin", PLAIN, **{"0": np.array([1, 2], np.float32).tobytes()})
+    np.testing.assert_array_equal(read_pickle(file)["w"].read([slice(1, 2)]), [2])
+
+
+def hostile(tmp_path):
+    """Pickles by what they try; each would leave a file or take memory or change what is not its own."""
+    mark = str(tmp_path / "mark")
+    yield "a call", pickle.dumps({"w": Calls(open, mark, "w")}, 2)
+    yield "a call of a later protocol", pickle.dumps({"w": Calls(open, mark, "w")}, 4)
+    yield "evaluation", pickle.dumps(Calls(eval, f"open({mark!r}, 'w')"), 2)
+    yield "an old call", b"(S'" + mark.encode() + b"'\nS'w'\nibuiltins\nopen\n."
+    yield "an attribute of an allowed module", b"\x80\x02ctorch._utils\n_rebuild_tensor\n."
+    yield "a method of an allowed class", b"\x80\x02ccollections\nOrderedDict.fromkeys\n."
+    yield "torch.load", b"\x80\x02ctorch\nload\nX\x01\0\0\0x\x85R."
+    yield "a place in memory", b"\x80\x02}r\xff\xff\xff\xff."
+    yield "a buffer", b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\x00\x00."
+    yield "an extension", b"\x80\x02\x82\x01."
+    yield "a change of ours", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x01\0\0\0aK\x01s\x86b."
+    yield "a call of a dictionary", b"\x80\x02ccollections\nOrderedDict\n)R)R."
+    yield "another object", b"\x80\x02K\x07Q."
+    yield "a view", PLAIN.replace(b"K\x01\x85\x89", b"K\x02\x85\x89")
+    yield "more than there is", PLAIN.replace(b"K\x02\x85K\x01", b"K\x63\x85K\x01")
+    yield "an offset beyond", PLAIN.replace(b"K\0K\x02", b"K\x01K\x02")
+    yield "no tensor", b"\x80\x02}X\x01\0\0\0wK\x01s."
+    yield "no names", b"\x80\x02]."
+    yield "half of it", PLAIN[:40]
+
+
+def test_hostile_pickles_are_refused_and_nothing_runs(tmp_path):
+    cases = dict(hostile(tmp_path))
+    for what, description in cases.items():
+        file = archive(tmp_path / "x.bin", description, **{"0": bytes(8)})
+        with pytest.raises(ValueError, match="x.bin"):
+            read_pickle(file)
+            pytest.fail(f"{what} was read")
+    assert not (tmp_path / "mark").exists()
+    assert len(cases) == 19
+
+
+def test_files_that_are_no_archive_of_torch(tmp_path):
+    (tmp_path / "x.bin").write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(ValueError, match="no zip file of PyTorch"):
+        read_pickle(epath.Path(tmp_path / "x.bin"))
+    compressed = io.BytesIO()
+    with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", PLAIN)
+        file.writestr("archive/data/0", bytes(8))
+    (tmp_path / "x.bin").write_bytes(compressed.getvalue())
+    with pytest.raises(ValueError, match="or has compressed them"):
+        read_pickle(epath.Path(tmp_path / "x.bin"))

@@ -1,0 +1,229 @@
+"""Heads inside the target: exact whatever they propose, and worth what their features are worth."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.state import Request, Weights
+from specsamp.models.heads import DRAFT_IDS
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import chain, log_probs, temperature
+from support.fakes import FALSE_ALARM, decode, joint_law, p_value
+from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, table_head
+from support.loop_distributions import FULL, NUCLEUS, PROMPTS, TARGET, V, law_test
+
+K = 2
+SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
+
+
+def law_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
+    target = LayeredTable(V)
+    return Loop(target=target, drafter=drafter(target, head, K, **options), rule=rule)
+
+
+def weights_of(head, seed=0):
+    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, head.init(jax.random.key(seed)))
+    if DRAFT_IDS in params:
+        params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
+    return head.prepare(params)
+
+
+REDUCED = eagle3(V, draft_vocab_size=2)
+
+
+@pytest.mark.parametrize(
+    "head, rule, sampling, options",
+    [
+        (REDUCED, TokenRule(), FULL, {}),
+        (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
+        (eagle1(V), CoupledRule(), NUCLEUS, {}),
+        (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
+    ],
+)
+def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
+    """Prompts of one and of four tokens; the former drafts nothing in its first round."""
+    assert law_test(law_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
+
+
+class OfTheDraftVocabulary(TokenRule):
+    """The mutant: the target is renormalised over the head's vocabulary too."""
+
+    def verify(self, draft, target, keys):
+        kept_V = jnp.asarray([0, -jnp.inf, 0])[None, None]
+        return super().verify(draft, dataclasses.replace(target, logits_BTV=target.logits_BTV + kept_V), keys)
+
+
+def test_a_target_that_is_reduced_like_the_head_is_caught():
+    loop = law_loop(REDUCED, OfTheDraftVocabulary())
+    assert law_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
+
+
+def test_a_reduced_vocabulary_in_numbers():
+    """Target (.4, .3, .2, .1), head (.6, 0, .4, 0): accepted with .6, the rest is (0, .75, 0, .25)."""
+    head = eagle3(4, draft_vocab_size=2)
+    weights = head.prepare(head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2])})
+    law_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
+    np.testing.assert_allclose(np.exp(law_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
+    target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
+    accepted = [
+        TokenRule().acceptance(
+            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV), target
+        )
+        for token in (0, 2)
+    ]
+    np.testing.assert_allclose(0.6 * accepted[0] + 0.4 * accepted[1], [[0.6]], atol=1e-6)
+    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV)
+    residual = TokenRule().residual(draft, target, jnp.zeros(1, int))
+    np.testing.assert_allclose(residual / residual.sum(), [[0, 0.75, 0, 0.25]], atol=1e-6)
+
+
+# What the head knows: its own distribution is the target's where its features are right.
+
+PROMPTS_READ = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
+WEIGHTS = Weights(target=TARGET, draft=TARGET)
+TABLE = chain(temperature(1.0))
+
+
+def table_loop(drafter=FeatureDrafter, layer=0, K=3, **options):
+    target = ShowsTokens(V)
+    return Loop(target=target, drafter=drafter(target, table_head(V, layer), K, **options), rule=TokenRule())
+
+
+def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1, **options):
+    prompts = [PROMPTS_READ[i] for i in ids]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    request = Request.create(sampling=TABLE, limits=lengths + budget, prompt_ids=ids, num_samples=samples)
+    tokens_BP = np.ones((len(prompts), 5), np.int32)
+    for row, prompt in zip(tokens_BP, prompts):
+        row[: len(prompt)] = prompt
+    read = loop.prefill(
+        WEIGHTS, request, jnp.asarray(tokens_BP), jnp.asarray(lengths), slots=slots, num_samples=samples, **options
+    )
+    return read
+
+
+def texts(state):
+    return [row[:n].tolist() for row, n in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))]
+
+
+def first_acceptance(loop):
+    """How many of the tokens that were drafted first are accepted."""
+    state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
+    return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.num_verified_BK[:, 0].sum())
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_right_features_are_accepted_always(window):
+    assert first_acceptance(table_loop(window=window)) == 1
+    loop = table_loop(window=window)
+    state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
+    second = state.stats.accepted_BT[:, 2:].sum() / state.stats.num_verified_BK[:, 1].sum()
+    assert second < 0.9, "or an entry made of an own feature would harm nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTheWrongRow(FeatureDrafter):
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        after, cache = super().commit(weights, state, prefix, draft, verdict, output, cache)
+        wrong = dataclasses.replace(verdict, num_accepted_B=jnp.maximum(verdict.num_accepted_B - 1, 0))
+        stale = super().commit(weights, state, prefix, draft, wrong, output, cache)[0]
+        return dataclasses.replace(after, feature_BD=stale.feature_BD), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsItsOwnOutputs(FeatureDrafter):
+    """Reads the last true pair only: those before it stay as they were drafted."""
+
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        last_B = verdict.num_accepted_B
+        token_B1 = jnp.take_along_axis(verdict.tokens_BT, last_B[:, None], axis=1)
+        feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]
+        embedded_B1D = self.head.embed(weights.draft, token_B1)
+        start_B = prefix.lengths_B - 1 + last_B
+        returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
+        return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetsTheEdge(FeatureDrafter):
+    def read(self, weights, state, *rest):
+        return super().read(weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest)
+
+
+@pytest.mark.parametrize("mutant", [{"drafter": OfTheWrongRow}, {"drafter": KeepsItsOwnOutputs}, {"layer": 1}], ids=str)
+def test_wrong_features_cost_acceptance(mutant):
+    assert first_acceptance(table_loop(**mutant)) < 0.9
+
+
+def test_wrong_features_bias_nothing():
+    run = decode(table_loop(OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000)
+    laws = [joint_law(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
+    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), laws)), powered=False) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_prompts_read_in_chunks(chunk):
+    """Chunks end anywhere: the pair over an edge needs the last feature of the chunk before."""
+    loop = table_loop()
+    whole, read = (prefilled(loop, chunk=size) for size in (None, chunk))
+    for row, prompt in enumerate(PROMPTS_READ):
+        for one, other in zip(jax.tree.leaves(whole.drafter_state.cache), jax.tree.leaves(read.drafter_state.cache)):
+            np.testing.assert_array_equal(one[row, :, : len(prompt) - 1], other[row, :, : len(prompt) - 1])
+    np.testing.assert_array_equal(whole.drafter_state.feature_BD[1:, 1:], read.drafter_state.feature_BD[1:, 1:])
+    assert texts(loop.run(WEIGHTS, read, 1000)) == texts(loop.run(WEIGHTS, whole, 1000))
+
+
+def test_a_lost_edge_is_seen():
+    """The control of the test above."""
+    features = [
+        prefilled(table_loop(kind), chunk=2).drafter_state.feature_BD for kind in (FeatureDrafter, ForgetsTheEdge)
+    ]
+    assert not np.array_equal(features[0][1:], features[1][1:])
+
+
+def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
+    loop = table_loop()
+    state = loop.run(WEIGHTS, prefilled(loop), 1)
+    assert np.asarray(state.stats.drafted_B).tolist() == [0, 3, 3] and int(state.lengths_B[0]) == 2
+    state = loop.run(WEIGHTS, state, 1)
+    assert np.asarray(state.stats.drafted_B)[0] == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Pausing(FeatureDrafter):
+    """Drafts nothing while its text is of even length."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        paused_B = prefix.lengths_B % 2 == 0
+        return dataclasses.replace(draft, num_drafted_B=jnp.where(paused_B, 0, draft.num_drafted_B)), state, cache
+
+
+def test_a_round_that_drafts_nothing_leaves_no_hole():
+    loop = table_loop(Pausing)
+    state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
+    assert state.stats.num_verified_BK[:, 0].sum() < 0.9 * state.stats.rounds_B.sum()
+    assert first_acceptance(loop) == 1
+
+
+def test_rows_inserted_in_the_middle_keep_their_tokens():
+    loop = table_loop()
+    alone = [texts(loop.run(WEIGHTS, prefilled(loop, ids=(i,)), 1000))[0] for i in range(3)]
+    batch = loop.run(WEIGHTS, prefilled(loop, ids=(0, 1)), 2)
+    mixed = loop.insert(batch, prefilled(loop, ids=(2,), slots=32), [0])
+    assert texts(loop.run(WEIGHTS, mixed, 1000)) == [alone[2], alone[1]]
+
+
+@pytest.mark.parametrize(
+    "options, message", [({"K": 0}, "K must be at least 1"), ({"window": 4}, "window from 1 to 3")]
+)
+def test_sizes_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        table_loop(**options)

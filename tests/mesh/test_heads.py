@@ -1,0 +1,114 @@
+"""Heads on a mesh: the tokens of one device, weights and caches in their places, and nothing gathered that need not."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specsamp import BlockRule, Pair, chain, generate, temperature
+from specsamp.decoding.checks import default_drafter
+from specsamp.decoding.job import Job
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle1Config, Eagle3Config
+from specsamp.models.heads import FeatureHead
+from specsamp.models.transformer import TransformerLM
+
+LAYER = tiny(
+    vocab_size=96,
+    num_heads=8,
+    width=64,
+    num_kv_heads=2,
+    num_layers=1,
+    positions="rotary",
+    gated=True,
+    activation="silu",
+)
+HEADS = {
+    "eagle1": Eagle1Config(layer=LAYER, target_layers=3, hidden_layers=(3,)),
+    "eagle3": Eagle3Config(layer=LAYER, target_layers=3, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True),
+}
+PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
+SAMPLING = chain(temperature(1.0))
+
+
+def noisy(init, seed):
+    def stir(x):
+        return x + 0.1 * jax.random.normal(jax.random.key(seed), x.shape) if x.dtype == jnp.float32 else 2 * x
+
+    return jax.tree.map(stir, init(jax.random.key(seed)))
+
+
+@pytest.fixture(scope="module", params=list(HEADS))
+def pair(request):
+    target = TransformerLM(tiny(vocab_size=96, num_heads=8, width=64, num_kv_heads=2, num_layers=3, positions="rotary"))
+    head = FeatureHead(HEADS[request.param])
+    return Pair(target=target, target_params=noisy(target.init, 0), head=head, draft_params=noisy(head.init, 1))
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    return generate(pair, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
+
+
+def job_of(pair):
+    return Job.create(
+        pair, PROMPTS, BUDGETS, Method(drafter=default_drafter(pair, 3), rule=BlockRule(), sampling=SAMPLING)
+    )
+
+
+@pytest.mark.parametrize("data, model, draft", [(1, 8, None), (2, 4, 1), (4, 2, None)])
+def test_tokens_of_one_device(pair, alone, data, model, draft):
+    sharded = shard(pair, make_mesh(data, model), draft_model_parallelism=draft)
+    made = generate(sharded, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
+    assert [c.tokens for c in made] == [c.tokens for c in alone]
+    assert sum(c.stats.accepted for c in alone) > 0
+
+
+def collectives(text):
+    """Every collective of a program but sums, with the shape it makes."""
+    kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
+    return {(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)}
+
+
+@pytest.mark.parametrize("data, model", [(1, 8), (2, 4)])
+def test_everything_stays_where_it_is(pair, data, model):
+    """Weights are split, features are on all devices of a shard, and only logits are gathered."""
+    mesh = make_mesh(data, model)
+    job = job_of(shard(pair, mesh))
+
+    def check(array, *spec):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), array.ndim), array.sharding.spec
+
+    params = job.weights.draft["params"]
+    check(params["fc"], "model")
+    check(params["attention"]["query"], "model")
+    check(params["mlp"]["up"], None, "model")
+    if "output" in params:
+        check(params["output"], "model")
+        check(job.weights.draft["ranks_V"])
+    state = job.prefill()
+    bare = dataclasses.replace(state, request=None)
+    compiled = Loop.run_request.lower(job.loop, job.weights, job.request, bare, 9).compile()
+    rows, tokens = len(state.lengths_B) // data, 32 if "output" in params else 96
+    gathered = {("all-gather", f"f32[{rows},1,{tokens}]"), ("all-gather", f"f32[{rows},4,96]")}
+    assert collectives(compiled.as_text()) == gathered
+    for _ in range(2):
+        for leaf in jax.tree.leaves(state.drafter_state):
+            check(leaf, "data")
+        state = job.run(state, 1)
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused(pair):
+    config = dataclasses.replace(HEADS["eagle3"], draft_vocab_size=20)
+    head = FeatureHead(config)
+    odd = dataclasses.replace(pair, head=head, draft_params=head.init(jax.random.key(0)))
+    with pytest.raises(ValueError, match="'vocab' has 20 entries, which do not divide over the 8 devices"):
+        shard(odd, make_mesh(1, 8))

@@ -1,0 +1,122 @@
+"""Targets and heads small enough to enumerate, and the weights of the golden forward passes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from specsamp.models.cache import KVCache
+from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle1Config, Eagle3Config
+from specsamp.models.heads import FeatureHead
+from specsamp.models.interface import LayeredModel
+from support.fakes import TableLM
+
+WIDTH, LAYERS = 8, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class LayeredTable(TableLM, LayeredModel):
+    """A table model with hidden states: waves of the token and of the layer; its output is a fixed matrix."""
+
+    num_layers = LAYERS
+    width = WIDTH
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        output = super().__call__(weights, tokens_BT, start_B, cache)
+        hidden = tuple(waves(tokens_BT, 0.9 + layer) for layer in hidden_layers)
+        return dataclasses.replace(output, hidden=hidden)
+
+    def embed(self, weights, tokens_BT, start_B, cache, *, block=None):
+        return waves(tokens_BT, 0.5), cache
+
+    def layers(self, *arguments, **options):
+        raise NotImplementedError
+
+    def unembed(self, weights, x_BTD):
+        raise NotImplementedError
+
+    def unembed_normed(self, weights, x_BTD):
+        return x_BTD @ waves(jnp.arange(self.vocab_size)[None], 0.3)[0].T
+
+
+def waves(tokens_BT, frequency):
+    return jnp.sin(frequency * (tokens_BT[..., None] + 1.0) * jnp.arange(1.0, WIDTH + 1)[None, None])
+
+
+def layer_config(vocab_size, **changes):
+    sizes = dict(width=WIDTH, num_layers=1, num_heads=2, num_kv_heads=1, feedforward_width=12, norm_epsilon=1e-5)
+    kind = dict(positions="rotary", gated=True, activation="silu", tied=False)
+    return TransformerConfig(vocab_size=vocab_size, **(sizes | kind | changes))
+
+
+def eagle1(vocab_size, **changes):
+    return FeatureHead(
+        Eagle1Config(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,), **changes)
+    )
+
+
+def eagle3(vocab_size, **changes):
+    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(0, 2, 5), own_output=True)
+    return FeatureHead(Eagle3Config(**(shape | changes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShowsTokens(LayeredTable):
+    """Its hidden states are its tokens, ten times as large in each layer."""
+
+    width = 1
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+        output = super().__call__(weights, tokens_BT, start_B, cache)
+        return dataclasses.replace(output, hidden=tuple(tokens_BT[..., None] * 10.0**i for i in hidden_layers))
+
+
+UNKNOWN = -1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TableHead(FeatureHead):
+    """Looks the target's logits up: by the token, the feature before it, and the feature before that, from its cache.
+
+    So right features give the target's own distribution, and acceptance 1. What it returns as a feature of its own has
+    lost its token: a second drafted token is not always accepted, and an entry made of it harms the next round.
+    """
+
+    def prepare(self, params):
+        return params
+
+    def init_cache(self, batch, slots):
+        zeros = jnp.full((batch, 1, slots, 1), UNKNOWN)
+        return KVCache(keys_BMSH=zeros, values_BMSH=zeros + 0)
+
+    def fuse(self, weights, hidden):
+        return jnp.pad(hidden[0], ((0, 0), (0, 0), (0, 3)))
+
+    def embed(self, weights, tokens_BT):
+        return tokens_BT[..., None] * 1.0
+
+    def __call__(self, weights, embedded_BTD, features_BTD, start_B, cache):
+        new_BMTH = features_BTD[:, None, :, :1]
+        cache = cache.append(new_BMTH, new_BMTH, start_B)
+        at_BT = start_B[:, None] + jnp.arange(features_BTD.shape[1])[None] - 1
+        before_BT = jnp.take_along_axis(cache.keys_BMSH[:, 0, :, 0], jnp.maximum(at_BT, 0), axis=1)
+        before_BT = jnp.where(at_BT >= 0, before_BT, self.vocab_size)
+        parts = before_BT, features_BTD[..., 0], embedded_BTD[..., 0]
+        return jnp.stack([jnp.full_like(before_BT, UNKNOWN), *parts], axis=-1), cache
+
+    def logits(self, weights, features_BTD, of_target):
+        context = features_BTD[..., 1:].astype(jnp.int32)
+        known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
+        return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
+
+    def expand(self, weights, logits):
+        return logits
+
+
+def table_head(vocab_size, layer=0):
+    """A `TableHead` that reads the tokens that a `ShowsTokens` shows in ``layer``; ten times as large, they are wrong."""
+    shape = layer_config(vocab_size, width=4, num_heads=1, head_size=2)
+    shape = Eagle3Config(
+        layer=shape, target_layers=LAYERS, target_width=1, hidden_layers=(layer,), own_embedding=True, own_output=True
+    )
+    return TableHead(shape)
