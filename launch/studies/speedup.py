@@ -14,7 +14,8 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
-from experiment import DRAFTERS, RULES, Experiment, build, config_mesh, headline, refuse
+from drafters import make_drafter
+from experiment import RULES, Experiment, build, config_mesh, headline, refuse
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
 from specsamp.sampling.warp import Warp
@@ -65,7 +66,7 @@ def main() -> None:
 
 def cells_of(experiment: Experiment, name: str, warp: Warp) -> list[Cell]:
     """Makes the cells of one distribution."""
-    work, make = experiment.workload, DRAFTERS[_CONFIG.value.drafter]
+    work, pair = experiment.workload, experiment.pair
     return [
         Cell(
             key={
@@ -78,7 +79,7 @@ def cells_of(experiment: Experiment, name: str, warp: Warp) -> list[Cell]:
                 "top_p": 1.0 if name == "greedy" else 0.95,
                 "min_p": 0.0,
             },
-            drafter=make(experiment.pair, K),
+            drafter=make_drafter(_CONFIG.value, pair.target, pair.draft, K),
             rule=RULES[rule](),
             sampling=warp,
             draft_sampling=None,
