@@ -185,8 +185,11 @@ class ShardedModel(LayeredModel):
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, block: Block | None = None
     ) -> tuple[jax.Array, Any]:
         tokens_BT, start_B = self.layout.of_all_rows(tokens_BT, start_B)
-        x_BTD, cache = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
-        return self.layout.on_all_devices(x_BTD), self._place_cache(cache)
+        x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
+        # What embedding does not write is left alone: else a loop that only embeds would move whole caches.
+        placed = self._place_cache(written)
+        cache = jax.tree.map(lambda old, new, at: old if new is old else at, cache, written, placed)
+        return self.layout.on_all_devices(x_BTD), cache
 
     def layers(
         self,

@@ -99,12 +99,12 @@ class TransformerLM(LayeredModel):
             last = self.num_layers
             return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[2]
 
-        with self._full_precision():
+        with full_precision(self.config.dtype):
             return Decoder(self.config).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
         """Returns what final norm and output make of a stream, logits ``[B, T, V]`` float32, for training."""
-        with self._full_precision():
+        with full_precision(self.config.dtype):
             return Decoder(self.config).apply({"params": params}, x_BTD, method="unembed")
 
     # Decode-time weights.
