@@ -19,7 +19,7 @@ def add_decoding(
 ) -> ConfigDict:
     """Adds to ``config`` what configurations of pairs share, and returns it."""
     config.draft_length = draft_length  # K; 0 decodes autoregressively
-    # or "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    # or "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     config.rule = "token"  # or "block", or "coupled"

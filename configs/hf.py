@@ -6,7 +6,7 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install "specsamp[hf]"). Some models want their licence accepted on their page, and a token.
+model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's. Some models want their licence accepted on their page, and a token.
 launch/export_hugging_face.py writes a model that was trained here as such a folder.
 """
 
@@ -17,13 +17,14 @@ from ml_collections import ConfigDict, config_dict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicPair:
-    """Two models, and how they are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches."""
+    """A target and what drafts for it, a model or a head, and how they are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches."""
 
     target: str
     draft: str
     model_parallelism: int = 1  # devices that one copy of the target is split over; they divide its heads
     draft_model_parallelism: int = 0  # devices that one copy of the draft is split over; 0: as many as the target's
     num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
+    drafter: str = "model"  # or "head": ``draft`` reads the target's hidden states
 
 
 PAIRS = {
@@ -40,6 +41,28 @@ PAIRS = {
     "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", model_parallelism=8),
     "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4),
     "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4),
+}
+# Heads draft for the tuned models that they were trained on; beside the base models they are accepted less.
+HEADS = {
+    "llama-8b-eagle3": PublicPair(
+        target="meta-llama/Llama-3.1-8B-Instruct",
+        draft="RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        model_parallelism=4,
+        drafter="head",
+    ),
+    "llama-70b-eagle3": PublicPair(
+        target="meta-llama/Llama-3.3-70B-Instruct",
+        draft="RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+        model_parallelism=16,
+        num_kv_heads=8,
+        drafter="head",
+    ),
+    "qwen-8b-eagle3": PublicPair(
+        target="Qwen/Qwen3-8B", draft="RedHatAI/Qwen3-8B-speculator.eagle3", model_parallelism=4, drafter="head"
+    ),
+    "qwen-32b-eagle3": PublicPair(
+        target="Qwen/Qwen3-32B", draft="RedHatAI/Qwen3-32B-speculator.eagle3", model_parallelism=8, drafter="head"
+    ),
 }
 PROMPTS = (
     "The history of the steam engine begins",
@@ -59,7 +82,7 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
     config.prompts = PROMPTS
     config.draft_length = 4  # K; 0 decodes autoregressively
-    config.drafter = "model"  # or "early_exit", "ngram", "none"
+    config.drafter = pair.drafter  # "model", "head", "early_exit", "ngram" or "none"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
@@ -82,17 +105,18 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
 
 
 def find(argument: str) -> PublicPair:
-    """Returns one of `PAIRS` by its name, or the pair of two models, ``TARGET,DRAFT``.
+    """Returns one of `PAIRS` or `HEADS` by its name, or the pair of two models, ``TARGET,DRAFT``.
 
     Raises:
       ValueError: neither.
     """
-    if argument in PAIRS:
-        return PAIRS[argument]
+    known = PAIRS | HEADS
+    if argument in known:
+        return known[argument]
     names = argument.split(",")
     if len(names) != 2 or not all(names):
         raise ValueError(
-            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(PAIRS)}, or give a target and a draft "
+            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(known)}, or give a target and a draft "
             "such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
         )
     return PublicPair(target=names[0], draft=names[1])

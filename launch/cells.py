@@ -170,7 +170,7 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     work = {"batch": config.batch, "repeats": config.repeats}
     return Cell(
         key=setting.key,
-        drafter=make_drafter(config, pair.target, pair.draft, setting.draft_length),
+        drafter=make_drafter(config, pair.target, pair.draft_or_head, setting.draft_length),
         rule=setting.rule,
         sampling=setting.sampling,
         draft_sampling=setting.draft_sampling,
@@ -191,7 +191,7 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
-        "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
+        "models": experiment.configs,
         "config": fields,
         "prompts": prompts,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},

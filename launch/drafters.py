@@ -7,12 +7,14 @@ from ml_collections import ConfigDict
 from shapes import choose
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import decode_window
+from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
 
 DRAFTERS = {
     "model": lambda config, target, draft, K: ModelDrafter(draft, K, decode_window()),
+    "head": lambda config, target, draft, K: FeatureDrafter(target, _require_head(draft), K, decode_window()),
     "early_exit": lambda config, target, draft, K: EarlyExitDrafter(target, config.exit_layer, K, decode_window()),
     "ngram": lambda config, target, draft, K: NgramDrafter(K=K),
     "none": lambda config, target, draft, K: NoDrafter(),
@@ -20,7 +22,10 @@ DRAFTERS = {
 
 
 def make_drafter(
-    config: ConfigDict, target: LanguageModel, draft: LanguageModel | None, draft_length: int | None = None
+    config: ConfigDict,
+    target: LanguageModel,
+    draft: LanguageModel | FeatureHead | None,
+    draft_length: int | None = None,
 ) -> Drafter:
     """Returns the drafter that ``config`` names, or none for K = 0.
 
@@ -33,6 +38,12 @@ def make_drafter(
     make = choose("drafter", config.drafter, DRAFTERS)
     draft_length = config.draft_length if draft_length is None else draft_length
     return make(config, target, draft, draft_length) if draft_length else NoDrafter()
+
+
+def _require_head(draft: LanguageModel | FeatureHead | None) -> FeatureHead:
+    if not isinstance(draft, FeatureHead):
+        raise ValueError("drafter = 'head', but the pair has none: --config=configs/hf.py:TARGET,HEAD reads one")
+    return draft
 
 
 def drafter_name(config: ConfigDict) -> str:

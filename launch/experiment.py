@@ -20,7 +20,7 @@ from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
-from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.public_pair import read_head_pair, read_pair
 from specsamp.decoding.checks import integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
@@ -56,6 +56,11 @@ class Experiment:
     sampling: Warp
     workload: Workload
 
+    @property
+    def configs(self) -> dict[str, Any]:
+        """Returns the shape of the target and of what drafts, a model or a head."""
+        return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
+
 
 def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = None) -> Experiment:
     """Checks every field, then loads the pair, or makes one with random parameters.
@@ -81,7 +86,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     drafter_name(config)
     known = known_models(config)
-    if "target" in known:
+    if "target" in known and ("draft" in known or config.drafter != "head"):  # public heads are checked when opened
         make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
     for side, model in known.items():
         if side == "target" or config.drafter == "model":
@@ -109,7 +114,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
-    drafter = make_drafter(config, pair.target, pair.draft)
+    drafter = make_drafter(config, pair.target, pair.draft_or_head)
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -133,7 +138,8 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
                 entry.visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False
             )
 
-    return read_pair(
+    read = read_head_pair if config.drafter == "head" else read_pair
+    return read(
         config.hugging_face.target,
         config.hugging_face.draft,
         dtype=config.hugging_face.dtype,
@@ -168,6 +174,9 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     pair, work = experiment.pair, experiment.workload
 
     def count(model):
+        if model is None:
+            size = sum(leaf.size for leaf in jax.tree.leaves(pair.draft_params))
+            return f"a head of {human_count(size)} parameters"
         stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
         told = f"{human_count(stored)} parameters"
         if looked_up:

@@ -56,7 +56,7 @@ def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
     if "hugging_face" not in config:
         return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
     models = {}
-    for side in ("target", "draft"):
+    for side in ("target",) if config.drafter == "head" else ("target", "draft"):
         name = config.hugging_face[side]
         if (path := pathlib.Path(name, "config.json")).is_file():
             shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]

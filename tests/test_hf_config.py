@@ -11,6 +11,9 @@ from launch import experiment
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
 from specsamp.mesh.sharded import draft_layout, shard_model
+from specsamp.mesh.sharded_head import shard_head
+from specsamp.models.eagle import Eagle3Config, default_layers
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
@@ -55,6 +58,29 @@ def test_both_models_divide_over_their_mesh(name):
         pair.draft_model_parallelism or devices
     )
     assert bytes_per_chip < 12e9  # of a v5e's 16 GiB, with room for caches
+
+
+@pytest.mark.parametrize("name", hf.HEADS)
+def test_a_head_divides_over_the_mesh_of_its_target(name):
+    """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or 64,000 tokens."""
+    config = hf.get_config(name)
+    assert config.drafter == "head"
+    shape, names = mesh_axes(1, config.mesh.model, None, experiment.num_kv_heads(config))
+    mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+    target = published_config(hf.PAIRS[name.removesuffix("-eagle3").replace("qwen-8b", "qwen-32b")].target)
+    layer = dataclasses.replace(target, num_layers=1, window=None, global_layers=(), query_key_norm=False)
+    for draft_vocab_size in (32_000, 64_000):
+        head = FeatureHead(
+            Eagle3Config(
+                layer=layer,
+                target_layers=target.num_layers,
+                hidden_layers=default_layers(target.num_layers),
+                draft_vocab_size=draft_vocab_size,
+                own_output=True,
+            )
+        )
+        sharded = shard_head(head, Layout.tensor_parallel(mesh))
+        sharded.param_shardings(jax.eval_shape(head.init, jax.random.key(0)))
 
 
 def test_two_names_are_a_pair_and_anything_else_is_refused():

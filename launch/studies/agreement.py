@@ -94,7 +94,7 @@ def compare(
     measured = outcome_of(
         lambda: agreement(
             pair,
-            lambda K: make_drafter(config, pair.target, pair.draft, K),
+            lambda K: make_drafter(config, pair.target, pair.draft_or_head, K),
             RULES[config.rule](),
             warp,
             work.prompts,

@@ -14,7 +14,7 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
-from drafters import make_drafter
+from drafters import drafter_name, make_drafter
 from experiment import RULES, Experiment, build, config_mesh, headline, refuse
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
@@ -55,7 +55,7 @@ def main() -> None:
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
-        "models": {"target": experiment.pair.target.config, "draft": experiment.pair.draft.config},
+        "models": experiment.configs,
         "curves": curves,
         "best_draft_length": {
             name: {rule: curve.best(rule).draft_length for rule in _RULES.value} for name, curve in curves.items()
@@ -66,12 +66,12 @@ def main() -> None:
 
 def cells_of(experiment: Experiment, name: str, warp: Warp) -> list[Cell]:
     """Makes the cells of one distribution."""
-    work, pair = experiment.workload, experiment.pair
+    work, pair, config = experiment.workload, experiment.pair, _CONFIG.value
     return [
         Cell(
             key={
                 "draft_length": K,
-                "drafter": _CONFIG.value.drafter,
+                "drafter": drafter_name(config),
                 "rule": rule,
                 "batch": work.batch,
                 "temperature": 0.0 if name == "greedy" else 0.8,
@@ -79,7 +79,7 @@ def cells_of(experiment: Experiment, name: str, warp: Warp) -> list[Cell]:
                 "top_p": 1.0 if name == "greedy" else 0.95,
                 "min_p": 0.0,
             },
-            drafter=make_drafter(_CONFIG.value, pair.target, pair.draft, K),
+            drafter=make_drafter(config, pair.target, pair.draft_or_head, K),
             rule=RULES[rule](),
             sampling=warp,
             draft_sampling=None,

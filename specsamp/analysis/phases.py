@@ -47,6 +47,7 @@ class RoundBuffers:
     draft: Draft
     logits_BTV: Array  # float32 [B, K+1, V], of the target
     verdict: Verdict
+    hidden: tuple[Array, ...] = ()  # of the target, for drafters that read them
     sink: Any = None  # results that no later phase reads
 
 
@@ -73,7 +74,12 @@ def _buffers(loop: Loop, weights: Weights, request: Request, state: DecodeState)
     verdict = loop.verify(request, state, proposed, output)
     state = dataclasses.replace(state, cache=output.cache, drafter_state=drafter_state)
     return RoundBuffers(
-        state=state, draft=proposed, logits_BTV=output.logits_BTV, verdict=verdict, sink=state.lengths_B
+        state=state,
+        draft=proposed,
+        logits_BTV=output.logits_BTV,
+        verdict=verdict,
+        hidden=output.hidden,
+        sink=state.lengths_B,
     )
 
 
@@ -96,7 +102,7 @@ def draft_model(loop: Loop, weights: Weights, request: Request, buffers: RoundBu
 def score(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
     """Runs the call of the target."""
     output = loop.score(weights, buffers.state, buffers.draft, buffers.state.cache)
-    return _replace(buffers, cache=output.cache, logits_BTV=output.logits_BTV)
+    return _replace(buffers, cache=output.cache, logits_BTV=output.logits_BTV, hidden=output.hidden)
 
 
 def verify(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
@@ -107,7 +113,8 @@ def verify(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers
 
 def commit(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
     """Runs the bookkeeping: tokens, lengths, stops, statistics."""
-    output, state = Output(logits_BTV=buffers.logits_BTV, cache=buffers.state.cache), buffers.state
+    state = buffers.state
+    output = Output(logits_BTV=buffers.logits_BTV, cache=state.cache, hidden=buffers.hidden)
     drafter_state, cache = loop.drafter.commit(
         weights, state.drafter_state, _prefix(state), buffers.draft, buffers.verdict, output, state.cache
     )

@@ -60,13 +60,16 @@ class HeadCheckpoint:
     trained_for: str | None  # the target that its files name
 
     def notes(self, target_name: str) -> list[str]:
-        """Returns a sentence where the head was trained for another model of these sizes, which no shape shows."""
+        """Returns a sentence where the head was trained for a model of another name, which no shape shows."""
 
         def last(name: str) -> str:
             return name.rstrip("/").split("/")[-1]
 
         if self.trained_for is not None and last(self.trained_for) != last(target_name):
-            return [f"{self.name} was trained for {self.trained_for}, not for {target_name}: expect less acceptance"]
+            return [
+                f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, such as its base "
+                "model, expect less acceptance"
+            ]
         tuned = "instruct" in self.name.lower() or "chat" in self.name.lower()
         if self.trained_for is None and tuned and not re.search("instruct|chat", target_name.lower()):
             return [f"{self.name} seems to be for a tuned model; {target_name} is a base model: expect less acceptance"]

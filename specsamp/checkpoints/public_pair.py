@@ -1,4 +1,4 @@
-"""Reads two public checkpoints as a pair, after checking that they belong together: before any tensor is read."""
+"""Reads two public checkpoints as a pair, or a checkpoint and a head, after checking that they belong together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
+from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 
@@ -66,6 +69,64 @@ def read_pair(
         draft_params=params[1],
         tokenizer=checkpoints[0].tokenizer,
         stop=checkpoints[0].stop_ids or None,
+    )
+    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
+
+
+def read_head_pair(
+    target: str,
+    head: str,
+    *,
+    dtype: str = "bfloat16",
+    mesh: Mesh | None = None,
+    draft_model_parallelism: int | None = None,
+    progress: Progress = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
+    check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
+) -> Pair:
+    """Reads a target and a head that drafts from its hidden states, ready for `generate`.
+
+    Args:
+      target, head: folders, ``gs://`` folders or ids of the hub.
+      dtype, mesh, draft_model_parallelism, progress: see `read_pair`.
+      say: is told if the head was trained for another model of the same sizes.
+      check: is shown target and head before any weight is read, and raises ValueError if they will not do.
+
+    Raises:
+      FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
+    """
+    checkpoint = open_checkpoint(target, dtype=dtype)
+    if checkpoint.tokenizer is None:
+        raise ValueError(f"the target {target} has no tokenizer.json and no tokenizer.model: add one")
+    embedding = None if checkpoint.is_converted else checkpoint.tensors[checkpoint.sources()["embedding"].tensor]
+    opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
+    for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
+        say(note)
+    if not opened.config.own_embedding and checkpoint.config.embedding_scale is not None:
+        raise ValueError(
+            f"{head} shares the embedding of {target}, which scales it: heads of such targets are not read"
+        )
+    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+    rows = -(-checkpoint.config.vocab_size // devices) * devices
+    real = checkpoint.tokenizer.vocab_size
+    model = TransformerLM.for_backend(
+        dataclasses.replace(checkpoint.config, vocab_size=rows, num_real_tokens=min(real, rows))
+    )
+    layer = dataclasses.replace(opened.config.layer, vocab_size=rows)
+    drafting = FeatureHead(dataclasses.replace(opened.config, layer=layer))
+    if mesh is not None:
+        model = shard_model(model, Layout.tensor_parallel(mesh))
+        drafting = shard_head(drafting, draft_layout(mesh, draft_model_parallelism))
+        drafting.param_shardings(jax.eval_shape(FeatureHead(drafting.config).init, jax.random.key(0)))
+    check(model, drafting)
+    _check_all(checkpoint, model)
+    pair = Pair(
+        target=model,
+        target_params=read_params(checkpoint, model, progress),
+        head=drafting,
+        draft_params=read_head(opened, drafting, progress),
+        tokenizer=checkpoint.tokenizer,
+        stop=checkpoint.stop_ids or None,
     )
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 

@@ -108,6 +108,11 @@ class Pair:
             raise ValueError("a head was given without draft_params")
         self.head.check_target(self.target)
 
+    @property
+    def draft_or_head(self) -> LanguageModel | FeatureHead | None:
+        """Returns what ``draft_params`` belong to."""
+        return self.head or self.draft
+
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
 from specsamp.models.feedforward import FeedForward
-from specsamp.models.heads import HeadConfig, HeadModule
+from specsamp.models.heads import HeadConfig, HeadModule, finish_layer
 from specsamp.models.norm import Norm
 from specsamp.models.parameters import bias, weight
 from specsamp.models.products import contract
@@ -47,7 +47,7 @@ class Eagle1(HeadModule):
         x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
         if self.config.fc_bias:
             x_BTD = x_BTD + self.fc_bias.astype(x_BTD.dtype)
-        return _finish_layer(self, x_BTD, x_BTD, start_B, cache)
+        return finish_layer(self, x_BTD, x_BTD, start_B, cache)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Eagle3(HeadModule):
         normed_BTD = self.hidden_norm(features_BTD)
         x_BTX = jnp.concatenate([self.attention_norm(embedded_BTD), normed_BTD], axis=-1)
         residual_BTD = normed_BTD if self.config.norm_before_residual else features_BTD
-        y_BTD, cache = _finish_layer(self, x_BTX, residual_BTD, start_B, cache)
+        y_BTD, cache = finish_layer(self, x_BTX, residual_BTD, start_B, cache)
         return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
 
 
@@ -139,16 +139,3 @@ def default_layers(target_layers: int) -> tuple[int, int, int]:
             f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
         )
     return layers
-
-
-def _finish_layer(
-    module: Eagle1 | Eagle3, x: Array, residual_BTD: Array, start_B: Array, cache: KVCache | None
-) -> tuple[Array, KVCache]:
-    """Returns what follows the layer's input: attention and feed-forward, each added to the stream."""
-    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :]
-    rope = module.config.layer.rotary_of(None).angles(positions_BT)
-    with jax.named_scope("attention"):
-        y_BTD, cache = module.attention(x, start_B, rope, cache, None, None)
-        y_BTD = residual_BTD + y_BTD
-    with jax.named_scope("mlp"):
-        return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache

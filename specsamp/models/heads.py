@@ -4,7 +4,7 @@ A head reads pairs (h_t, x_{t+1}): what the target's layers returned at a positi
 of the former one stream of *features*, a call turns pairs into the features of the next position, and `logits` says
 what follows. So a head goes on by itself with the features that it returned. A pair lies in slot t of its cache.
 
-The modules are in `specsamp.models.eagle`.
+The modules are in `specsamp.models.eagle` and `specsamp.models.mtp`.
 """
 
 from __future__ import annotations
@@ -136,6 +136,24 @@ class HeadModule(nn.Module):
         """Runs all parts once, to declare all parameters."""
         features_BTD = self.fuse(hidden)
         return self.normed(self(jnp.zeros_like(features_BTD), features_BTD, start_B, None)[0])
+
+
+def finish_layer(
+    module: HeadModule, x: Array, residual_BTD: Array, start_B: Array, cache: KVCache | None
+) -> tuple[Array, KVCache]:
+    """Runs the layer of a head behind what is its own: attention and feed-forward, each added to the stream.
+
+    Args:
+      x: what queries, keys and values are made of, ``[B, T, X]``.
+      residual_BTD: what attention is added to.
+    """
+    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :]
+    rope = module.config.layer.rotary_of(None).angles(positions_BT)
+    with jax.named_scope("attention"):
+        y_BTD, cache = module.attention(x, start_B, rope, cache, None, None)
+        y_BTD = residual_BTD + y_BTD
+    with jax.named_scope("mlp"):
+        return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache
 
 
 @dataclasses.dataclass(frozen=True)

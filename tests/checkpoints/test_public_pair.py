@@ -12,11 +12,14 @@ import pytest
 from specsamp import generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
 from specsamp.checkpoints.export import export
+from specsamp.checkpoints.heads import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.public_pair import differences, read_pair
+from specsamp.checkpoints.public_pair import differences, read_head_pair, read_pair
 from specsamp.checkpoints.tokenizer import SentencePieceTokenizer
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
 
@@ -262,3 +265,31 @@ def test_sentencepiece_models_are_read_and_compared(original, draft, tmp_path):
     (draft / "tokenizer.model").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="tokenizer.model is no SentencePiece model"):
         open_checkpoint(draft)
+
+
+@pytest.fixture
+def head_folder(tmp_path):
+    """An EAGLE-3 head for the target, which has too few layers for the usual ones."""
+    layer = dataclasses.replace(CONFIG, num_layers=1, tied=False, num_real_tokens=None)
+    config = Eagle3Config(
+        layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), draft_vocab_size=64, own_output=True
+    )
+    head = FeatureHead(config)
+    write_head(tmp_path / "head", head, head.init(jax.random.key(0)), target_name="org/a-target", K=3)
+    return tmp_path / "head"
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_mesh):
+    said = []
+    mesh = make_mesh(2, 4) if on_mesh else None
+    pair = read_head_pair(original, head_folder, dtype="float32", mesh=mesh, say=said.append)
+    assert len(said) == 1 and "was trained for org/a-target" in said[0]
+    assert not pair.head.config.own_embedding
+    made, plain = (generate(pair, ["def f(x)"], 24, draft_length=K)[0] for K in (3, 0))
+    assert made.tokens == plain.tokens and made.stats.drafted > 0
+
+
+def test_a_head_of_another_target_is_refused_before_tensors_are_read(draft, head_folder):
+    with pytest.raises(ValueError, match="vocab_size = 304, but the target's vocabulary is 288"):
+        read_head_pair(draft, head_folder, dtype="float32")

@@ -16,7 +16,7 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
 from support.fakes import FALSE_ALARM, decode, joint_law, p_value
-from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, table_head
+from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, mtp, table_head
 from support.loop_distributions import FULL, NUCLEUS, PROMPTS, TARGET, V, law_test
 
 K = 2
@@ -45,6 +45,7 @@ REDUCED = eagle3(V, draft_vocab_size=2)
         (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
         (eagle1(V), CoupledRule(), NUCLEUS, {}),
         (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
+        (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):

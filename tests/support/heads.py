@@ -9,6 +9,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel
+from specsamp.models.mtp import MTPConfig
 from support.fakes import TableLM
 
 WIDTH, LAYERS = 8, 6
@@ -58,6 +59,11 @@ def eagle1(vocab_size, **changes):
 def eagle3(vocab_size, **changes):
     shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(0, 2, 5), own_output=True)
     return FeatureHead(Eagle3Config(**(shape | changes)))
+
+
+def mtp(vocab_size, **changes):
+    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,))
+    return FeatureHead(MTPConfig(**(shape | changes)))
 
 
 @dataclasses.dataclass(frozen=True)
