@@ -6,18 +6,24 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's. Some models want their licence accepted on their page, and a token.
+model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's. Some
+models want their licence accepted on their page, and a token.
 launch/export_hugging_face.py writes a model that was trained here as such a folder.
 """
 
 import dataclasses
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
+
+from configs import common
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicPair:
-    """A target and what drafts for it, a model or a head, and how they are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches."""
+    """A target and what drafts for it, a model or a head.
+
+    They are split over the fewest chips of 16 GiB that hold both in bfloat16 and their caches.
+    """
 
     target: str
     draft: str
@@ -81,25 +87,16 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face.draft = pair.draft
     config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
     config.prompts = PROMPTS
-    config.draft_length = 4  # K; 0 decodes autoregressively
-    config.drafter = pair.drafter  # "model", "head", "early_exit", "ngram" or "none"
-    config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
-    config.rule = "token"  # or "block", or "coupled"
-    config.sampling = ConfigDict()
-    config.sampling.temperature = 0.8  # 0.0 is greedy
-    config.sampling.top_k = 0  # 0 is off
-    config.sampling.top_p = 0.95  # 1.0 is off
-    config.sampling.min_p = 0.0  # 0.0 is off
-    config.batch = 1
-    config.prompt_length = 32  # prompts are padded to it
-    config.max_new_tokens = 128
-    config.repeats = 12
-    config.seed = 0
-    config.mesh = ConfigDict()
-    config.mesh.data = 1  # data-parallel shards of the batch
-    config.mesh.model = pair.model_parallelism  # devices that one copy of the target is split over; 1 x 1 is one device
-    # Devices that one copy of the draft is split over; 0: as many as the target's.
-    config.mesh.draft_model_parallelism = pair.draft_model_parallelism
+    common.add_decoding(
+        config,
+        draft_length=4,
+        prompt_length=32,
+        max_new_tokens=128,
+        repeats=12,
+        model=pair.model_parallelism,
+        draft_model_parallelism=pair.draft_model_parallelism,
+    )
+    config.drafter = pair.drafter
     config.mesh.num_kv_heads = pair.num_kv_heads  # of the target, where they are fewer than its devices; 0: enough
     return config
 

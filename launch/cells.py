@@ -43,7 +43,6 @@ TURNED = {
     "exit_layer",
     "rule",
     "batch",
-    "repeats",
     "draft_temperature",
     "synthetic_acceptance",
 }

@@ -179,11 +179,6 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def is_plain() -> bool:
-    """Returns whether --plain asks for text without colours."""
-    return _PLAIN.value
-
-
 def make_console(**options: Any) -> Console:
     """Returns where a command prints: without colours after --plain or NO_COLOR, and wide where no terminal is."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:

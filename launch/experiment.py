@@ -108,7 +108,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
             draft_model_parallelism=draft_model_parallelism(config),
             runs=runs,
         )
-        name = ", ".join(runs) if all(runs) else None
+        name = ", ".join(run or "random" for run in runs) if any(runs) else None
     else:
         pair = load_pair(name)
         if mesh is not None:

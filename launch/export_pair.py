@@ -30,6 +30,8 @@ MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 def main() -> None:
     console = entry.make_console()
+    if _OUTPUT.value.startswith(storage.BUCKETS):
+        raise ValueError(f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}")
     with entry.reading(f"the JSON of {_TARGET.value} or {_DRAFT.value}"):
         export(_TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console)
 

@@ -3,7 +3,7 @@
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
     python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
-    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/REPORT.json
+    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 
 Acceptance is a rate, one chance for each drafted position (given that those before were accepted), or rounds by
@@ -12,6 +12,7 @@ a roofline of the configuration's models on a chip. What launch/benchmark.py or 
 """
 
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ _CONTEXT = flags.DEFINE_multi_integer(
     lower_bound=1,
 )
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1
+    "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
 _CALIBRATION = define_calibration()
@@ -149,6 +150,8 @@ def check_heeded() -> None:
     Raises:
       ValueError: with both flags.
     """
+    if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
+        raise ValueError("--config would not be heeded: it goes with --chip")
     for name, others in GOES_WITH.items():
         if flags.FLAGS[name].present and all(flags.FLAGS[other].value is None for other in others):
             others = " or ".join(f"--{other}" for other in others)
@@ -223,6 +226,8 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     config = _CONFIG.value
     if "target" not in config:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
+    if config.drafter not in ("model", "early_exit"):
+        raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = make_model(config.target)
     inside = config.drafter == "early_exit"

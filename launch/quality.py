@@ -47,6 +47,9 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
+    for name in ("draft_temperature", "synthetic_acceptance"):
+        if config.get(name) is not None:
+            raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
     replica = config_replica(config)
     experiment = build(config, mesh=None if replica.mesh.size == 1 else replica.mesh)
     if experiment.pair.tokenizer is None:

@@ -35,6 +35,8 @@ _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output ho
 def main() -> None:
     console = entry.make_console()
     if _GATHER.value:
+        if _OUTPUT.value or _POD.value or _AGAIN.value:
+            raise ValueError("--gather measures and writes nothing: leave out --output, --pod and --again")
         gathered = []
         for path in _GATHER.value:
             document = grid.read_document(path)

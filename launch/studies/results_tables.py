@@ -77,8 +77,8 @@ def speedup(documents: Documents) -> str:
     return table((*header, "draft call, in steps", "scoring, in steps", "of what theory allows"), rows)
 
 
-def best_cells(documents: Documents) -> list[tuple[dict, dict]]:
-    """Returns, for each setting of the grid, the cell of the best K >= 1 and that of the best K of all."""
+def best_cells(documents: Documents) -> list[dict]:
+    """Returns the cell of the best K >= 1 of each setting of the grid."""
     groups: dict[tuple, list[dict]] = {}
     cells = [cell for cell in documents["python_pair_grid"]["cells"] if "result" in cell]
     cells = [cell for cell in cells if cell["key"]["draft_temperature"] is None and cell["key"]["draft_length"]]

@@ -59,6 +59,8 @@ def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
     checkpoint = open_checkpoint(checkpoint_folder)
     largest = max(np.prod(tensor.shape) * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     model = TransformerLM(checkpoint.config)
+    if jax.device_count() % _MODEL.value:
+        raise ValueError(f"--model={_MODEL.value} does not divide the {jax.device_count()} devices")
     if jax.device_count() > 1:
         model = shard_model(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
     jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the runtime's own memory is there before it counts

@@ -1,7 +1,7 @@
 """Milliseconds of a round, by draft length, batch and context: measured, given per call, or from sizes and rates.
 
 All of them answer the same question, ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
-decoding. `specsamp.tpu.report` adds the costs of programs that were compiled for a TPU.
+decoding. `specsamp.tpu.costs` adds the costs of programs that were compiled for a TPU.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from rich.text import Text
 from specsamp import storage
 from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
+from specsamp.mesh.distributed import source_version
 
 BAR = "█"  # cells of a bar are green
 GAP = 2  # spaces between columns
@@ -49,6 +50,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         **{name: version(name) for name in ("jax", "jaxlib", "flax", "specsamp")},
+        "source": source_version(),
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.timing import Name
+from specsamp.decoding import checks
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.loop import Loop, decode_window
@@ -191,7 +192,7 @@ def decoders(
       least_length: caches have room for rows of this length, even if the workload's are shorter.
 
     Raises:
-      ValueError: the workload does not fit, see `check_fits`.
+      ValueError: the workload does not fit, see `check_fits`, or its caches do not fit into memory.
     """
     check_fits(pair, [drafter for drafter, _ in contenders.values()], workload)
     loops = {
@@ -203,6 +204,8 @@ def decoders(
         warps = [chain(first_tokens(pair.tokenizer.vocab_size), warp) for warp in warps]  # as `generate` does
     longest = max(workload.longest, least_length) + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+    for loop in loops.values():
+        checks.memory(loop, rows=workload.batch, slots=slots)
     return {
         name: Decoder(
             loop=loop,

@@ -130,6 +130,12 @@ def code_version() -> str:
     In a checkout the source tree includes launch and configs. The commit that launch/tpu/setup.sh installed, from
     ``SPECSAMP_VERSION``, comes first.
     """
+    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
+    return f"specsamp {source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
+
+
+def source_version() -> str:
+    """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree; see `code_version`."""
     digest = hashlib.sha256()
     package = pathlib.Path(specsamp.__file__).parent
     folders = [package] + [folder for name in ("launch", "configs") if (folder := package.parent / name).is_dir()]
@@ -137,9 +143,7 @@ def code_version() -> str:
         for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
-    source = f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
-    return f"specsamp {source}, jax {jax.__version__}, {command or 'no arguments'}"
+    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
 
 
 def check_same_code(version: str) -> None:
