@@ -228,8 +228,9 @@ This page is made from the JSON files in this folder:
 python launch/studies/results_readme.py --output=notebooks/results/README.md
 ```
 
-Do not edit it. The files hold what the authors measured; each names its machine and its versions. The commands below
-measure the same again and write to `runs/`, which git ignores. Quartiles stand in brackets after medians.
+Do not edit it. The files hold what the authors measured, with versions and machine (older files name the system and
+its cores alone). The commands below measure the same again and write to `runs/`, which git ignores. Quartiles stand in
+brackets after medians.
 """
 
 
