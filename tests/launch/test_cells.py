@@ -81,6 +81,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
         (["drafter=lm"], "no drafter 'lm'"),
         (["batch=0"], "batch must be an integer >= 1"),
         (["seed=1,2"], "'seed' makes another pair or text: run it apart"),
+        (["repeats=1,2"], "'repeats' makes another pair or text: run it apart"),
         (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a chance, in \[0, 1\]; got 1.5"),
         (["draft_temperature=-1.0"], "temperature must be >= 0"),
         (["draft_temperature=hot"], "draft_temperature = 'hot' does not fit"),

@@ -44,6 +44,11 @@ def test_forecasts(arguments, found):
         ((RATE, "--measured=launch"), "launch is no regular file"),
         ((*MEASURED, "--context=2048"), "--context would not be heeded: it goes with --chip or --compile_report"),
         ((RATE, *CALLS, "--context=2048"), "--context would not be heeded"),
+        ((RATE, *CALLS, "--config=configs/chinchilla.py"), "--config would not be heeded: it goes with --chip"),
+        (
+            (RATE, "--chip=v4", "--config=configs/chinchilla.py", "--config.drafter=ngram"),
+            "--chip plans a draft model or an early exit; config.drafter is 'ngram'",
+        ),
         ((RATE, *CALLS, "--devices=4"), "--devices would not be heeded: it goes with --chip"),
         ((RATE, *CALLS, "--longest=20000"), "--longest"),
     ],

@@ -11,6 +11,11 @@ from support.run_script import FIXED, ROOT, call
 FLAGS = ["--config.max_new_tokens=6", "--completions=20", "--rows=1"]
 
 
+def test_what_it_does_not_heed_is_refused():
+    done = call("quality", *FLAGS, "--config.draft_temperature=0.1")
+    assert done.returncode == 2 and "config.draft_temperature = 0.1 would not be heeded" in done.stderr
+
+
 def test_a_run_that_was_killed_goes_on(tmp_path):
     output = tmp_path / "quality.json"
 

@@ -72,6 +72,11 @@ def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     assert gathered.stdout.count("greedy, K = 0, batch 1") == 2
 
 
+def test_gathering_writes_nothing(tmp_path):
+    done = call("sweep", f"--gather={tmp_path / 'cells.json'}", f"--output={tmp_path / 'other.json'}")
+    assert done.returncode == 2 and "--gather measures and writes nothing: leave out --output" in done.stderr
+
+
 def test_a_file_without_cells_is_not_gathered(tmp_path):
     (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
     done = call("sweep", f"--gather={tmp_path / 'cells.json'}")
