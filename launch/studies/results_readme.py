@@ -133,7 +133,11 @@ SECTIONS = (
     Section(
         "What a forecast of milliseconds is worth",
         "Published measurements of TPUs (`specsamp/tpu/measurements.json`), each predicted from the others: every layout "
-        "(chip, slice and parallelism) and every source is left out once, with bands that know nothing of it either. Until "
+        "(chip, slice and parallelism) and every source is left out once, and bands are made without it. One number is not: the "
+        "share of streaming that hides collectives is read off a trace of one of the layouts, 16-way tensor parallel; the "
+        "other rows alone leave it open from two fifths on, where the errors of that layout would about double. And the "
+        "bands of v5e rest on one model in two layouts and a single other step, which lies outside: for other models and "
+        "slices nine in ten is a hope. Until "
         "November 2026 all chips had one formula, fitted on six steps of TPU v4 of 2022 and 2023, in which collectives "
         "and streaming add up. It says up to twice what has been published for TPU v5e with today's JAX, where "
         "collectives run under the streaming. All milliseconds below were made again from the same compiled programs. "

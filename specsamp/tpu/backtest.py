@@ -41,7 +41,9 @@ class Check:
 
 
 def held_out(by: str, rows: Sequence[Measurement] | None = None) -> list[Check]:
-    """Predicts every step from fits without the rows of its layout or of its source; bands, too, know nothing of them.
+    """Predicts every step, and its band, from fits without the rows of its layout or of its source.
+
+    The share of streaming that hides collectives, `calibration.OVERLAP`, is not fitted and stays the same.
 
     Args:
       by: "layout" or "source".

@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,6 +138,13 @@ def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
     for name in numbers:
         if isinstance(row[name], bool) or not isinstance(row[name], (int, float)) or not 0 < row[name] < math.inf:
             raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
+    for name in ("source", "software", "date"):
+        if not isinstance(row[name], str) or not row[name].strip():
+            raise ValueError(f"{where}: {name} must say something; got {row[name]!r}")
+    if not re.fullmatch(r"\d{4}(-\d{2})?(-\d{2})?", row["date"]):
+        raise ValueError(f"{where}: date must be a year, or a year and a month, as 2025-04; got {row['date']!r}")
+    if row["batch"] % row["data"]:
+        raise ValueError(f"{where}: batch {row['batch']} does not divide over data {row['data']}")
     if math.prod(int(size) for size in row["slice"].split("x")) != row["tensor"] * row["data"]:
         raise ValueError(f"{where}: tensor {row['tensor']} x data {row['data']} are not the chips of {row['slice']}")
     axes = tuple(row["axes"]) if row.get("axes") else None

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from configs.hf import PAIRS
+from configs.hf import HEADS, PAIRS
 from support.run_script import module
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -70,7 +70,9 @@ def test_public_pairs_of_the_readme_are_those_of_their_configuration():
     rows = re.findall(
         r"^\| `([\w-]+)` \| (\S+) \| (\S+) \| (\d+) \|$", (ROOT / "launch/README.md").read_text(), re.MULTILINE
     )
-    assert rows == [(name, pair.target, pair.draft, str(pair.model_parallelism)) for name, pair in PAIRS.items()]
+    assert rows == [
+        (name, pair.target, pair.draft, str(pair.model_parallelism)) for name, pair in (PAIRS | HEADS).items()
+    ]
 
 
 def test_every_study_is_in_the_table_of_its_readme():
