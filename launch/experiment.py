@@ -20,6 +20,7 @@ from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
+from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
 from specsamp.decoding.checks import integer
 from specsamp.decoding.data_shards import DataShards
@@ -50,7 +51,7 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
-    weights: str | None = None  # the `fingerprint` of a pair in a folder
+    weights: str | None = None  # of trained ones: the `fingerprint` of a pair in a folder, the `digest` of others
     drafter: Drafter
     rule: Rule
     sampling: Warp
@@ -115,6 +116,11 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
+    weights = None
+    if config.get("pair"):
+        weights = fingerprint(config.pair)
+    elif name is not None:
+        weights = digest((pair.target_params, pair.draft_params))
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -122,7 +128,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         rule=rule,
         sampling=sampling,
         workload=workload,
-        weights=fingerprint(config.pair) if config.get("pair") else None,
+        weights=weights,
     )
 
 

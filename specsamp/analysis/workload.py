@@ -1,4 +1,4 @@
-"""What to decode when measuring, and a way to decode it: compiled once, timed without what surrounds the loop."""
+"""Workloads of measurements, and decoders of them: compiled once, timed without what surrounds the loop."""
 
 from __future__ import annotations
 

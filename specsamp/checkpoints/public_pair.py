@@ -154,7 +154,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
             "target's end a text"
         )
     for checkpoint in (target, draft):
-        if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
+        if left_out := checkpoint.tokenizer.left_out:
             notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
     rows = target.described.vocab_size, draft.described.vocab_size
     if rows[0] != rows[1]:

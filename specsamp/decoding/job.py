@@ -153,7 +153,7 @@ class Job:
 
 
 def to_host(tree: Any) -> Any:
-    """The whole of every array as numpy, also of what lies on devices of other processes (which must call it too)."""
+    """Returns all arrays as NumPy's, also what lies on devices of other processes (which must call it too)."""
 
     def elsewhere(x):
         return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -165,7 +165,7 @@ def to_host(tree: Any) -> Any:
 
 
 def bucket(size: int) -> int:
-    """16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as asked for."""
+    """Returns the next of 16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as ``size``."""
     power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 

@@ -29,15 +29,15 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def token_id(self, text: str) -> int | None:
-        """The id of a text that is one token (special tokens included), else None."""
+        """Returns the id of a text that is one token (special tokens included), else None."""
 
     def token(self, index: int) -> str:
-        """The piece of text (or its escaped form) that an id stands for."""
+        """Returns the piece of text (or its escaped form) that an id stands for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Pair:
-    """What `generate` decodes with.
+    """Target and draft with their parameters, and the tokenizer that both share.
 
     Attributes:
       target, target_params: the model whose distribution is sampled.

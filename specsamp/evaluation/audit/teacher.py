@@ -43,7 +43,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What teacher forcing says of each of the N tokens behind a prompt.
+    """Results of teacher forcing for each of the N tokens behind a prompt.
 
     Attributes:
       chosen_N: bool, the token is the target's choice.
