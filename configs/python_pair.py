@@ -107,16 +107,23 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.head.draft_vocab_size = 0  # the most frequent tokens are drafted; 0: all
         config.head.own_embedding = False  # embeds tokens itself; False: as the target does, whose width it then has
         config.head.own_output = False  # the same for the output
+        config.head.fc_norm = True  # the target's streams grow from layer to layer: each has a norm of its own
+        config.head.norm_before_residual = True
         config.test_time = ConfigDict()
-        config.test_time.test_steps = 3 if tiny else 5  # of the training-time test
+        config.test_time.test_steps = 3 if tiny else 4  # of the training-time test
         config.test_time.decay = 0.8  # the weight of a step, of that of the step before it
         config.test_time.chunk = config_dict.placeholder(int)  # positions whose logits are in memory at a time; all
         config.model.num_layers = 1
-        config.model.feedforward_width = 128 if tiny else 1024
+        config.model.num_kv_heads = config.model.num_heads  # through the values comes what token was drafted
+        config.model.feedforward_width = 128 if tiny else 512
         config.model.gated = True
         config.model.activation = "silu"
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
+        if not tiny:
+            config.train.steps = 4000
+            config.train.batch = 8
+            config.train.learning_rate = 3e-3
     if draft:
         config.text_share = 0.0  # weight of cross-entropy on the text; the divergence has the rest
         config.model.width = 32 if tiny else 128

@@ -113,7 +113,10 @@ class TrainHead:
         self.head.check_target(self.target)
 
     def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:
-        """Returns what the head learns from: the target's parameters, and the ids ``[U]`` of a reduced vocabulary.
+        """Returns what the head learns from: the target's parameters in its compute dtype, and a reduced vocabulary's ids.
+
+        Args:
+          draft_ids: ``[U]``, increasing.
 
         Raises:
           ValueError: ids without a reduced vocabulary, one without ids, or another number of them.
@@ -121,6 +124,7 @@ class TrainHead:
         size, given = self.head.config.draft_vocab_size, None if draft_ids is None else len(draft_ids)
         if size != given:
             raise ValueError(f"the head has a reduced vocabulary of {size} tokens; {given} ids were given")
+        target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
         return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
 
     def init(self, key):

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -245,6 +246,15 @@ def read_config(folder: str | os.PathLike) -> dict:
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
     return {RENAMED.get(name, name): value for name, value in _read_json(path).items()}
+
+
+def without_paths(config: dict) -> dict:
+    """Returns a run's configuration with the last part of each path only: where files lay here concerns nobody."""
+
+    def shorten(fields, *names):
+        return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
+
+    return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
 
 
 def _model_config(folder: epath.Path) -> TransformerConfig:
