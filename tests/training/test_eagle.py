@@ -241,6 +241,7 @@ def test_numbers_are_checked(changes, message):
 
 def test_what_does_not_fit_is_refused(target_params):
     with pytest.raises(ValueError, match="test_time.chunk 5 does not divide windows of 12 tokens"):
-        dataclasses.replace(TASK, chunk=5).loss(HEAD.init(KEY), TASK.teacher(target_params), TOKENS, KEY)
+        task = dataclasses.replace(TASK, chunk=5)
+        jax.eval_shape(task.loss, task.init(KEY), TASK.teacher(target_params), TOKENS, KEY)
     with pytest.raises(ValueError, match="a reduced vocabulary of None tokens; 10 ids were given"):
         TASK.teacher(target_params, IDS)
