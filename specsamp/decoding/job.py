@@ -76,7 +76,6 @@ class Job:
             padded_length = min(padded_length, pair.target.max_positions)
         slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
         checks.memory(loop, rows=len(lengths) * num_samples, slots=slots)
-        has_padding = pair.tokenizer is not None and pair.tokenizer.vocab_size != pair.target.vocab_size
         request = Request.create(
             sampling=method.sampling,
             draft_sampling=method.draft_sampling,
@@ -85,7 +84,7 @@ class Job:
             prompt_ids=ids,
             num_samples=num_samples,
             stop_ids=stop_ids,
-            num_tokens=pair.tokenizer.vocab_size if has_padding else None,
+            num_tokens=pair.num_tokens,
         )
         tokens_BP = jnp.stack([_padded(tokens, padded_length) for tokens in token_lists])
         lengths_B = np.asarray(lengths, np.int32)

@@ -113,6 +113,12 @@ class Pair:
         """Returns what ``draft_params`` belong to."""
         return self.head or self.draft
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Returns the number of tokens that the tokenizer knows; None if the target's vocabulary has no padding."""
+        known = self.target.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+        return None if known == self.target.vocab_size else known
+
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.
 

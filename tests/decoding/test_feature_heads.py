@@ -17,7 +17,7 @@ from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
 from support.fakes import FALSE_ALARM, decode, joint_law, p_value
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, mtp, table_head
-from support.loop_distributions import FULL, NUCLEUS, PROMPTS, TARGET, V, law_test
+from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, law_test
 
 K = 2
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
@@ -43,7 +43,7 @@ REDUCED = eagle3(V, draft_vocab_size=2)
     [
         (REDUCED, TokenRule(), FULL, {}),
         (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
-        (eagle1(V), CoupledRule(), NUCLEUS, {}),
+        (eagle1(V), CoupledRule(), LIKELY, {}),
         (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
         (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
     ],

@@ -116,10 +116,8 @@ class Subject:
 
     def full_warp(self, warp: Warp) -> Warp:
         """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-        tokenizer = self.pair.tokenizer
-        if tokenizer is None or tokenizer.vocab_size == self.pair.target.vocab_size:
-            return chain(warp)
-        return chain(first_tokens(tokenizer.vocab_size), warp)
+        num_tokens = self.pair.num_tokens
+        return chain(warp) if num_tokens is None else chain(first_tokens(num_tokens), warp)
 
     def cast(self, dtype: str) -> Subject | None:
         """Returns the same with models that compute in ``dtype``; None if the target has no dtype to choose."""
