@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from results_tables import EMITTED, Documents, table
+from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report
 from specsamp.tpu.ledger import read_entry
@@ -22,6 +23,25 @@ COUNTED = ("streaming_ms", "cycles_ms")
 def calibrated(facts: Mapping[str, Any], topology: str) -> Band:
     """Estimates a program of a study."""
     return estimate(topology.partition(":")[0], Work(**facts["work"]))
+
+
+def head_training(documents: Documents) -> str:
+    """Returns the memory of a training step of a head, per device."""
+    document = documents["compile_head_training"]
+    memory, task, rows = document["memory"], document["task"], document["train"]
+    whole = published_config(document["target"]["name"]).num_layers
+    layers = document["target"]["config"]["num_layers"]
+    parts = [f"{memory[name] / 1e9:.2f}" for name in ("arguments", "temporaries", "code")]
+    shape = f"{layers} of {whole}", task["test_steps"], f"{rows['rows']} x {rows['length']}"
+    header = (
+        "layers of the target",
+        "steps of the test",
+        "rows x tokens",
+        "arguments, GB",
+        "temporaries, GB",
+        "code, GB",
+    )
+    return table((*header, "a device has, GB"), [(*shape, *parts, f"{memory['capacity'] / 1e9:.0f}")])
 
 
 def chinchilla(documents: Documents) -> str:

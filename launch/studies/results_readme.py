@@ -57,6 +57,14 @@ SECTIONS = (
         measured.trained,
     ),
     Section(
+        "Its head",
+        "An EAGLE-3 head that reads the outputs of layers 1, 3 and 5 of six, counted from 0: `--config.drafter=head`. Acceptance "
+        "of a token after the text's own, by position, on held-out windows; nothing is drawn. Its training was short, on cores "
+        "that others used too, and the curve still rises; the draft model beside it has seen far more tokens.",
+        measured.head,
+        ["python_head"],
+    ),
+    Section(
         "Speedup by draft length and rule",
         "Held-out prompts at batch 1 in float32, on a shared machine; medians over prompts, with quartiles of the "
         "speedup. The best K of each rule is bold. `alone` is plain decoding of the same prompts, in turn with the "
@@ -215,6 +223,15 @@ SECTIONS = (
         "program: caches in int8 too, and how full they are is not stated; ours reads all of its slots.",
         compiled.public_pairs,
         ["compile_qwen_3b_v5e", "compile_llama_70b_v5e", "compile_llama_70b_int8_v5e"],
+    ),
+    Section(
+        "A training step of an EAGLE-3 head",
+        ESTIMATE
+        + "Llama 3.1 8B is the target, on 16 TPU v5p chips, four data shards of four; AdamW in float32, activations "
+        "made again, logits for 256 positions at a time. Without a gradient the target keeps nothing from layer to layer: "
+        "arguments grow with its layers, temporaries with the steps of the test.",
+        compiled.head_training,
+        ["compile_head_training"],
     ),
     Section(
         "Why the loop is written as it is",

@@ -52,6 +52,24 @@ def trained(documents: Documents) -> str:
     )
 
 
+def head(documents: Documents) -> str:
+    """Returns the acceptance of the pair's head by position, beside that of its draft model."""
+    document = documents["python_head"]
+    held_out, rows = document["held_out"], []
+    last = document["curve"][-1]
+    for warp in ("temperature 1", "temperature 0.8, top-p 0.95"):
+        found, start = held_out["head"], "acceptance/position_"
+        values = [found[name] for name in sorted(found) if name.startswith(start) and name.endswith(f"({warp})")]
+        beside = held_out["draft_model"][f"acceptance ({warp})"]
+        rows.append((f"head, {words(warp)}", f"{last['tokens']:,}", *(f"{value:.3f}" for value in values)))
+        rows.append((f"draft model, {words(warp)}", "", *[f"{beside:.3f}"] * len(values)))
+    for point in document["curve"][:-1]:
+        names = [name for name in sorted(point) if name.startswith(start) and name.endswith("(temperature 1)")]
+        cells = [f"{point[name]:.3f}" for name in names]
+        rows.append(("head, T = 1, on the way", f"{point['tokens']:,}", *cells, *[""] * (len(values) - len(cells))))
+    return table(("", "tokens seen", *(f"position {i + 1}" for i in range(len(values)))), rows)
+
+
 def speedup(documents: Documents) -> str:
     """Returns the speedup of every rule and K, and how much of it theory allows."""
     rows = []
