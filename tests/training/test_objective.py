@@ -41,7 +41,14 @@ def total_variation(target, draft):
     return 0.5 * np.abs(np.exp(target) - np.exp(draft)).sum()
 
 
+def lk_hybrid(target, draft):
+    weight = np.exp(-3 * (1 - total_variation(target, draft)))
+    return weight * forward_kl(target, draft) + (1 - weight) * total_variation(target, draft)
+
+
 REFERENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+DIFFERENTIATED = tuple(REFERENCES)  # all of whose gradient is taken
+REFERENCES["lk_hybrid"] = lk_hybrid
 
 
 def of_rows(reference, target, draft):
@@ -104,7 +111,7 @@ def gradient(function, logits):
     return np.asarray(jax.grad(scalar)(jnp.asarray(logits, jnp.float32)))
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
     target, draft = supported(name, *logits)
     target_BTV = jnp.asarray(exact_log_probs(target), jnp.float32)
@@ -151,3 +158,16 @@ def test_greedy_agreement(logits):
     agreement = np.asarray(objective.greedy_agreement(target, draft))
     np.testing.assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
     assert 0 < agreement.mean() < 1
+
+
+def test_the_hybrid_leans_to_total_variation_as_acceptance_grows():
+    """Acceptance 0.7 gives the divergence a weight of exp(-2.1), which has no gradient."""
+    target, draft = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.log(jnp.array([[[0.2, 0.3, 0.5]]]))
+    np.testing.assert_allclose(objective.lk_hybrid(target, draft), [[0.296925]], atol=1e-6)
+
+    def gradient(function):
+        return jax.grad(lambda logits: function(target, jax.nn.log_softmax(logits)).sum())(draft)
+
+    weight = np.exp(-2.1)
+    expected = weight * gradient(objective.forward_kl) + (1 - weight) * gradient(objective.total_variation)
+    np.testing.assert_allclose(gradient(objective.lk_hybrid), expected, atol=1e-6)
