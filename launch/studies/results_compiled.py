@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from results_tables import EMITTED, Documents, table
+from specsamp.tpu.backtest import COVERED
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report
 from specsamp.tpu.ledger import read_entry
@@ -160,10 +161,9 @@ def backtest(documents: Documents) -> str:
         (
             name,
             found["rows"],
-            f"{found['median_error']:.0%}",
-            f"{found['worst_error']:.0%}",
+            *("" if found[name] is None else f"{found[name]:.0%}" for name in ("median_error", "worst_error")),
             f"{found['covered']} of {found['rows']}",
-            "" if found["covered"] >= 0.9 * found["rows"] else two_digits(found["factor"]),
+            "" if found["covered"] >= COVERED * found["rows"] else two_digits(found["factor"]),
         )
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
