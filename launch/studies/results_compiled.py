@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from results_tables import EMITTED, Documents, table
 from specsamp.tpu.backtest import COVERED
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
@@ -14,7 +16,7 @@ from specsamp.tpu.ledger import read_entry
 from specsamp.tpu.measurements import published
 from specsamp.tpu.tables import faster
 from specsamp.tpu.topology import parse
-from specsamp.tpu.work import Work, calls_of_round
+from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
 GIB, K = 2**30, 4
 COUNTED = ("streaming_ms", "cycles_ms")
@@ -168,6 +170,29 @@ def backtest(documents: Documents) -> str:
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
     return table(("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%"), rows)
+
+
+def in_flight(documents: Documents) -> str:
+    """Returns what is prefetched while collectives of compiled steps run, beside what one of them takes."""
+    rows, fit = [], calibrate().hidden
+    for cell in documents["compile_in_flight"]["programs"]:
+        name = cell["name"]
+        chip, sizes = parse(name["topology"])
+        chips = replica_axes(sizes, math.prod(sizes) // name["data"])
+        us = cell["streaming_us"]
+        rows.append(
+            (
+                f"{name['model']}, {name['weights']}",
+                f"{name['topology']}, tensor {math.prod(chips)} x data {name['data']}",
+                name["batch"],
+                len(us),
+                f"{fit.collective_us + hops(chips) * fit.hop_us:.0f}",
+                f"{min(us):.0f}",
+                f"{np.median(us):.0f}",
+            )
+        )
+    header = ("", "chips", "batch", "all-reduces of eight layers", "one takes, us, by the traces")
+    return table((*header, "in flight, us of streaming: least", "median"), rows)
 
 
 def forecasts(documents: Documents) -> str:

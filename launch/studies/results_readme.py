@@ -154,6 +154,15 @@ SECTIONS = (
         ["tpu_backtest"],
     ),
     Section(
+        "What is prefetched while collectives run?",
+        ESTIMATE
+        + "Why collectives on v5e are taken to be hidden as far as the streaming lasts: at each all-reduce of a "
+        "compiled step more weights are on their way than it takes to arrive. Their time is that of the traced all-reduces. "
+        "The last one, of the logits, has no layer after it and is left out.",
+        compiled.in_flight,
+        ["compile_in_flight"],
+    ),
+    Section(
         "Frozen forecasts",
         "Milliseconds of a round of the decoding loop, 2048 slots, bfloat16, top-p, forecast from shapes and frozen with their "
         "bands before anybody has measured them; plain decoding and a draft model at K = 4. Bands of v5e promise nine in "
