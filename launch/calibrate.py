@@ -20,6 +20,7 @@ import entry
 from experiment import bare_pair
 from round_times import devices_here, round_ms
 from specsamp.analysis.report import Table
+from specsamp.decoding.drafters import NoDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
@@ -84,7 +85,7 @@ def main() -> None:
             pair, config = small_decoder(scale, layers, jax.device_count())
             for batch in scale.batches:
                 say(f"decoding, {layers} layers, batch {batch}")
-                took = round_ms(pair, 0, batch, SLOTS, scale.repeats)
+                took = round_ms(pair, NoDrafter(), batch, SLOTS, scale.repeats)
                 work = Shape.of(config).call(
                     known, sizes, rows=batch, context=SLOTS, weights=scale.dtype, cache=scale.dtype
                 )

@@ -157,17 +157,19 @@ SECTIONS = (
         "What is prefetched while collectives run?",
         ESTIMATE
         + "Why collectives on v5e are taken to be hidden as far as the streaming lasts: at each all-reduce of a "
-        "compiled step more weights are on their way than it takes to arrive. Their time is that of the traced all-reduces. "
+        "compiled step more is on its way to the chip than arrives while it runs. Their time is that of the traced all-reduces. "
         "The last one, of the logits, has no layer after it and is left out.",
         compiled.in_flight,
         ["compile_in_flight"],
     ),
     Section(
         "Frozen forecasts",
-        "Milliseconds of a round of the decoding loop, 2048 slots, bfloat16, top-p, forecast from shapes and frozen with their "
-        "bands before anybody has measured them; plain decoding and a draft model at K = 4. Bands of v5e promise nine in "
-        "ten; ranges of other chips go from all collectives hidden to all added. With one of these slices "
-        "`launch/score_forecasts.py` measures those that fit in minutes and adds the verdict.",
+        "Milliseconds of a round of the decoding loop, 2048 slots, bfloat16, top-p, forecast from shapes and frozen with "
+        "their bands before anybody has measured them: plain decoding, and K = 4 with a draft model, with the first quarter "
+        "of the target's layers (early exit), or with a head of EAGLE-3's shape. A batch is not changed when the fit "
+        "changes: the next one stands beside it. Ranges of chips other than v5e go from all collectives hidden to all added "
+        "and promise no share. With one of these slices `launch/score_forecasts.py` measures those that are of it in minutes "
+        "and adds the verdict.",
         compiled.forecasts,
         ["forecasts"],
     ),
@@ -280,7 +282,9 @@ def page(documents: Documents) -> str:
 
 def source(name: str, document: Mapping[str, Any]) -> str:
     """Returns where the numbers come from: file, dates, machine, versions and the commands that measure them again."""
-    records = [cell for cell in document.get("cells", ()) if "environment" in cell] or [document]
+    records = (
+        [cell for cell in document.get("cells", ()) if "environment" in cell] or document.get("batches") or [document]
+    )
     environments = [record["environment"] for record in records if "environment" in record]
     facts = [_machine(environments)] if environments else []
     facts += [f"{key} {document[key]}" for key in ("libtpu", "torch", "transformers") if key in document]

@@ -57,7 +57,7 @@ def held_out(by: str, rows: Sequence[Measurement] | None = None) -> list[Check]:
 
 
 def unfitted() -> list[Check]:
-    """Compares the rows that are fitted nowhere: served, launched call by call, experts, arithmetic, vector unit."""
+    """Compares the rows that are fitted nowhere: served, launched call by call, rounds, experts, ..."""
     rows = [row for row in published() if row.kind not in ("step", "collective")]
     return [_check(row, calibrate(), "kind") for row in rows]
 

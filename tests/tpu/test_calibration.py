@@ -228,6 +228,7 @@ def test_rows_without_conditions_are_refused(field):
         (dict(model="nobody/knows"), "model 'nobody/knows' is none of"),
         (dict(batch=0), "batch must be a positive number; got 0"),
         (dict(tensor=8), "tensor 8 x data 1 are not the chips of 4x4"),
+        (dict(live=1.5), "live must be a share, from 0 to 1; got 1.5"),
         (dict(colour="red"), "colour is no condition"),
     ],
 )
