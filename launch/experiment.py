@@ -207,7 +207,7 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
 
 def bare_pair(
     target: TransformerLM,
-    draft: TransformerLM,
+    draft: TransformerLM | None,
     seed: int,
     *,
     mesh: Mesh | None = None,
@@ -220,14 +220,16 @@ def bare_pair(
     """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
-        draft = shard_model(draft, draft_layout(mesh, draft_model_parallelism))
+        draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
         params = [
             read_params(model, folder) if folder else random_params(model, key)
             for model, key, folder in zip((target, draft), keys, runs)
+            if model is not None
         ]
-    pair = Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
+    drafts = {} if draft is None else {"draft": draft, "draft_params": params[1]}
+    pair = Pair(target=target, target_params=params[0], **drafts)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 
