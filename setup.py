@@ -13,7 +13,7 @@ setup(
     long_description=pathlib.Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["specsamp", "specsamp.*"]),
-    package_data={"specsamp.checkpoints": ["assets/*/*"], "specsamp.tpu": ["*.json"]},
+    package_data={"specsamp.checkpoints": ["assets/*/*", "assets/*/*/*"], "specsamp.tpu": ["*.json"]},
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10",

@@ -4,23 +4,27 @@
     python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
     python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip
     python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/tuned --config.init=runs/target
+    python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
-that drafts with its own first layers: from scratch, or tuned from a target. "tiny_target", "tiny_draft" and
-"tiny_layer_skip" go through all steps in a minute. "llama_target" and "llama_draft" have an architecture that other
+that drafts with its own first layers: from scratch, or tuned from a target. "head" is an EAGLE-3 head, which drafts from
+the target's hidden states. "tiny_target", "tiny_draft", "tiny_layer_skip" and "tiny_head" go through all steps in a
+minute. "llama_target" and "llama_draft" have an architecture that other
 engines can read: gated, without n-gram embeddings (launch/export_hugging_face.py).
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 KINDS = (
     "target",
     "draft",
     "layer_skip",
+    "head",
     "tiny_target",
     "tiny_draft",
     "tiny_layer_skip",
+    "tiny_head",
     "llama_target",
     "llama_draft",
 )
@@ -29,7 +33,7 @@ KINDS = (
 def get_config(kind: str = "target") -> ConfigDict:
     if kind not in KINDS:
         raise ValueError(f"no {kind!r} in configs/python_pair.py: choose one of {', '.join(KINDS)}")
-    tiny, draft = kind.startswith("tiny"), kind.endswith("draft")
+    tiny, draft, head = kind.startswith("tiny"), kind.endswith("draft"), kind.endswith("head")
     config = ConfigDict()
 
     config.data = ConfigDict()
@@ -82,11 +86,11 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.layer_skip.curriculum = "rotational"  # or "gradual", "all"
         config.layer_skip.rotation = 3  # a step of the rotational curriculum reads one inner layer in so many
         config.model.num_layers = 4 if tiny else 6
-    if draft:
-        config.target = ""  # the folder of the target's run
-        config.init = ""  # the folder of a draft's run whose parameters to start from; "" starts from random ones
-        config.objective = "forward_kl"  # or "reverse_kl", "total_variation", "cross_entropy"
-        config.text_share = 0.0  # weight of cross-entropy on the text; the divergence has the rest
+    if draft or head:
+        config.target = ""  # the folder of the target's run; or a pair, by name or folder
+        config.init = ""  # the folder of a run of the same kind whose parameters to start from; "": random ones
+        # or "reverse_kl", "total_variation", "lk_hybrid"; for a draft also "cross_entropy"
+        config.objective = "forward_kl"
         config.generated = ConfigDict()
         config.generated.rows = 32 if tiny else 4096  # windows that the target completes
         config.generated.share = 0.6  # share of a training batch's rows that the target wrote
@@ -95,6 +99,33 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.generated.top_p = 0.95
         config.generated.batch = 16 if tiny else 64  # rows written at a time
         config.generated.greedy_share = 0.25  # share of these rows that is written greedily
+    if head:
+        config.head = ConfigDict()
+        config.head.kind = "eagle3"  # or "mtp"
+        # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers would repeat.
+        config.head.hidden_layers = (0, 1) if tiny else (1, 3, 5)
+        config.head.draft_vocab_size = 0  # the most frequent tokens are drafted; 0: all
+        config.head.own_embedding = False  # embeds tokens itself; False: as the target does, whose width it then has
+        config.head.own_output = False  # the same for the output
+        config.head.fc_norm = True  # the target's streams grow from layer to layer: each has a norm of its own
+        config.head.norm_before_residual = True
+        config.test_time = ConfigDict()
+        config.test_time.test_steps = 3 if tiny else 4  # of the training-time test
+        config.test_time.decay = 0.8  # the weight of a step, of that of the step before it
+        config.test_time.chunk = config_dict.placeholder(int)  # positions whose logits are in memory at a time; all
+        config.model.num_layers = 1
+        config.model.num_kv_heads = config.model.num_heads  # through the values comes what token was drafted
+        config.model.feedforward_width = 128 if tiny else 512
+        config.model.gated = True
+        config.model.activation = "silu"
+        config.generated.rows = 32 if tiny else 1024
+        config.generated.share = 0.5
+        if not tiny:
+            config.train.steps = 4000
+            config.train.batch = 8
+            config.train.learning_rate = 3e-3
+    if draft:
+        config.text_share = 0.0  # weight of cross-entropy on the text; the divergence has the rest
         config.model.width = 32 if tiny else 128
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2

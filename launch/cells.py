@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
-from config_file import require
-from drafters import drafter_name, make_drafter
+from config_file import choose, require
+from drafters import drafter_name, make_drafter, word_of
 from experiment import (
     EXPERIMENT_FIELDS,
     RULES,
@@ -25,7 +25,6 @@ from experiment import (
     make_sampling,
 )
 from hyper import Point, product, sweep
-from shapes import choose
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
@@ -123,7 +122,7 @@ def check_points(config: ConfigDict, points: Sequence[Point]) -> None:
 def _setting(config: ConfigDict) -> Setting:
     require(config, EXPERIMENT_FIELDS, "this command")
     K = integer("draft_length", config.draft_length, 0)
-    plain = K == 0 or config.drafter == "none"
+    plain = K == 0 or not word_of(config).drafts
     drafter, rule = drafter_name(config), choose("rule", config.rule, RULES)()
     fields, draft_temperature = config.sampling, config.get("draft_temperature")
     rate = config.get("synthetic_acceptance")

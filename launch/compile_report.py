@@ -23,9 +23,10 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import entry
 from calibration_file import define_calibration, own_calibration
-from config_file import ConfigFlag, require
+from config_file import ConfigFlag, choose, require
+from drafters import word_of
 from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
-from shapes import choose, first_layers, known_models
+from shapes import first_layers, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
@@ -74,9 +75,9 @@ def main() -> None:
     require(config, EXPERIMENT_FIELDS, "a report")
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
-    if config.drafter not in ("model", "early_exit"):
+    if not word_of(config).planned:
         raise ValueError(f"a report is of a draft model or an early exit; config.drafter is {config.drafter!r}")
-    inside = config.drafter == "early_exit"
+    inside = word_of(config).inside
     target, draft = models_of(config)
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
@@ -153,7 +154,7 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
       ValueError: a model whose shape is not known here.
     """
     known = known_models(config)
-    if config.drafter == "early_exit" and "target" in known:
+    if word_of(config).inside and "target" in known:
         known["draft"] = first_layers(known["target"], config.exit_layer)
     for side in ("target", "draft"):
         if side not in known and "hugging_face" in config:

@@ -15,7 +15,7 @@ import inspect
 import pathlib
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, config_flags
@@ -179,3 +179,14 @@ def _check_field(text: str, name: str, fields: dict[str, Any], config: ConfigDic
 def shown(value: Any) -> str:
     """Returns a field's value as it would be typed."""
     return "(not set)" if value is None else str(value)
+
+
+def choose(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    """Returns ``known[name]``.
+
+    Raises:
+      ValueError: there is no such name; the message lists those there are.
+    """
+    if name not in known:
+        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
+    return known[name]

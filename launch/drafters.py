@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from ml_collections import ConfigDict
 
-from shapes import choose
+from config_file import choose
 from specsamp.decoding.checks import integer
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
@@ -12,13 +15,57 @@ from specsamp.decoding.loop import decode_window
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Word:
+    """What a word means: commands ask it, and do not compare words.
+
+    Attributes:
+      make: returns the drafter, of the configuration, the target, the pair's draft model or head, and K.
+      draft: what the pair must hold beside its target: a "model", a "head", or nothing.
+      name: returns what results call the drafter; None: the word.
+      drafts: False: it decodes plainly, whatever K is.
+      planned: reports and forecasts from shapes know it.
+      inside: it drafts with the target's first layers, ``exit_layer`` of them.
+    """
+
+    make: Callable[[ConfigDict, LanguageModel, LanguageModel | FeatureHead | None, int], Drafter]
+    draft: str | None = None
+    name: Callable[[ConfigDict], str] | None = None
+    drafts: bool = True
+    planned: bool = False
+    inside: bool = False
+
+
+def _head(config: ConfigDict, target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int) -> Drafter:
+    if not isinstance(draft, FeatureHead):
+        raise ValueError("drafter = 'head', but the pair has none: --config=configs/hf.py:TARGET,HEAD reads one")
+    return FeatureDrafter(target, draft, K, decode_window())
+
+
+def _exit_name(config: ConfigDict) -> str:
+    return f"early_exit {integer('exit_layer', config.exit_layer, 1)}"
+
+
 DRAFTERS = {
-    "model": lambda config, target, draft, K: ModelDrafter(draft, K, decode_window()),
-    "head": lambda config, target, draft, K: FeatureDrafter(target, _require_head(draft), K, decode_window()),
-    "early_exit": lambda config, target, draft, K: EarlyExitDrafter(target, config.exit_layer, K, decode_window()),
-    "ngram": lambda config, target, draft, K: NgramDrafter(K=K),
-    "none": lambda config, target, draft, K: NoDrafter(),
+    "model": Word(
+        make=lambda config, target, draft, K: ModelDrafter(draft, K, decode_window()), draft="model", planned=True
+    ),
+    "head": Word(make=_head, draft="head"),
+    "early_exit": Word(
+        make=lambda config, target, draft, K: EarlyExitDrafter(target, config.exit_layer, K, decode_window()),
+        name=_exit_name,
+        planned=True,
+        inside=True,
+    ),
+    "ngram": Word(make=lambda config, target, draft, K: NgramDrafter(K=K)),
+    "none": Word(make=lambda config, target, draft, K: NoDrafter(), drafts=False),
 }
+
+
+def word_of(config: ConfigDict) -> Word:
+    """Returns what ``config.drafter`` means; raises ValueError for an unknown word."""
+    return choose("drafter", config.drafter, DRAFTERS)
 
 
 def make_drafter(
@@ -35,20 +82,12 @@ def make_drafter(
     Raises:
       ValueError: an unknown word, or a field that does not fit the target.
     """
-    make = choose("drafter", config.drafter, DRAFTERS)
+    word = word_of(config)
     draft_length = config.draft_length if draft_length is None else draft_length
-    return make(config, target, draft, draft_length) if draft_length else NoDrafter()
-
-
-def _require_head(draft: LanguageModel | FeatureHead | None) -> FeatureHead:
-    if not isinstance(draft, FeatureHead):
-        raise ValueError("drafter = 'head', but the pair has none: --config=configs/hf.py:TARGET,HEAD reads one")
-    return draft
+    return word.make(config, target, draft, draft_length) if draft_length else NoDrafter()
 
 
 def drafter_name(config: ConfigDict) -> str:
     """Returns what results call the drafter: its word, and the layer that it leaves the target after."""
-    choose("drafter", config.drafter, DRAFTERS)
-    if config.drafter == "early_exit":
-        return f"early_exit {integer('exit_layer', config.exit_layer, 1)}"
-    return config.drafter
+    word = word_of(config)
+    return config.drafter if word.name is None else word.name(config)

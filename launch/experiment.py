@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
-from config_file import require
-from drafters import drafter_name, make_drafter
-from shapes import choose, known_models, looked_up_parameters, make_model
+from config_file import choose, require
+from drafters import drafter_name, make_drafter, word_of
+from shapes import known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
@@ -86,11 +86,11 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
     drafter_name(config)
-    known = known_models(config)
-    if "target" in known and ("draft" in known or config.drafter != "head"):  # public heads are checked when opened
+    word, known = word_of(config), known_models(config)
+    if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
         make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
     for side, model in known.items():
-        if side == "target" or config.drafter == "model":
+        if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
     name = config.get("pair")
     if "hugging_face" in config:
@@ -111,14 +111,14 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         )
         name = ", ".join(run or "random" for run in runs) if any(runs) else None
     else:
-        pair = load_pair(name)
+        pair = load_pair(name, draft=word.draft or "model")
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     weights = None
     if config.get("pair"):
-        weights = fingerprint(config.pair)
+        weights = fingerprint(config.pair, word.draft or "model")
     elif name is not None:
         weights = digest((pair.target_params, pair.draft_params))
     return Experiment(
@@ -144,7 +144,7 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
                 entry.visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False
             )
 
-    read = read_head_pair if config.drafter == "head" else read_pair
+    read = read_head_pair if word_of(config).draft == "head" else read_pair
     return read(
         config.hugging_face.target,
         config.hugging_face.draft,

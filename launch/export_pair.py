@@ -65,7 +65,7 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
         side: {
-            "config": without_paths(trained.run_config()),
+            "config": run.without_paths(trained.run_config()),
             "corpus": trained.made_from("corpus"),
             "step": trained.step,
             "last_metrics": trained.last_metrics(),
@@ -112,15 +112,6 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
     size = sum(path.stat().st_size for path in output.iterdir())
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {size / 1e6:.1f} MB")
-
-
-def without_paths(config: dict) -> dict:
-    """Returns a run's configuration with the last part of each path only: where files lay here concerns nobody."""
-
-    def shorten(fields, *names):
-        return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
-
-    return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
 
 
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:

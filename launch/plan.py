@@ -22,6 +22,7 @@ from rich.console import Console
 import entry
 from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag
+from drafters import word_of
 from shapes import first_layers, make_model
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
@@ -234,12 +235,11 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     config = _CONFIG.value
     if "target" not in config:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
-    if config.drafter not in ("model", "early_exit"):
+    if not word_of(config).planned:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = make_model(config.target)
-    inside = config.drafter == "early_exit"
-    draft = first_layers(target, config.exit_layer) if inside else make_model(config.draft)
+    draft = first_layers(target, config.exit_layer) if word_of(config).inside else make_model(config.draft)
     return Roofline(
         target=roofline_model(target.config),
         draft=roofline_model(draft.config),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from ml_collections import ConfigDict
 
+from config_file import choose
+from drafters import word_of
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.published import CONFIGS, published_config
@@ -20,17 +20,6 @@ PRESETS = {
     preset.__name__: preset
     for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
 }
-
-
-def choose(what: str, name: str, known: Mapping[str, Callable]) -> Any:
-    """Returns ``known[name]``.
-
-    Raises:
-      ValueError: there is no such name; the message lists those there are.
-    """
-    if name not in known:
-        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
-    return known[name]
 
 
 def make_model(fields: ConfigDict) -> TransformerLM:
@@ -56,7 +45,7 @@ def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
     if "hugging_face" not in config:
         return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
     models = {}
-    for side in ("target",) if config.drafter == "head" else ("target", "draft"):
+    for side in ("target",) if word_of(config).draft == "head" else ("target", "draft"):
         name = config.hugging_face[side]
         if (path := pathlib.Path(name, "config.json")).is_file():
             shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]

@@ -1,11 +1,13 @@
-"""Pre-trains a target, also one that drafts itself, or distils a draft; started again, it goes on where it was.
+"""Pre-trains a target, also one that drafts itself, or distils a draft or a head; started again, it goes on where it was.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
+python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
 """
 
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.text_format import human_count
@@ -38,6 +41,7 @@ from specsamp.training.data import (
     token_stream,
     train_tokenizer,
 )
+from specsamp.training.eagle import TrainHead, most_frequent
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
 from specsamp.training.generated import complete_windows
 from specsamp.training.layerskip import LayerSkip
@@ -65,15 +69,20 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     run.check_run(folder, config.to_dict(), changeable=("intervals", "mesh"))
     train_config, intervals, model = TrainConfig(**config.train), Intervals(**config.intervals), make_model(config)
     if config.get("target") == "":
-        raise ValueError("a draft is distilled from a target: give --config.target, the folder of its training")
-    target = run.open_trained(config.target) if "target" in config else None
-    first = run.open_trained(config.init) if config.get("init") else None
+        raise ValueError(
+            "a draft is distilled from a target: give --config.target, the folder of its training or a pair"
+        )
+    target = run.open_target(config.target) if "target" in config else None
+    open_first = run.open_trained_head if "head" in config else run.open_trained
+    first = open_first(config.init) if config.get("init") else None
     task = make_task(config, model, target)
     data = config.data
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
-    made_from = {"corpus": corpus.describe()} | ({} if target is None else {"target": target.describe()})
+    made_from = {"corpus": corpus.describe()} | (
+        {} if target is None else {"target": target.describe() | sizes_of(target)}
+    )
     for name, description in made_from.items():
         run.check_same(folder, name, description)
     if target is not None:
@@ -90,13 +99,15 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_devices(train_config, held_out, mesh)
     check_length(config, model, target)
     check_generated(config, target)
-    if first is not None:
-        check_first(config, first, corpus, tokenizer, model)
+    first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
+    teacher_params = make_teacher(config, task, target, windows)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
+        if "head" in config and config.head.draft_vocab_size:
+            run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     console.print(
-        f"{human_count(model.config.num_parameters)} parameters, {len(corpus.train)} files, "
+        f"{human_count(count_parameters(task))} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
     rows = None if target is None else target_rows(config, folder, target, windows, console)
@@ -107,22 +118,44 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         batches,
         folder,
         held_out=held_out,
-        teacher_params=None if target is None else target.params,
+        teacher_params=teacher_params,
         intervals=intervals,
         console=console,
-        params=None if first is None else first.params,
+        params=first_params,
         warps=COMPARED_DISTRIBUTIONS if task.drafts else None,
         mesh=mesh,
     )
 
 
 def make_task(config: ConfigDict, model: TransformerLM, target: run.TrainedModel | None) -> Task:
-    """Returns what is trained: a draft of ``target``, a target that drafts itself, or a target alone."""
+    """Returns what is trained: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
+    if "head" in config:
+        head = run.make_head(model.config, config.head, **sizes_of(target))
+        beside = target.model_in(config.compute_dtype)
+        return TrainHead(head=head, target=beside, objective=config.objective, **config.test_time)
     if target is not None:
         return Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
     if "layer_skip" in config:
         return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
     return Pretrain(model)
+
+
+def make_teacher(config: ConfigDict, task: Task, target: run.TrainedModel | None, windows: Windows) -> Any:
+    """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
+    if "head" not in config:
+        return None if target is None else target.params
+    size = config.head.draft_vocab_size
+    ids_U = most_frequent(windows.stream, task.target.vocab_size, size) if size else None
+    return task.teacher(target.params, ids_U)
+
+
+def sizes_of(target: run.TrainedModel) -> dict[str, int]:
+    """Returns what a head must know of its target."""
+    return {"target_layers": target.config.num_layers, "target_width": target.config.width}
+
+
+def count_parameters(task: Task) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
 
 
 def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
@@ -225,9 +258,9 @@ def check_generated(config: ConfigDict, target: run.TrainedModel | None) -> None
 
 
 def check_first(
-    config: ConfigDict, first: run.TrainedModel, corpus: Corpus, tokenizer: JsonTokenizer, model: TransformerLM
-) -> None:
-    """Checks that training can begin with the parameters of another run.
+    config: ConfigDict, first: run.TrainedModel, corpus: Corpus, tokenizer: JsonTokenizer, task: Task
+) -> Any:
+    """Returns the parameters of another run, after checking that training can begin with them.
 
     Raises:
       ValueError: it has read what this run is judged by, or is of another tokenizer or model.
@@ -235,7 +268,10 @@ def check_first(
     check_split(config.data.held_out, corpus, first)
     if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
         raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
-    check_shapes(f"the model in {config.init}", first.params, jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    params = {name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS}
+    check_shapes(f"the model in {config.init}", params, shapes)
+    return params
 
 
 def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows, console: Console):

@@ -19,7 +19,7 @@ import _launch  # noqa: F401, the folder of entry
 import entry
 from cells import identity_of, read_prompts
 from config_file import ConfigFlag
-from drafters import drafter_name, make_drafter
+from drafters import drafter_name, make_drafter, word_of
 from experiment import RULES, Experiment, build, config_mesh, headline, refuse
 from forecasting import Agreement, agreement, agreement_table
 from specsamp import greedy, use_compilation_cache
@@ -54,7 +54,7 @@ def main() -> None:
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
     refuse(config, "draft_temperature", "synthetic_acceptance")
-    if config.drafter == "none":
+    if not word_of(config).drafts:
         raise ValueError("without a drafter there is nothing to forecast")
     if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
         raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")

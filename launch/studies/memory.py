@@ -5,10 +5,10 @@ python launch/studies/memory.py --config=configs/random_pair.py:38m --output=run
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from config_file import ConfigFlag, heeds
+from config_file import ConfigFlag, choose, heeds
 from experiment import RULES, make_sampling
 from loop_memory import memory_grid, memory_table
-from shapes import choose, known_models
+from shapes import known_models
 
 _CONFIG = ConfigFlag("configs/random_pair.py:38m")
 _OUTPUT = entry.define_output()

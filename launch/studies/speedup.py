@@ -14,7 +14,7 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
-from drafters import drafter_name, make_drafter
+from drafters import drafter_name, make_drafter, word_of
 from experiment import RULES, Experiment, build, config_mesh, headline, refuse
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
@@ -39,7 +39,7 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     refuse(_CONFIG.value, "draft_temperature", "synthetic_acceptance")
     experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
-    if _CONFIG.value.drafter == "none":
+    if not word_of(_CONFIG.value).drafts:
         raise ValueError("--config.drafter: without a drafter there is no curve")
     use_compilation_cache()
     console.print(headline(experiment))

@@ -1,13 +1,15 @@
 """Pairs of models trained here, each in a folder: two models, their tokenizer, and where they come from.
 
-    pair = load_pair("python")            # the one that comes with the package
-    pair = load_pair("runs/my_pair")      # of launch/export_pair.py
+    pair = load_pair("python")                  # the one that comes with the package
+    pair = load_pair("python", draft="head")    # its target, with the head that drafts inside it
+    pair = load_pair("runs/my_pair")            # of launch/export_pair.py
 
     pair.json             shapes of both models, how they were trained, what was measured
     target.safetensors    int8 with a scale per output channel, see int8_storage.py
     draft.safetensors
     tokenizer.json
     prompts.json          prompts from held-out files, if there are any
+    head                  a head for this target in the layout of speculators, if there is one: launch/export_head.py
 
 Pairs of public checkpoints are read by public_pair.py.
 """
@@ -25,11 +27,13 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from specsamp import storage
+from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.int8_storage import dequantise, quantise
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
@@ -40,18 +44,21 @@ def shipped() -> list[str]:
     return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
 
 
-def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pair:
+def load_pair(name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: str = "float32") -> Pair:
     """Reads a pair, ready for `generate`.
 
     Args:
       name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
+      draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
-      ValueError: a file is damaged, of other shapes than pair.json says (both are listed), or the
+      ValueError: another word for ``draft``; a file is damaged, of other shapes than pair.json says (both are listed), or the
         tokenizer does not fit the models.
     """
+    if draft not in ("model", "head"):
+        raise ValueError(f"draft must be 'model' or 'head'; got {draft!r}")
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:
@@ -62,13 +69,28 @@ def load_pair(name_or_path: str | pathlib.Path, *, dtype: str = "float32") -> Pa
     if not isinstance(eos, str):
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
+    if draft == "head":
+        place = head_folder(folder)
+        checkpoint = open_head(place, configs["target"], dtype=dtype)
+        head = FeatureHead(checkpoint.config)
+        drafting = {"head": head, "draft_params": read_head(checkpoint, head)}
+    else:
+        params = _load_params(folder / "draft.safetensors", models["draft"])
+        drafting = {"draft": models["draft"], "draft_params": params}
     return Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),
-        draft=models["draft"],
-        draft_params=_load_params(folder / "draft.safetensors", models["draft"]),
         tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=eos),
+        **drafting,
     )
+
+
+def head_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
+    """Returns the folder of a pair's head; raises FileNotFoundError if it has none."""
+    place = pair_folder(name_or_path) / "head"
+    if not (place / "config.json").is_file():
+        raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {place / 'config.json'} is missing")
+    return place
 
 
 def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
@@ -89,11 +111,12 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     return texts
 
 
-def fingerprint(name_or_path: str | pathlib.Path) -> str:
-    """Returns the first 16 digits of a SHA-256 over both models' files: other weights have another one."""
-    digest = hashlib.sha256()
-    for side in ("target", "draft"):
-        digest.update((pair_folder(name_or_path) / f"{side}.safetensors").read_bytes())
+def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
+    """Returns the first 16 digits of a SHA-256 over the files of target and draft: other weights have another one."""
+    folder, digest = pair_folder(name_or_path), hashlib.sha256()
+    drafting = head_folder(name_or_path) / "model.safetensors" if draft == "head" else folder / "draft.safetensors"
+    for path in (folder / "target.safetensors", drafting):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

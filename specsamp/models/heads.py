@@ -190,19 +190,22 @@ class FeatureHead:
         return config.module(config).init(key, hidden, start_B, method="everything")["params"]
 
     def prepare(self, params: Any) -> Any:
-        """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks.
+        """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks."""
+        params = dict(params)
+        ids_U = params.pop(DRAFT_IDS, None)
+        cast = jax.tree.map(lambda x: x.astype(self.config.layer.compute_dtype), params)
+        return self.training_weights(cast, ids_U)
+
+    def training_weights(self, params: Any, ids_U: Array | None) -> Any:
+        """Returns what the other methods take, of parameters in float32 and without the ids of a reduced vocabulary.
 
         ``ranks_V`` holds the place of each of the target's ids among the head's, U where it has none.
         """
-        params = dict(params)
-        ids_U, ranks_V = params.pop(DRAFT_IDS, None), None
+        ranks_V = None
         if ids_U is not None:
             ranks_V = jnp.full((self.vocab_size,), len(ids_U), jnp.int32)
             ranks_V = ranks_V.at[ids_U].set(jnp.arange(len(ids_U), dtype=jnp.int32))
-        return {
-            "params": jax.tree.map(lambda x: x.astype(self.config.layer.compute_dtype), params),
-            "ranks_V": ranks_V,
-        }
+        return {"params": params, "ranks_V": ranks_V}
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of what `prepare` returns."""

@@ -7,6 +7,8 @@ the target and Q for the draft:
     reverse KL        sum Q log(Q/P)
     total variation   1/2 sum |P - Q|       exactly 1 - acceptance of the token rule (Chen et al.,
                                             arXiv 2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)
+    lk hybrid         w KL(P || Q) + (1 - w) TV, w = exp(-3 acceptance) without gradient: from the one that learns fast
+                                            to the one that counts (as the package speculators offers it)
 """
 
 from __future__ import annotations
@@ -47,7 +49,18 @@ def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
     return (target_BTV.argmax(axis=-1) == draft_BTV.argmax(axis=-1)).astype(jnp.float32)
 
 
-DIVERGENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+def lk_hybrid(target_BTV: Array, draft_BTV: Array) -> Array:
+    """Computes ``w KL(P || Q) + (1 - w) TV`` at every position, ``[B, T]``, with a weight ``w`` of its own for each."""
+    weight_BT = jnp.exp(-3 * jax.lax.stop_gradient(overlap(target_BTV, draft_BTV)))
+    return weight_BT * forward_kl(target_BTV, draft_BTV) + (1 - weight_BT) * total_variation(target_BTV, draft_BTV)
+
+
+DIVERGENCES = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+    "lk_hybrid": lk_hybrid,
+}
 
 
 def _expectation(log_probs_BTV: Array, values_BTV: Array) -> Array:

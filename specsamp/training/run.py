@@ -8,7 +8,8 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +18,20 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import storage
+from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import read_metrics
 
 RENAMED = {"recipe": "train", "rhythm": "intervals"}  # fields of run.json in older runs
 FIX = "restore the file, or begin anew in another --workdir"
+HEADS = {"eagle3": Eagle3Config, "mtp": MTPConfig}  # kinds of heads that are trained
+IDS = f"{DRAFT_IDS}.npy"  # of a head with a reduced vocabulary
 
 
 def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str] = ()) -> None:
@@ -80,7 +87,7 @@ class TrainedModel:
     """The parameters of the last checkpoint of a run, and where they come from."""
 
     folder: epath.Path
-    config: TransformerConfig
+    config: TransformerConfig | HeadConfig
     params: Any
     step: int
 
@@ -123,30 +130,109 @@ class TrainedModel:
         return last | {"training_seconds": seconds}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairTarget(TrainedModel):
+    """The target of a pair, with what the pair remembers of its run."""
+
+    def run_config(self) -> dict:
+        return self._provenance().get("config", {})
+
+    def made_from(self, name: str) -> dict:
+        return self._provenance()[name]
+
+    def _provenance(self) -> dict:
+        return storage.read_json(self.folder / "pair.json").get("provenance", {}).get("target", {})
+
+
+def open_target(name: str | os.PathLike) -> TrainedModel:
+    """Reads what a draft learns from: the target of a pair, by name or folder, or of a run.
+
+    Raises:
+      FileNotFoundError, ValueError: see `load_pair` and `open_trained`.
+    """
+    try:
+        folder = pair_folder(str(name))
+    except FileNotFoundError:
+        return open_trained(name)
+    pair = load_pair(folder)
+    step = storage.read_json(folder / "pair.json").get("provenance", {}).get("target", {}).get("step", 0)
+    return PairTarget(folder=storage.place(folder), config=pair.target.config, params=pair.target_params, step=step)
+
+
+def make_head(
+    layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int
+) -> FeatureHead:
+    """Returns the head that ``head`` of a configuration describes.
+
+    Args:
+      layer: of its decoder layer.
+      fields: ``kind``, one of `HEADS`; ``draft_vocab_size``, 0 for the whole; and fields of its class.
+
+    Raises:
+      ValueError: an unknown kind, or what no head can be.
+    """
+    fields = dict(fields)
+    kind = fields.pop("kind")
+    if kind not in HEADS:
+        raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
+    size = fields.pop("draft_vocab_size") or None
+    shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
+    return FeatureHead(HEADS[kind](**shape, **fields))
+
+
+def open_trained_head(folder: str | os.PathLike) -> TrainedModel:
+    """Reads the parameters of the run of a head; ids of a reduced vocabulary are among them.
+
+    Raises:
+      FileNotFoundError, ValueError: as `open_trained`; or it is no run of a head.
+    """
+    folder = storage.place(folder)
+    fields = read_config(folder)
+    if "head" not in fields:
+        raise ValueError(f"{folder} is no run of a head")
+    sizes = _read_description(folder / "target.json")
+    try:
+        layer = TransformerConfig.from_json(fields["model"], dtype=fields["compute_dtype"])
+        sizes = {name: sizes[name] for name in ("target_layers", "target_width")}
+        head = make_head(layer, fields["head"], **sizes)
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / 'run.json'} describes no head ({told}): {FIX}") from error
+    shapes = dict(jax.eval_shape(head.init, jax.random.key(0)))
+    ids = shapes.pop(DRAFT_IDS, None)
+    params, step = _restore(folder, shapes)
+    if ids is not None:
+        params = params | {DRAFT_IDS: jax.numpy.asarray(read_array(folder / IDS))}
+    return TrainedModel(folder=folder, config=head.config, params=params, step=step)
+
+
 def open_trained(folder: str | os.PathLike) -> TrainedModel:
     """Reads the parameters of a run, without its optimizer.
 
     Raises:
       FileNotFoundError: no run, or no checkpoint.
-      ValueError: the configuration is damaged, or the checkpoint is, or does not fit it.
+      ValueError: the configuration is damaged, or the checkpoint is, or does not fit it; or it is the run of a head.
     """
     folder = storage.place(folder)
     config = _model_config(folder)
+    params, step = _restore(folder, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    return TrainedModel(folder=folder, config=config, params=params, step=step)
+
+
+def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
+    """Reads parameters of these shapes from the last checkpoint of a run; returns them and the step."""
     # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if jax.process_count() > 1:
         sharding = NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
-    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     if not (folder / "checkpoints").exists():  # opening it would make it
         raise FileNotFoundError(f"no checkpoint in {folder}: its training has not saved one yet")
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
     if jax.process_count() > 1:
         params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), params)
-    return TrainedModel(folder=folder, config=config, params=params, step=step)
+    return params, step
 
 
 def read_config(folder: str | os.PathLike) -> dict:
@@ -162,6 +248,15 @@ def read_config(folder: str | os.PathLike) -> dict:
     return {RENAMED.get(name, name): value for name, value in _read_json(path).items()}
 
 
+def without_paths(config: dict) -> dict:
+    """Returns a run's configuration with the last part of each path only: where files lay here concerns nobody."""
+
+    def shorten(fields, *names):
+        return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
+
+    return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
+
+
 def _model_config(folder: epath.Path) -> TransformerConfig:
     """Reads the shape of a run's model.
 
@@ -169,6 +264,8 @@ def _model_config(folder: epath.Path) -> TransformerConfig:
       FileNotFoundError, ValueError: see `read_config`; or it describes no model.
     """
     config = read_config(folder)
+    if "head" in config:
+        raise ValueError(f"{folder} is the run of a head, which is no model: launch/export_head.py reads it")
     try:
         return TransformerConfig.from_json(config["model"])
     except (KeyError, TypeError, ValueError) as error:

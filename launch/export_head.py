@@ -1,0 +1,66 @@
+"""Writes a head that was trained here in the layout of speculators, which other engines read too.
+
+    python launch/export_head.py --run=runs/head --output=runs/my_pair/head
+    python launch/demo.py --config=configs/trained_pair.py:runs/my_pair --config.drafter=head
+
+In the folder ``head`` of its target's pair, `load_pair(..., draft="head")` finds it. training.json, which no reader asks
+for, says how it was trained.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+import entry
+from specsamp import storage
+from specsamp.checkpoints.heads import write_head
+from specsamp.models.heads import FeatureHead
+from specsamp.training.run import TrainedModel, open_trained_head, without_paths
+
+_RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
+_OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
+_TARGET_NAME = flags.DEFINE_string(
+    "target_name", None, "Where readers find the target: a folder or an id of the hub. Default: as the run names it."
+)
+_K = flags.DEFINE_integer(
+    "K", None, "The tokens per round that readers are told to draft. Default: the steps it was trained with.", 1
+)
+
+
+def main() -> None:
+    entry.check_output(f"{_OUTPUT.value}/config.json")
+    trained = open_trained_head(_RUN.value)
+    with entry.reading(f"{_RUN.value}/run.json"):
+        written = export(trained, _OUTPUT.value, target_name=_TARGET_NAME.value, K=_K.value)
+    print(f"{_OUTPUT.value}: {written / 1e6:.1f} MB, of step {trained.step}")
+
+
+def export(trained: TrainedModel, folder: str, *, target_name: str | None = None, K: int | None = None) -> int:
+    """Writes a head, its matrices in bfloat16 as public ones are; returns the bytes of its tensors.
+
+    Raises:
+      ValueError: a kind of head that the layout has not, see `write_head`.
+    """
+    config = trained.run_config()
+    params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
+    write_head(
+        folder,
+        FeatureHead(trained.config),
+        params,
+        target_name=target_name or config["target"].rstrip("/").split("/")[-1],
+        K=K or config["test_time"]["test_steps"],
+    )
+    told = {
+        "config": without_paths(config),
+        "corpus": trained.made_from("corpus"),
+        "target": trained.made_from("target"),
+        "step": trained.step,
+        "last_metrics": trained.last_metrics(),
+    }
+    storage.write_json(storage.place(folder) / "training.json", told)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+if __name__ == "__main__":
+    entry.run(main)

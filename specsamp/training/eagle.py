@@ -1,0 +1,257 @@
+"""Trains heads that draft from a target's hidden states, by EAGLE-3's training-time test (arXiv 2503.01840, section 3.2).
+
+In decoding a head reads the target's hidden states once and goes on with features of its own. So it does here, for S
+steps. At step i row t reads the true token x_{t+1+i} beside the feature that step i - 1 returned for it (the target's
+own hidden states at step 0), at position t + i, and says what follows x_{t+1+i}. It sees what a draft would see there:
+the true features of rows up to t, then one feature of its own for each step. The loss compares it with the target:
+
+    loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`
+
+The target runs in the same step, without a gradient, so that no hidden states are stored. With a reduced vocabulary
+``q`` is renormalised over it, and positions whose likeliest token is outside are left out; acceptance, which is logged
+for each step, is always that of the whole ``q``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.products import contract, soft_cap
+from specsamp.models.transformer import TransformerLM
+from specsamp.models.visibility import Visibility
+from specsamp.sampling.warp import Warp, chain, log_probs
+from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCache:
+    """The keys and values ``[B, M, T, H]`` of the steps so far; a `LayerCache` for the attention of a head.
+
+    Row t of a step sees the rows up to t of the first step, and row t alone of every later one, its own included.
+    """
+
+    keys: tuple[Array, ...] = ()
+    values: tuple[Array, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys[0].shape[2] + len(self.keys) - 1
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+        """Adds a step; ``start_B`` is its number, which its positions were counted from."""
+        return type(self)(keys=(*self.keys, k_BMTH), values=(*self.values, v_BMTH))
+
+    def attend(
+        self,
+        q_BNTH: Array,
+        visible: Visibility,
+        *,
+        scale: float,
+        bias_BNTS: Array | None = None,
+        cap: float | None = None,
+    ) -> Array:
+        (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys[0].shape[1]
+        q_BMGTH = q_BNTH.reshape(batch, kv_heads, heads // kv_heads, length, size)
+        first_BMGTS = contract("BMGTH,BMSH->BMGTS", q_BMGTH, self.keys[0], dtype=jnp.float32)
+        own_BMGTR = [contract("BMGTH,BMTH->BMGT", q_BMGTH, k, dtype=jnp.float32)[..., None] for k in self.keys[1:]]
+        scores = jnp.concatenate([first_BMGTS, *own_BMGTR], axis=-1) * scale
+        scores = scores if cap is None else soft_cap(scores, cap)
+        is_seen_TS = jnp.arange(self.num_slots)[None] <= jnp.arange(length)[:, None]
+        is_seen_TS |= (jnp.arange(self.num_slots) >= length)[None]
+        probs = jax.nn.softmax(jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf), axis=-1).astype(q_BNTH.dtype)
+        mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values[0])
+        for step, v_BMTH in enumerate(self.values[1:]):
+            mixed_BMGTH = mixed_BMGTH + probs[..., length + step, None] * v_BMTH[:, :, None]
+        return mixed_BMGTH.reshape(batch, heads, length, size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainHead:
+    """Trains a head beside its target; a `Task`. Its teacher is what `teacher` returns.
+
+    Attributes:
+      head: its parameters are trained, but for the ids of a reduced vocabulary.
+      target: the model it was made for.
+      objective: one of `DIVERGENCES`.
+      test_steps: S of the training-time test.
+      decay: weight of a step, of that of the step before it.
+      chunk: positions whose logits are made at a time; they, and what a step computes, are made again for the
+        gradient. None: nothing is made again.
+
+    Raises:
+      ValueError: an unknown objective, a number out of range, or a head for another target.
+    """
+
+    head: FeatureHead
+    target: TransformerLM
+    objective: str = "forward_kl"
+    test_steps: int = 7
+    decay: float = 0.8
+    chunk: int | None = None
+    drafts = True
+
+    def __post_init__(self):
+        if self.objective not in DIVERGENCES:
+            raise ValueError(f"no objective {self.objective!r}: choose one of {', '.join(DIVERGENCES)}")
+        if self.test_steps < 1:
+            raise ValueError(f"test_time.test_steps must be >= 1; got {self.test_steps}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"test_time.decay must be in (0, 1]; got {self.decay}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"test_time.chunk must be >= 1 position, or None; got {self.chunk}")
+        self.head.check_target(self.target)
+
+    def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:
+        """Returns what the head learns from: the target's parameters in its compute dtype, and a reduced vocabulary's ids.
+
+        Args:
+          draft_ids: ``[U]``, increasing.
+
+        Raises:
+          ValueError: ids without a reduced vocabulary, one without ids, or another number of them.
+        """
+        size, given = self.head.config.draft_vocab_size, None if draft_ids is None else len(draft_ids)
+        if size != given:
+            raise ValueError(f"the head has a reduced vocabulary of {size} tokens; {given} ids were given")
+        target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
+        return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
+
+    def init(self, key):
+        return _without_ids(self.head.init(key))
+
+    def param_axes(self):
+        return _without_ids(self.head.param_axes())
+
+    def teacher_axes(self):
+        ids = None if self.head.config.draft_vocab_size is None else PartitionSpec(None)
+        return {"target": self.target.param_axes(), DRAFT_IDS: ids}
+
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
+        """See `Task.loss`; also returns the acceptance of each step, at temperature 1."""
+        losses_S, accepted_S, _ = self._averages(params, teacher_params, tokens_BT, chain())
+        return losses_S @ self.decay ** jnp.arange(self.test_steps), _by_position("acceptance", accepted_S)
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        """Returns the objective, and what the target would accept of a token at each position of a draft.
+
+        Position i + 1 is step i: the tokens before it are those of the text.
+        """
+        losses_S, accepted_S, agreed_S = self._averages(params, teacher_params, tokens_BT, warp)
+        return {
+            "loss": losses_S @ self.decay ** jnp.arange(self.test_steps),
+            **_by_position("acceptance", accepted_S),
+            **_by_position("greedy_agreement", agreed_S),
+        }
+
+    def _averages(self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp) -> tuple[Array, Array, Array]:
+        """Returns the divergence, the acceptance and the share of equal modes of each step, ``[S]``."""
+        weights = self.head.training_weights(params, teacher[DRAFT_IDS])
+        stream_BTD, features_SBTD = self._steps(weights, teacher["target"], tokens_BT)
+        compare = functools.partial(self._compare, warp=warp)
+        length = stream_BTD.shape[1]
+        chunk = length if self.chunk is None else self.chunk
+        if length % chunk:
+            raise ValueError(f"test_time.chunk {chunk} does not divide windows of {length} tokens")
+        if self.chunk is not None:
+            compare = jax.checkpoint(compare)
+
+        def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            return total + compare(weights, teacher, *part), None
+
+        def cut(x: Array, axis: int) -> Array:
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
+
+        parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0)
+        sums_SX, _ = jax.lax.scan(add, jnp.zeros((self.test_steps, 5)), parts)
+        loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_SX.T
+        return loss_S / jnp.maximum(counted_S, 1), accepted_S / rows_S, agreed_S / rows_S
+
+    def _steps(self, weights: Any, target_params: Any, tokens_BT: Array) -> tuple[Array, Array]:
+        """Runs the target, and the steps of the training-time test.
+
+        Returns:
+          The stream behind the target's last layer ``[B, T, D]``; and what each step returned, ``[S, B, T, D]``: at t
+          what is to be compared with the target's row t, which for t <= i is nothing.
+        """
+        head, inputs_BT = self.head, tokens_BT[:, :-1]
+        layers = *head.hidden_layers, self.target.num_layers - 1
+        *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
+        embedded_BTD = self._embed(weights, target_params, tokens_BT)[:, 1:]
+        features_BTD, cache = head.fuse(weights, tuple(hidden)), StepCache()
+
+        def run(weights, embedded_BTD, features_BTD, start_B, cache):
+            return head(weights, embedded_BTD, features_BTD, start_B, cache)
+
+        run = run if self.chunk is None else jax.checkpoint(run)
+        returned = []
+        for step in range(self.test_steps):
+            # Rows whose tokens lie beyond the window come round: what they return is compared with nothing.
+            token_BTD = jnp.roll(embedded_BTD, -step, axis=1)
+            start_B = jnp.full(len(tokens_BT), step)
+            features_BTD, cache = run(weights, token_BTD, features_BTD, start_B, cache)
+            returned.append(jnp.roll(features_BTD, step + 1, axis=1))
+        return stream_BTD, jnp.stack(returned)
+
+    def _compare(
+        self, weights: Any, teacher: Any, stream_BTD: Array, features_SBTD: Array, rows_T: Array, *, warp: Warp
+    ) -> Array:
+        """Compares each step with some rows of the target.
+
+        Returns:
+          ``[S, 5]``: sums of divergences, of the positions that they are of, of acceptance, of equal modes, and of all
+          positions.
+        """
+        target_BTV = self.target.read_out(teacher["target"], stream_BTD)
+        warped_BTV = log_probs(warp, target_BTV)
+        ids_U = teacher[DRAFT_IDS]
+        is_counted_BT = jnp.ones(target_BTV.shape[:2], bool)
+        if ids_U is not None:
+            is_counted_BT = weights["ranks_V"][target_BTV.argmax(axis=-1)] < len(ids_U)
+            target_BTV = jnp.take(target_BTV, ids_U, axis=-1)
+        target_BTU = jax.nn.log_softmax(target_BTV)
+
+        def of_target(x_BTD: Array) -> Array:
+            return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
+
+        sums = []
+        for step, features_BTD in enumerate(features_SBTD):
+            draft_BTU = self.head.logits(weights, features_BTD, of_target)
+            exists_BT = (rows_T > step)[None] & jnp.ones_like(is_counted_BT)
+            counts_BT = exists_BT & is_counted_BT
+            divergence_BT = DIVERGENCES[self.objective](target_BTU, jax.nn.log_softmax(draft_BTU))
+            draft_BTV = log_probs(warp, self.head.expand(weights, jax.lax.stop_gradient(draft_BTU)))
+            of_each = divergence_BT * counts_BT, counts_BT
+            of_each += overlap(warped_BTV, draft_BTV) * exists_BT, greedy_agreement(warped_BTV, draft_BTV) * exists_BT
+            sums.append(jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in (*of_each, exists_BT)]))
+        return jnp.stack(sums)
+
+    def _embed(self, weights: Any, target_params: Any, tokens_BT: Array) -> Array:
+        if self.head.config.own_embedding:
+            return self.head.embed(weights, tokens_BT)
+        start_B = jnp.zeros(len(tokens_BT), jnp.int32)
+        return self.target.embed({"params": target_params}, tokens_BT, start_B, None)[0]
+
+
+def most_frequent(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray:
+    """Returns the ``count`` most frequent of ``vocab_size`` ids, ``[count]`` int32, increasing; of equals the lower."""
+    order = np.argsort(-np.bincount(tokens, minlength=vocab_size), kind="stable")
+    return np.sort(order[:count]).astype(np.int32)
+
+
+def _without_ids(tree: Any) -> Any:
+    return {name: leaf for name, leaf in tree.items() if name != DRAFT_IDS}
+
+
+def _by_position(name: str, values_S: Array) -> dict[str, Array]:
+    return {f"{name}/position_{i + 1}": value for i, value in enumerate(values_S)}

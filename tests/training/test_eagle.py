@@ -1,0 +1,245 @@
+"""Training of heads: the training-time test sees what decoding sees, and what it learns is what decoding accepts."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsamp.mesh.layout import make_mesh
+from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.mtp import MTPConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.training.data import Windows
+from specsamp.training.eagle import TrainHead, most_frequent
+from specsamp.training.evaluate import evaluate
+from specsamp.training.task import Pretrain
+from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+
+V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
+TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary"))
+LAYER = dataclasses.replace(TARGET.config, num_layers=1, num_kv_heads=1, gated=True, activation="silu", tied=False)
+SHAPE = dict(target_layers=LAYERS, layer=LAYER)
+HEAD = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2)))
+REDUCED = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2), draft_vocab_size=10, own_output=True))
+MODULE = FeatureHead(MTPConfig(**SHAPE, hidden_layers=(LAYERS,)))
+IDS = np.array([0, 1, 2, 4, 5, 7, 8, 11, 13, 15], np.int32)
+TASK = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
+KEY = jax.random.key(0)
+
+
+def noisy_cycle(rows=120):
+    """A text whose next token follows from the last two, with some noise."""
+    random, text = np.random.default_rng(0), [1, 2]
+    for _ in range(rows * LENGTH):
+        text.append((5 * text[-1] + text[-2] + 3) % V if random.random() < 0.9 else int(random.integers(V)))
+    return np.array(text, np.int32)
+
+
+DATA = Windows(noisy_cycle(), LENGTH)
+HELD_OUT = DATA.in_order()[:16]
+TOKENS = jnp.asarray(HELD_OUT[:2])
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return TARGET.init(jax.random.key(5))
+
+
+def decoded_logits(head, params, target_params, tokens_T, row, step):
+    """Returns the head's logits after the true features of rows up to ``row`` and ``step`` features of its own."""
+    weights, target_weights = head.prepare(params), TARGET.prepare(target_params)
+    output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
+    embedded = TARGET.embed(target_weights, tokens_T[None], jnp.zeros(1, jnp.int32), None)[0]
+    features = head.fuse(weights, output.hidden)[:, : row + 1]
+    cache = head.init_cache(1, 32)
+    returned, cache = head(weights, embedded[:, 1 : row + 2], features, jnp.zeros(1, jnp.int32), cache)
+    for i in range(1, step + 1):
+        own = returned[:, -1:]
+        returned, cache = head(weights, embedded[:, row + 1 + i : row + 2 + i], own, jnp.full(1, row + i), cache)
+
+    def of_target(x):
+        return TARGET.unembed_normed(target_weights, x)
+
+    return head.expand(weights, head.logits(weights, returned[:, -1:], of_target))[0, 0]
+
+
+@pytest.mark.parametrize("head", [HEAD, REDUCED, MODULE], ids=["eagle3", "reduced", "mtp"])
+def test_a_step_sees_what_decoding_would_see(head, target_params, monkeypatch):
+    """The logits of every step and row are those of the loop's calls, and are compared with the target's right row."""
+    ids = IDS if head.config.draft_vocab_size else None
+    params = head.init(jax.random.key(1))
+    if ids is not None:
+        params = params | {DRAFT_IDS: jnp.asarray(ids)}
+    task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
+    trained = {name: leaf for name, leaf in params.items() if name != DRAFT_IDS}
+    weights = head.training_weights(trained, None if ids is None else jnp.asarray(ids))
+    stream, features = task._steps(weights, target_params, TOKENS)
+
+    def of_target(x):
+        return TARGET.unembed_normed({"params": target_params}, x)
+
+    expected = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
+    np.testing.assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
+    for step, row in ((0, 0), (0, 7), (1, 0), (1, 5), (2, 3), (2, 8)):
+        logits = head.expand(weights, head.logits(weights, features[step], of_target))[1, row + 1 + step]
+        wanted = decoded_logits(head, params, target_params, TOKENS[1], row, step)
+        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+def test_the_loss_is_the_weighted_sum_over_steps(target_params):
+    """Of the mean divergence from the target's row that a step is to predict; rows without one count nothing."""
+    params = HEAD.init(jax.random.key(1))
+    loss, metrics = TASK.loss(params, TASK.teacher(target_params), TOKENS, KEY)
+    weights = HEAD.training_weights(params, None)
+    _, features = TASK._steps(weights, target_params, TOKENS)
+
+    def of_target(x):
+        return TARGET.unembed_normed({"params": target_params}, x)
+
+    q = np.asarray(jax.nn.softmax(TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV), np.float64)
+    expected = 0.0
+    for step in range(STEPS):
+        p = np.asarray(jax.nn.softmax(HEAD.logits(weights, features[step], of_target)), np.float64)
+        p, wanted = p[:, step + 1 :], q[:, step + 1 :]
+        expected += 0.8**step * (wanted * np.log(wanted / p)).sum(-1).mean()
+        accepted = np.minimum(wanted, p).sum(-1).mean()
+        np.testing.assert_allclose(metrics[f"acceptance/position_{step + 1}"], accepted, rtol=1e-5)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_logits_in_chunks_give_the_same_gradient(target_params):
+    """Also of a reduced vocabulary, and whatever is made again for the gradient."""
+    for head, ids in ((HEAD, None), (REDUCED, IDS)):
+        params = {name: leaf for name, leaf in head.init(jax.random.key(1)).items() if name != DRAFT_IDS}
+
+        def gradient(chunk):
+            task = TrainHead(head=head, target=TARGET, test_steps=2, chunk=chunk)
+            teacher = task.teacher(target_params, ids)
+            return jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, teacher, TOKENS, KEY)
+
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient(None), gradient(4))
+
+
+def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(target_params):
+    task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
+    params = {name: leaf for name, leaf in REDUCED.init(jax.random.key(1)).items() if name != DRAFT_IDS}
+    loss, metrics = task.loss(params, task.teacher(target_params, IDS), TOKENS, KEY)
+    weights = REDUCED.training_weights(params, jnp.asarray(IDS))
+    _, features = task._steps(weights, target_params, TOKENS)
+    p = np.asarray(jax.nn.softmax(REDUCED.logits(weights, features[0], None)))[:, 1:]
+    q = np.asarray(jax.nn.softmax(TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV))[:, 1:]
+    kept = q[..., IDS]
+    np.testing.assert_allclose(metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5)
+    counted = np.isin(q.argmax(-1), IDS)
+    assert 0 < counted.mean() < 1
+    distances = 0.5 * np.abs(kept / kept.sum(-1, keepdims=True) - p).sum(-1)
+    np.testing.assert_allclose(loss, distances[counted].mean(), rtol=1e-5)
+
+
+def test_the_most_frequent_tokens_are_kept():
+    np.testing.assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
+
+
+one_step = jax.jit(train_step, static_argnums=(0, 1))
+TRAIN = TrainConfig(steps=120, batch=16, warmup_steps=4, learning_rate=1e-2)
+
+
+def test_a_head_learns_to_draft_and_its_own_features_serve_it():
+    """Trained with three steps it is accepted more at the third position than trained with one."""
+    target_params = trained_target()
+    evaluating = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
+
+    def accepted(test_steps):
+        task = dataclasses.replace(TASK, test_steps=test_steps)
+        state, teacher = init_state(task, TRAIN), task.teacher(target_params)
+        for number in range(TRAIN.steps):
+            state, _ = one_step(task, TRAIN, state, teacher, DATA.batch(number, TRAIN.batch)[None])
+        mesh, warps = make_mesh(1, 1, devices=jax.devices()[:1]), {"own": chain(temperature(0.8), top_p(0.95))}
+        measured = evaluate(evaluating, state.params, teacher, HELD_OUT, 16, mesh, warps)
+        assert measured.keys() == {"loss"} | {
+            f"{name}/position_{i} (own)" for name in ("acceptance", "greedy_agreement") for i in (1, 2, 3)
+        }
+        return [measured[f"acceptance/position_{i} (own)"] for i in (1, 2, 3)]
+
+    three, one = accepted(3), accepted(1)
+    assert three[0] > 0.7 and three[2] > one[2] + 0.1, (three, one)
+
+
+def trained_target():
+    task, config = Pretrain(TARGET), dataclasses.replace(TRAIN, steps=150)
+    state = init_state(task, config)
+    for number in range(config.steps):
+        state, _ = one_step(task, config, state, None, DATA.batch(number, config.batch)[None])
+    return state.params
+
+
+class Killed(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Breaking:
+    at: int
+
+    def batch(self, step, size):
+        if step == self.at:
+            raise Killed
+        return DATA.batch(step, size)
+
+
+def run(folder, target_params, data=DATA, mesh=(1, 1)):
+    task = TrainHead(head=REDUCED, target=TARGET, test_steps=2, objective="lk_hybrid", chunk=6)
+    folder.mkdir(exist_ok=True)
+    state = train(
+        task,
+        dataclasses.replace(TRAIN, steps=6),
+        data,
+        folder,
+        held_out=HELD_OUT,
+        teacher_params=task.teacher(target_params, IDS),
+        intervals=Intervals(log=1, evaluate=6, checkpoint=3),
+        mesh=make_mesh(*mesh, devices=jax.devices()[: mesh[0] * mesh[1]]),
+        console=Console(file=io.StringIO()),
+    )
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(target_params, tmp_path):
+    state, losses = run(tmp_path / "whole", target_params)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", target_params, Breaking(5))
+    again, resumed = run(tmp_path / "killed", target_params)
+    assert resumed == losses
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+    np.testing.assert_allclose(run(tmp_path / "mesh", target_params, mesh=(2, 2))[1], losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"objective": "cross_entropy"}, "no objective 'cross_entropy': choose one of forward_kl, .*lk_hybrid"),
+        ({"test_steps": 0}, "test_steps must be >= 1; got 0"),
+        ({"decay": 0.0}, r"decay must be in \(0, 1\]; got 0.0"),
+        ({"chunk": 0}, "chunk must be >= 1 position, or None; got 0"),
+        ({"target": TransformerLM(tiny(vocab_size=V, width=8))}, "made for another target: its width is 16"),
+    ],
+)
+def test_numbers_are_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TASK, **changes)
+
+
+def test_what_does_not_fit_is_refused(target_params):
+    with pytest.raises(ValueError, match="test_time.chunk 5 does not divide windows of 12 tokens"):
+        dataclasses.replace(TASK, chunk=5).loss(HEAD.init(KEY), TASK.teacher(target_params), TOKENS, KEY)
+    with pytest.raises(ValueError, match="a reduced vocabulary of None tokens; 10 ids were given"):
+        TASK.teacher(target_params, IDS)
