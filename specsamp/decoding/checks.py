@@ -87,7 +87,8 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()
-        drafter = default_drafter(pair, draft_length or DEFAULT_DRAFT_LENGTH)
+        most = None if pair.head is None else pair.head.config.max_tokens
+        drafter = default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
     if not isinstance(drafter, Drafter):
         raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
     try:

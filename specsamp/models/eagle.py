@@ -39,7 +39,7 @@ class Eagle1(HeadModule):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         return hidden[0]
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
@@ -92,7 +92,7 @@ class Eagle3(HeadModule):
         x_BTX = self.input_norm(x_BTX) if self.config.norm_before_fc else x_BTX
         return contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:

@@ -35,7 +35,7 @@ class MTP(HeadModule):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         return hidden[0]
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Request, Weights
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
@@ -16,7 +18,7 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
 from support.fakes import FALSE_ALARM, decode, joint_law, p_value
-from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, mtp, table_head
+from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import FULL, NUCLEUS, PROMPTS, TARGET, V, law_test
 
 K = 2
@@ -46,6 +48,8 @@ REDUCED = eagle3(V, draft_vocab_size=2)
         (eagle1(V), CoupledRule(), NUCLEUS, {}),
         (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
         (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
+        (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
+        (medusa(V, 2, own_output=False), CoupledRule(), NUCLEUS, {"window": 2}),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
@@ -64,6 +68,20 @@ class OfTheDraftVocabulary(TokenRule):
 def test_a_target_that_is_reduced_like_the_head_is_caught():
     loop = law_loop(REDUCED, OfTheDraftVocabulary())
     assert law_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
+
+
+class ByOneHead(FeatureDrafter):
+    """The mutant: every token is drawn by its own Medusa head, and verified as if the first had drawn it."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        first_BRV = jnp.broadcast_to(draft.log_probs_BRV[:, :1], draft.log_probs_BRV.shape)
+        return dataclasses.replace(draft, log_probs_BRV=first_BRV), state, cache
+
+
+def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
+    head = medusa(V, 2)
+    assert law_test(law_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED) < FALSE_ALARM**2
 
 
 def test_a_reduced_vocabulary_in_numbers():
@@ -228,3 +246,13 @@ def test_rows_inserted_in_the_middle_keep_their_tokens():
 def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         table_loop(**options)
+
+
+def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():
+    target, head = LayeredTable(V), medusa(V, 2)
+    with pytest.raises(ValueError, match="K = 3, but the head drafts 2 tokens at most: lower the draft length"):
+        FeatureDrafter(target, head, 3)
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=head.init(jax.random.key(0)))
+    assert choose_drafter(pair, None, None).K == 2, "fewer than generate's own default"
+    with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
+        choose_drafter(pair, 4, None)

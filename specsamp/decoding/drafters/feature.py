@@ -5,6 +5,9 @@ reads the true hidden states of all rows that the target scored: of the accepted
 made the features that the next draft begins with; the others are stale, as rejected tokens are to any cache. So
 whatever was drafted, or not, the head's cache is rewritten from true hidden states.
 
+Medusa heads (arXiv 2401.10774) read no tokens: their calls return what they are given and cost nothing, and each token
+is drawn by the head at its offset.
+
 The head's own distribution is sampled and handed to the rule. Tokens that a reduced vocabulary lacks have probability
 zero in it, which costs acceptance and biases nothing.
 """
@@ -60,6 +63,9 @@ class FeatureDrafter(Drafter):
     def __post_init__(self):
         if self.K < 1 or not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"K must be at least 1 and window from 1 to {MAX_WINDOW}; got {self.K} and {self.window}")
+        most = self.head.config.max_tokens
+        if most is not None and self.K > most:
+            raise ValueError(f"K = {self.K}, but the head drafts {most} tokens at most: lower the draft length")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -139,7 +145,7 @@ class FeatureDrafter(Drafter):
 
         def draw(carry: tuple, offset: Array | int) -> tuple:
             head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, warp_state = carry
-            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target)
+            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)
             logits_BV = head.expand(weights.draft, logits_BTV)[:, 0]
             tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
             if log_probs_BV is not None:
