@@ -6,8 +6,9 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's. Some
-models want their licence accepted on their page, and a token.
+model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's, or
+once more the target, where a module for multi-token prediction lies in its checkpoint. Some models want their licence
+accepted on their page, and a token.
 launch/export_hugging_face.py writes a model that was trained here as such a folder.
 """
 
@@ -68,6 +69,9 @@ HEADS = {
     ),
     "qwen-32b-eagle3": PublicPair(
         target="Qwen/Qwen3-32B", draft="RedHatAI/Qwen3-32B-speculator.eagle3", model_parallelism=8, drafter="head"
+    ),
+    "mimo-7b-mtp": PublicPair(
+        target="XiaomiMiMo/MiMo-7B-RL", draft="XiaomiMiMo/MiMo-7B-RL", model_parallelism=4, drafter="head"
     ),
 }
 PROMPTS = (

@@ -93,7 +93,12 @@ class Checkpoint:
         wanted = {source.tensor: source.shape(sizes(self.config)) for source in self.sources().values()}
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if self.config.tied else set()
-        check_tensors(self.name, self._found, wanted, lambda name: name in repeated or BUFFERS.search(name))
+        of_head = self.family.head_prefix
+
+        def is_harmless(name: str) -> bool:
+            return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
+
+        check_tensors(self.name, self._found, wanted, is_harmless)
         return self._found
 
     @functools.cached_property

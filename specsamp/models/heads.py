@@ -82,6 +82,14 @@ class HeadConfig:
         if self.draft_vocab_size is not None and not self.own_output:
             raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
 
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        """Returns how files of such a head could be meant instead, by what a reader calls it.
+
+        Each is the fields of the configuration that differ, and for parameters (of the top level) that of another name
+        in whose place they stand; None: there is none. Layers that are counted otherwise go without saying.
+        """
+        return {}
+
     @property
     def num_outputs(self) -> int:
         """U, the tokens that it can propose."""

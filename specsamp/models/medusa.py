@@ -98,6 +98,14 @@ class MedusaConfig(HeadConfig):
                 f"{self.hidden_layers}"
             )
 
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        """A first head that predicts what the target itself does: each is one token behind."""
+        if self.num_heads == 1:
+            return {}
+        last = self.num_heads - 1
+        places = {f"head_{k}": f"head_{k + 1}" for k in range(last)} | {f"head_{last}": None}
+        return {"every head one token earlier": ({"num_heads": last}, places)}
+
     @property
     def max_tokens(self) -> int:
         return self.num_heads

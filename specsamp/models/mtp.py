@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +64,12 @@ class MTPConfig(HeadConfig):
         super().__post_init__()
         if len(self.hidden_layers) != 1:
             raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
+
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        swapped = {"token_norm": "hidden_norm", "hidden_norm": "token_norm"}
+        order = {"hidden_first": not self.hidden_first}
+        return {
+            "the norms of token and hidden state swapped": ({}, swapped),
+            f"the {'hidden state' if not self.hidden_first else 'token'} first": (order, {}),
+            f"norm_output = {not self.norm_output}": ({"norm_output": not self.norm_output}, {}),
+        }

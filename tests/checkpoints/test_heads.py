@@ -113,6 +113,97 @@ def test_heads_of_speculators(tmp_path, name):
     assert again.notes("org/target") == [] and "was trained for org/target" in again.notes("org/other")[0]
 
 
+MEDUSA_SHAPES = {"{}.0.linear.weight": (8, 8), "{}.0.linear.bias": (8,), "{}.1.weight": (16, 8)}
+BLOCKS = {"{}.0.linear.weight": "blocks.{}.layers.0.weight", "{}.0.linear.bias": "blocks.{}.layers.0.bias"}
+BLOCKS["{}.1.weight"] = "lm_heads.{}.weight"
+
+
+def toy_medusa(folder, names=(), num_heads=3, **config):
+    """As its authors' files are, whose config says too few heads; ``names`` are those of another layout."""
+    tensors = {
+        dict(names).get(name, name).format(k): np.cos(np.arange(np.prod(shape)) + k).reshape(shape).astype(np.float32)
+        for name, shape in MEDUSA_SHAPES.items()
+        for k in range(num_heads)
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def medusa_logits(folder):
+    head, weights = load(folder)
+    assert head.config.num_heads == 3 and head.hidden_layers == (9,)
+    hidden = jnp.sin(jnp.arange(8.0))[None, None]
+    return [head.logits(weights, head.fuse(weights, (hidden,)), None, k)[0, 0] for k in range(3)]
+
+
+def test_medusa_in_both_layouts_and_as_a_pickle(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    tensors = toy_medusa(folder, medusa_num_heads=2, medusa_num_layers=1, base_model_name_or_path="org/vicuna")
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    assert "was trained for org/vicuna" in open_head(folder, TOY_TARGET).notes("org/other")[0]
+    logits, h = medusa_logits(folder), np.sin(np.arange(8.0))
+    for k in range(3):
+        y = tensors[f"{k}.0.linear.weight"] @ h + tensors[f"{k}.0.linear.bias"]
+        np.testing.assert_allclose(logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5)
+
+    other = tmp_path / "vllm"
+    other.mkdir()
+    renamed = toy_medusa(
+        other, BLOCKS, architectures=["MedusaModel"], model_type="medusa", num_heads=3, num_hidden_layers=1
+    )
+    assert "lm_heads.2.weight" in renamed
+    save_file(renamed, other / "model.safetensors")
+    np.testing.assert_array_equal(medusa_logits(other), logits)
+
+    pickled = tmp_path / "pickle"
+    shutil.copytree(folder, pickled)
+    (pickled / "medusa_lm_head.safetensors").unlink()
+    pickle_of(pickled / "medusa_lm_head.pt", tensors)
+    np.testing.assert_array_equal(medusa_logits(pickled), logits)
+
+
+def pickle_of(path, tensors):
+    """As torch.save writes tensors of float32."""
+    parts = [b"\x80\x02}"]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        key, size, strides = str(number).encode(), tensor.shape, np.array(tensor.strides) // 4
+        text = b"X" + len(name).to_bytes(4, "little") + name.encode()
+        storage = TENSOR.replace(b"X\x01\0\0\x000", b"X" + len(key).to_bytes(4, "little") + key)
+        storage = storage.replace(b"K\x02tQ", b"K" + bytes([tensor.size]) + b"tQ")
+        numbers = [b"(" + b"".join(b"K" + bytes([n]) for n in values) + b"t" for values in (size, strides.tolist())]
+        parts.append(text + storage + b"K\0" + b"".join(numbers) + b"\x89}tRs")
+    archive(path, b"".join(parts) + b".", **{str(i): x.tobytes() for i, x in enumerate(tensors.values())})
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"medusa_num_layers": 2}, "medusa_num_layers = 2; only 1 is supported"),
+        ({"hidden_size": 16}, "hidden_size = 16, but the target's width is 8"),
+        ({"truncated_vocab_size": 6}, "truncated_vocab_size = 6; only 16 is supported"),
+    ],
+)
+def test_medusa_heads_that_do_not_fit(tmp_path, config, message):
+    tensors = toy_medusa(tmp_path, medusa_num_heads=2, **config)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_head(tmp_path, TOY_TARGET)
+
+
+def test_medusa_heads_of_another_target_or_with_one_missing(tmp_path):
+    """Their config says no sizes: their tensors do."""
+    tensors = toy_medusa(tmp_path, medusa_num_heads=2)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(
+        ValueError, match=r"0.0.linear.weight \(8, 8\) in medusa_lm_head.safetensors, \(32, 32\) wanted"
+    ):
+        open_head(tmp_path, TARGET)
+    save_file({k: x for k, x in tensors.items() if k[0] != "1"}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"3 tensors are missing: 1.0.linear.bias \(8,\); 1.0.linear.weight"):
+        open_head(tmp_path, TOY_TARGET)
+
+
 def test_layers_that_are_named_as_outputs(tmp_path):
     """SpecForge's way of counting."""
     folder = toy_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 8]})

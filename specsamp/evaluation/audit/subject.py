@@ -18,13 +18,13 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.teacher import next_logits
+from specsamp.evaluation.audit.teacher import full_warp, next_logits
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, chain, first_tokens, greedy, is_stateless
+from specsamp.sampling.warp import Warp, greedy, is_stateless
 
 # How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
 # bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
@@ -116,10 +116,7 @@ class Subject:
 
     def full_warp(self, warp: Warp) -> Warp:
         """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-        tokenizer = self.pair.tokenizer
-        if tokenizer is None or tokenizer.vocab_size == self.pair.target.vocab_size:
-            return chain(warp)
-        return chain(first_tokens(tokenizer.vocab_size), warp)
+        return full_warp(self.pair, warp)
 
     def cast(self, dtype: str) -> Subject | None:
         """Returns the same with models that compute in ``dtype``; None if the target has no dtype to choose."""
