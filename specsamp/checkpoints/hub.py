@@ -21,7 +21,10 @@ from specsamp.checkpoints.safetensors_io import (
 )
 
 # config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "chat_template.jinja", INDEX),
+)
 
 
 def find_folder(name: str) -> tuple[epath.Path, bool]:

@@ -26,7 +26,7 @@ MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and s
 
 TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
 
 
 def integer(name: str, value: Any, least: int, limit: int = 2**31) -> int:
@@ -144,8 +144,13 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
             if isinstance(prompt, (bytes, bytearray)):
                 raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
             if isinstance(prompt, (Mapping, Set)) or not hasattr(prompt, "__len__"):
-                raise ValueError(f"prompt {index} must be a text or a list of token ids; got {prompt!r}")
-            tokens = list(prompt)
+                raise ValueError(
+                    f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}"
+                )
+            is_conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            if is_conversation and pair.tokenizer is None:
+                raise ValueError("a conversation needs a tokenizer in the pair; otherwise give lists of token ids")
+            tokens = pair.tokenizer.encode_chat(prompt) if is_conversation else list(prompt)
         if len(tokens) == 0:
             raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
         token_lists.append(integers(f"prompt {index}", tokens, 0, pair.target.vocab_size))

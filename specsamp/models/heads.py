@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -232,6 +232,11 @@ class FeatureHead:
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Adds to ``weights`` what depends on the number of cache slots: nothing."""
         return weights
+
+    def in_dtype(self, dtype: str) -> Self:
+        """Returns the head computing in another dtype, on its mesh if it has one."""
+        layer = dataclasses.replace(self.config.layer, dtype=dtype)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, layer=layer))
 
     def check_target(self, target: LanguageModel) -> None:
         """Raises ValueError unless the head was made for a target of these sizes, with the two that differ."""

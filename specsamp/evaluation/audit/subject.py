@@ -123,16 +123,17 @@ class Subject:
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
-        recast = in_dtype(self.pair.draft, dtype)
+        recast, head = in_dtype(self.pair.draft, dtype), self.pair.head and self.pair.head.in_dtype(dtype)
         draft = recast or self.pair.draft
-        if (target, draft) == (self.pair.target, self.pair.draft):
+        if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
-        drafter = self.drafter.with_models(target, draft)
-        pair = dataclasses.replace(self.pair, target=target, draft=draft)
+        pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
+        drafter = self.drafter.with_models(target, pair.draft_or_head)
         if dtype == "float32":
             # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
-            params = {"target_params": pair.target_params} | ({"draft_params": pair.draft_params} if recast else {})
-            pair = dataclasses.replace(pair, **jax.tree.map(lambda x: x.astype(dtype), params))
+            params = {"target_params": pair.target_params}
+            params |= {"draft_params": pair.draft_params} if recast or head else {}
+            pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
         return dataclasses.replace(self, pair=pair, drafter=drafter)
 
     @functools.cached_property
@@ -150,6 +151,11 @@ class Subject:
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
         """Returns how many of ``tokens`` tokens rounding may change; more has a probability below ``false_alarm``."""
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns an array in float32; ids stay integers."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
