@@ -29,7 +29,7 @@ from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.workload import check_fits
-from specsamp.decoding.checks import integer
+from specsamp.decoding.checks import Prompt, integer
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
@@ -249,10 +249,11 @@ def run_cells(
         console.print(f"\nwritten to {output}", soft_wrap=True)
 
 
-def read_prompts(path: str) -> list[str]:
+def read_prompts(path: str) -> list[Prompt]:
     """Returns the prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line.
 
-    In a line, \\n stands for a line break.
+    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
+    for a line break.
 
     Raises:
       ValueError: there are none, one is empty, or the file is damaged.
@@ -263,10 +264,10 @@ def read_prompts(path: str) -> list[str]:
         try:
             listed = storage.read_json_value(path)
             listed = listed["prompts"] if isinstance(listed, dict) else listed
-            prompts = [one if isinstance(one, str) else one["text"] for one in listed]
-            if not isinstance(listed, list) or not all(isinstance(prompt, str) for prompt in prompts):
-                raise TypeError("not a list of texts")
-        except (KeyError, TypeError) as error:
+            prompts = [one if isinstance(one, str) else one.get("messages") or one["text"] for one in listed]
+            if not isinstance(listed, list) or not all(isinstance(prompt, (str, list)) for prompt in prompts):
+                raise TypeError("not a list of texts or conversations")
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no JSON list of prompts ({type(error).__name__}: {error})") from error
     else:
         prompts = [line.replace("\\n", "\n") for line in text.splitlines()]

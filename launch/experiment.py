@@ -22,10 +22,11 @@ from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
-from specsamp.decoding.checks import integer
+from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
@@ -40,6 +41,8 @@ from specsamp.training.checkpoint import Checkpoints
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 
+
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
 _WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
 EXPERIMENT_FIELDS = ("rule", "drafter", "draft_length", "sampling", "mesh", *_WORKLOAD)
@@ -63,12 +66,15 @@ class Experiment:
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
 
 
-def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = None) -> Experiment:
+def build(
+    config: ConfigDict, prompts: Sequence[Prompt] = (), mesh: Mesh | None = None, *, check_heads: bool = True
+) -> Experiment:
     """Checks every field, then loads the pair, or makes one with random parameters.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
       mesh: to spread the models over; None leaves them on one device.
+      check_heads: says how well a head fits its target, on a few texts, before much is decoded with it.
 
     Raises:
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
@@ -96,7 +102,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     if "hugging_face" in config:
         pair = read_public_pair(config, mesh)
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
-        workload = with_prompts(workload, pair, prompts or config.prompts)
+        workload = with_prompts(workload, pair, prompts or config.prompts, chat=config.get("chat", False))
     elif name is None:
         if prompts:
             raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
@@ -116,6 +122,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
+    if check_heads and config.drafter == "head" and drafter.K and workload.prompts:
+        say_how_a_head_fits(pair, workload.prompts, drafter.K, sampling)
     weights = None
     if config.get("pair"):
         weights = fingerprint(config.pair, word.draft or "model")
@@ -130,6 +138,17 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         workload=workload,
         weights=weights,
     )
+
+
+def say_how_a_head_fits(pair: Pair, prompts: Sequence[Sequence[int]], K: int, sampling: Warp) -> None:
+    """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly."""
+    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    texts = write_texts(pair, prompts[:CHECKED_PROMPTS], tokens=max(CHECKED_TOKENS, K + 2), sampling=sampling)
+    found = check_head(pair, texts, K, sampling=sampling)
+    for sentence in found.sentences:
+        console.print(entry.visible(sentence), style=None if found.fits else "bold red", markup=False)
+    if not found.fits:
+        console.print("launch/check_head.py with the same configuration shows all readings", markup=False)
 
 
 def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
@@ -157,9 +176,14 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
     )
 
 
-def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
-    """Returns the workload with these prompts, and room for the longest."""
-    tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
+def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, chat: bool = False) -> Workload:
+    """Returns the workload with these prompts, and room for the longest.
+
+    Args:
+      chat: texts are the first message of a user to a tuned model, written out by its chat template.
+    """
+    asked = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in prompts]
+    tokens = tuple(map(tuple, encode(pair, asked)))
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
 

@@ -51,6 +51,8 @@ def main() -> None:
     for name in ("draft_temperature", "synthetic_acceptance"):
         if config.get(name) is not None:
             raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
+    if config.get("chat"):
+        raise ValueError("chat = True, but answers to messages are no files of Python: set --config.chat=false")
     replica = config_replica(config)
     experiment = build(config, mesh=None if replica.mesh.size == 1 else replica.mesh)
     if experiment.pair.tokenizer is None:

@@ -31,6 +31,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specsamp import storage
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
+from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
@@ -93,7 +94,12 @@ class Checkpoint:
         wanted = {source.tensor: source.shape(sizes(self.config)) for source in self.sources().values()}
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if self.config.tied else set()
-        check_tensors(self.name, self._found, wanted, lambda name: name in repeated or BUFFERS.search(name))
+        of_head = self.family.head_prefix
+
+        def is_harmless(name: str) -> bool:
+            return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
+
+        check_tensors(self.name, self._found, wanted, is_harmless)
         return self._found
 
     @functools.cached_property
@@ -284,7 +290,8 @@ def _tokenizer(
 ) -> JsonTokenizer | SentencePieceTokenizer | None:
     """Reads the tokenizer of a folder, without added tokens beyond the ``rows`` of the embedding; None: it has none."""
     if (folder / "tokenizer.json").exists():
-        return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None, rows=rows)
+        eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
+        return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)
     if (folder / "tokenizer.model").exists():
         return SentencePieceTokenizer(folder / "tokenizer.model")
     return None

@@ -52,7 +52,8 @@ def generate(
 
     Args:
       pair: target, draft, tokenizer.
-      prompts: texts or lists of token ids, of any lengths from 1.
+      prompts: texts, lists of token ids, or conversations: lists of messages such as ``{"role": "user", "content":
+        "Hi"}``, which the chat template of the target's checkpoint writes out. Of any lengths from 1.
       max_new_tokens: budget, one for all or one per prompt.
       sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy.
         Ids that the tokenizer does not have (a padded vocabulary) are always excluded.

@@ -19,6 +19,7 @@ from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 
 LAYER = tiny(
@@ -34,6 +35,7 @@ LAYER = tiny(
 HEADS = {
     "eagle1": Eagle1Config(layer=LAYER, target_layers=3, hidden_layers=(3,)),
     "eagle3": Eagle3Config(layer=LAYER, target_layers=3, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True),
+    "medusa": MedusaConfig(layer=LAYER, target_layers=3, hidden_layers=(3,), num_heads=3, own_output=True),
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
 SAMPLING = chain(temperature(1.0))
@@ -65,7 +67,9 @@ def job_of(pair):
 
 
 @pytest.mark.parametrize(
-    "pair, data, model, draft", [("eagle1", 4, 2, None), ("eagle3", 1, 8, None), ("eagle3", 2, 4, 1)], indirect=["pair"]
+    "pair, data, model, draft",
+    [("eagle1", 4, 2, None), ("eagle3", 1, 8, None), ("eagle3", 2, 4, 1), ("medusa", 2, 4, None)],
+    indirect=["pair"],
 )
 def test_tokens_of_one_device(pair, alone, data, model, draft):
     sharded = shard(pair, make_mesh(data, model), draft_model_parallelism=draft)
