@@ -23,7 +23,7 @@ is spread over the batch).
 
 A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err
 alike, so layouts count and not steps: if a new layout is like the n that were left out, it lies within with a chance
-of n / (n + 1) (split conformal prediction, Vovk et al. 2005), three in four for the three of v5e. `specsamp.tpu.backtest`
+of n / (n + 1) (split conformal prediction, Vovk et al. 2005), three in four for the three of v5e. launch/studies/backtest.py
 counts what bands hold.
 """
 
