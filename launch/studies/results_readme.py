@@ -137,7 +137,7 @@ SECTIONS = (
         "count only as far as they outlast the streaming: no share of it is fitted, and the backtest takes none from a "
         "trace. Smaller shares explain the steps nearly as well, from a half on; the upper edges of bands assume the least. "
         "A band reaches as far as the worst step of the worst layout that was left out. Rows of one layout err alike: the "
-        "25 steps of v5e count as three layouts, and a fourth that is like them lies within with a chance of three in four. "
+        "25 steps of v5e count as three layouts, and a fourth that is like them lies within with a chance of about three in four. "
         "One of the three is a single step of another model (2023, PyTorch/XLA), which takes a fifth longer than the other "
         "two say and is outside of the band made without it; the bands of v5e are widened until they hold it. Until "
         "November 2026 all chips had one formula, fitted on six steps of TPU v4 of 2022 and 2023, in which collectives "
