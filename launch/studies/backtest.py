@@ -14,11 +14,11 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+import held_out
 from curves import COLOURS, axes_of
+from held_out import Check
 from specsamp import storage
 from specsamp.analysis.report import Table
-from specsamp.tpu import backtest
-from specsamp.tpu.backtest import Check
 from specsamp.tpu.calibration import calibrate, two_digits
 
 _OUTPUT = entry.define_output()
@@ -37,8 +37,8 @@ def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
     entry.check_output(_FIGURE.value, "figure")
-    layouts, sources, others = backtest.held_out("layout"), backtest.held_out("source"), backtest.unfitted()
-    summaries, fits = backtest.summaries(), calibrate()
+    layouts, sources, others = held_out.held_out("layout"), held_out.held_out("source"), held_out.unfitted()
+    summaries, fits = held_out.summaries(), calibrate()
     title = "what was left out of the fit"
     entry.show([checks_table(part, title) for part in (layouts, sources)], console)
     entry.show([checks_table(others, "programs that no fit is of"), summary_table(summaries)], console)
@@ -79,7 +79,7 @@ def checks_table(checks: list[Check], title: str) -> Table:
     return Table(title=f"{checks[0].left_out} left out: {title}", header=header, rows=rows, left=2)
 
 
-def summary_table(summaries: dict[str, backtest.Summary]) -> Table:
+def summary_table(summaries: dict[str, held_out.Summary]) -> Table:
     """Returns how each group of rows did."""
     rows = [
         (
@@ -88,7 +88,7 @@ def summary_table(summaries: dict[str, backtest.Summary]) -> Table:
             "" if s.median_error is None else f"{s.median_error:.0%}",
             "" if s.worst_error is None else f"{s.worst_error:.0%}",
             f"{s.covered} of {s.rows}",
-            "" if s.covered >= backtest.COVERED * s.rows else f"x{two_digits(s.factor)}",
+            "" if s.covered >= held_out.COVERED * s.rows else f"x{two_digits(s.factor)}",
         )
         for name, s in summaries.items()
     ]

@@ -137,17 +137,17 @@ SECTIONS = (
         "count only as far as they outlast the streaming: no share of it is fitted, and the backtest takes none from a "
         "trace. Smaller shares explain the steps nearly as well, from a half on; the upper edges of bands assume the least. "
         "A band reaches as far as the worst step of the worst layout that was left out. Rows of one layout err alike: the "
-        "25 steps of v5e count as three layouts, and a fourth that is like them lies within with a chance of three in four. "
+        "25 steps of v5e count as three layouts, and a fourth that is like them lies within with a chance of about three in four. "
         "One of the three is a single step of another model (2023, PyTorch/XLA), which takes a fifth longer than the other "
         "two say and is outside of the band made without it; the bands of v5e are widened until they hold it. Until "
         "November 2026 all chips had one formula, fitted on six steps of TPU v4 of 2022 and 2023, in which collectives "
-        "and streaming add up. It says up to twice what has been published for TPU v5e with today's JAX, where "
+        "and streaming add up. It says up to twice what has been published for TPU v5e with JAX of 2025, where "
         "collectives run under the streaming. All milliseconds below were made again from the same compiled programs. "
         "For v5e they rest on 25 steps and five traced collectives. No step of today that is one program was measured on another chip, v4 "
         "included: there they are a range, from streaming and cycles alone to the old sum, and the best K and the "
         "speedup are as open. Speedups of the paper's pair on v4 were given as 2.3x and 2.0x (batch 1 and 8), a step of "
-        "Llama 3.1 70B on v5e-16 as 19.6 ms. Servers, programs that the host launches call by call, experts and "
-        "products on the vector unit are in no formula here: to hold nine of ten of them, both edges of the band would "
+        "Llama 3.1 70B on v5e-16 as 19.6 ms. Servers, programs that the host launches call by call, rounds of other "
+        "drafters, experts and products on the vector unit are in no formula here: to hold nine of ten of them, both edges of the band would "
         "have to move out by the factor in the last column.",
         compiled.backtest,
         ["tpu_backtest"],

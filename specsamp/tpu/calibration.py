@@ -18,13 +18,12 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
 Generation and software are confounded: nobody has published a step of a program of today on v4. What this package
 compiles is a program of today. So an estimate for v5e comes from the second fit, and for every other chip, v4 among
 them, it is a **band from all hidden to all added**: from nothing but streaming and cycles to the sum of the first fit
-and what attention and cache updates take per sequence on v5e (what the old programs leave out, because their attention
-is spread over the batch).
+and v5e's time per layer and sequence, for which the first fit has no number.
 
 A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err
 alike, so layouts count and not steps: if a new layout is like the n that were left out, it lies within with a chance
-of n / (n + 1) (split conformal prediction, Vovk et al. 2005), three in four for the three of v5e. `specsamp.tpu.backtest`
-counts what bands hold.
+of about n / (n + 1) (as in the jackknife of Barber et al., 2021, without its guarantee): three in four for the three of
+v5e. launch/studies/backtest.py counts what bands hold.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Predicts published measurements from the others: each layout and each source left out of the fits once.
 
-python launch/studies/backtest.py
+backtest.py writes what is found.
 """
 
 from __future__ import annotations
