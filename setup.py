@@ -45,7 +45,6 @@ setup(
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "figures": ["matplotlib>=3.8"],
-        "eval": ["rouge-score>=0.1.2"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2", "jinja2>=3.1"],  # jinja2: chat templates
     },

@@ -24,7 +24,7 @@ from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import tables
-from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit
+from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
@@ -74,8 +74,14 @@ def main() -> int:
     subject = make_subject(config, experiment, _COUNT.value)
     use_compilation_cache()
     console.print(headline(experiment))
-    with entry.progress(console, "starting") as say:
-        found = audit(subject, settings, progress=say)
+    try:
+        with entry.progress(console, "starting") as say:
+            found = audit(subject, settings, progress=say)
+    except BrokenOff as error:
+        if flags.FLAGS.traceback:
+            raise
+        console.print(f"{error}. Nothing is known of the pair", style="bold red", soft_wrap=True, markup=False)
+        return FAILED
     entry.show([tables.audit_table(found)], console)
     console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True)
     document = {

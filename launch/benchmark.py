@@ -18,6 +18,7 @@ from cells import check_points, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
+from specsamp.analysis import grid
 
 _CONFIG = ConfigFlag("configs/random_pair.py")
 _GRID = flags.DEFINE_multi_string(
@@ -34,6 +35,7 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
+    grid.check_output(_OUTPUT.value)
     points = parse_grid(_GRID.value)
     check_points(config, points)  # before weights are read
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()

@@ -33,6 +33,7 @@ class ConfigFlag:
     text: str = ""  # as typed, or the default
     module: types.ModuleType | None = None  # of the file
     value: ConfigDict | None = None
+    fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
         """Loads the file that ``arguments`` name, and defines a flag for each of its fields that they set.
@@ -48,10 +49,10 @@ class ConfigFlag:
         self.module = load_file(self.text)
         self.value = _call(self.module, self.text)
         fields = known_fields(self.value)
-        for argument in rest:
-            name = argument.lstrip("-").partition("=")[0].removeprefix("no")
-            if argument.startswith("-") and name.startswith("config."):
-                _check_field(self.text, name.removeprefix("config."), fields, self.value)
+        names = [argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in rest if argument[:1] == "-"]
+        self.fields_set = tuple(name.removeprefix("config.") for name in names if name.startswith("config."))
+        for name in self.fields_set:
+            _check_field(self.text, name, fields, self.value)
         config_flags.DEFINE_config_dict("config", self.value, lock_config=True, sys_argv=["", *rest])
         return rest
 
@@ -97,6 +98,21 @@ def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
         value = config[name]
         fields |= known_fields(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else {prefix + name: value}
     return fields
+
+
+def heeds(config: ConfigFlag, names: Iterable[str], what: str) -> None:
+    """Refuses a configuration without the fields that are needed, and fields on the command line that are not heeded.
+
+    Args:
+      names: of the fields that ``what`` reads, whole or in part.
+
+    Raises:
+      ValueError: with the first of either.
+    """
+    require(config.value, names, what)
+    for field in config.fields_set:
+        if field.partition(".")[0] not in names:
+            raise ValueError(f"--config.{field} would not be heeded: {what} reads {', '.join(names)}")
 
 
 def require(config: ConfigDict, names: Iterable[str], what: str) -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: flags, errors as one line, the console, progress, and results that are written.
+"""Shares what all commands do: flags, errors as one line, the console, progress, and results that are written.
 
     python launch/quality.py --distributed                                   # on every worker of a TPU pod
     python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0

@@ -20,6 +20,7 @@ from shapes import choose, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
+from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
 from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
@@ -53,7 +54,7 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
-    weights: str | None = None  # the `fingerprint` of a pair in a folder
+    weights: str | None = None  # of trained ones: the `fingerprint` of a pair in a folder, the `digest` of others
     drafter: Drafter
     rule: Rule
     sampling: Warp
@@ -123,6 +124,11 @@ def build(
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     if check_heads and config.drafter == "head" and drafter.K and workload.prompts:
         say_how_a_head_fits(pair, workload.prompts, drafter.K, sampling)
+    weights = None
+    if config.get("pair"):
+        weights = fingerprint(config.pair)
+    elif name is not None:
+        weights = digest((pair.target_params, pair.draft_params))
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -130,7 +136,7 @@ def build(
         rule=rule,
         sampling=sampling,
         workload=workload,
-        weights=fingerprint(config.pair) if config.get("pair") else None,
+        weights=weights,
     )
 
 

@@ -176,13 +176,21 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
     cells = [cell for cell in measured.chosen(document["cells"], **wanted) if fits(cell)]
-    laws = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
-    if len(laws) != 1:
-        known = "; ".join(laws) or "none"
+    distributions = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
+    if not distributions:
+        there = sorted({measured.describe(cell["key"]) for cell in document["cells"] if cell["key"]["draft_length"]})
+        raise ValueError(
+            f"--measured: no cell of {_MEASURED.value} has --rule={_RULE.value} and --drafter={_DRAFTER.value}"
+            f"{'' if _TEMPERATURE.value is None else f' and --temperature={_TEMPERATURE.value:g}'}; it has "
+            f"{'; '.join(there[:4]) or 'none with a draft'}{' ...' if len(there) > 4 else ''}"
+        )
+    if len(distributions) > 1:
+        known = "; ".join(distributions)
         raise ValueError(
             f"--measured: choose cells of one distribution with --temperature; {_MEASURED.value} has {known}"
         )
-    return [cell for cell in cells if measured.distribution_of(cell["key"]) == laws[0] or _SYNTHETIC.value]
+    (one,) = distributions
+    return [cell for cell in cells if measured.distribution_of(cell["key"]) == one or _SYNTHETIC.value]
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:

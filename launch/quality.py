@@ -22,7 +22,7 @@ from config_file import ConfigFlag
 from experiment import Experiment, build, config_replica, headline
 from specsamp import generate
 from specsamp.analysis import report
-from specsamp.analysis.grid import Results
+from specsamp.analysis.grid import Results, check_output
 from specsamp.evaluation.python_syntax import parses
 from specsamp.mesh.distributed import Replica, gather_objects
 
@@ -47,6 +47,7 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
+    check_output(_OUTPUT.value)
     for name in ("draft_temperature", "synthetic_acceptance"):
         if config.get(name) is not None:
             raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")

@@ -2,7 +2,7 @@
 
     python launch/sweep.py --config=configs/trained_pair.py --output=runs/python_pair_grid.json
     python launch/sweep.py --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/s.json   # prints commands
-    python launch/sweep.py --gather=one.json --gather=other.json                             # only the table
+    python launch/sweep.py --gather=one.json --gather=other.json                             # only the tables
 
 The same command goes on where it was interrupted. On a pod, points are commands for launch/tpu/run.sh, to be run one
 after the other: all add their cell to the same file, and a bucket has no lock that would keep two apart.
@@ -27,7 +27,9 @@ _CONFIG = ConfigFlag("configs/trained_pair.py")
 _POD = flags.DEFINE_string(
     "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
 )
-_GATHER = flags.DEFINE_multi_string("gather", [], "Show the cells of this file, and measure nothing; may be repeated.")
+_GATHER = flags.DEFINE_multi_string(
+    "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
+)
 _OUTPUT = entry.define_output()
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
@@ -37,16 +39,12 @@ def main() -> None:
     if _GATHER.value:
         if _OUTPUT.value or _POD.value or _AGAIN.value:
             raise ValueError("--gather measures and writes nothing: leave out --output, --pod and --again")
-        gathered = []
-        for path in _GATHER.value:
+        for path in _GATHER.value:  # a table each: files are of other pairs or machines
             document = grid.read_document(path)
             with entry.reading(path):
-                tables.grid_table(path, document["cells"])  # says which file is damaged
+                table = tables.grid_table(path, document["cells"], full=console.width >= tables.FULL_WIDTH)
             console.print(grid.origin(path, document), soft_wrap=True, markup=False)
-            gathered += document["cells"]
-        entry.show(
-            [tables.grid_table(", ".join(_GATHER.value), gathered, full=console.width >= tables.FULL_WIDTH)], console
-        )
+            entry.show([table], console)
         return
     points = hyper_points(_CONFIG.module, _CONFIG.text)
     check_points(_CONFIG.value, points)
@@ -55,6 +53,7 @@ def main() -> None:
             print(pod_command(_POD.value, point, _CONFIG.text, _OUTPUT.value, sys.argv[1:], _AGAIN.value))
         return
     entry.check_output(_OUTPUT.value)
+    grid.check_output(_OUTPUT.value)
     experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     console.print(headline(experiment))
     use_compilation_cache()

@@ -123,7 +123,7 @@ kept_V, residual_V = np.minimum(target_V, draft_V), np.maximum(target_V - draft_
 figure, axis = plt.subplots(figsize=(8, 3))
 axis.bar(range(V), kept_V, 0.62, color=BOTH, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
 axis.bar(range(V), residual_V, 0.62, bottom=kept_V, color=TARGET, label="residual: (q - p)+")
-axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's law p")
+axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's distribution p")
 axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target")
 axis.set(xlabel="next token", ylabel="probability")
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -139,7 +139,7 @@ plt.show()
 
 # %%
 def one_round(last: int, random: np.random.Generator) -> list[int]:
-    """What follows token ``last``."""
+    """Returns what follows token ``last``."""
     drafted = []
     for _ in range(K):
         drafted.append(int(random.choice(V, p=draft_VV[drafted[-1] if drafted else last])))
@@ -183,8 +183,8 @@ text
 SAMPLES = 20_000
 
 
-def joint_law(next_VV: np.ndarray) -> np.ndarray:
-    """Of the two tokens after `LAST`, [V * V]."""
+def joint_distribution(next_VV: np.ndarray) -> np.ndarray:
+    """Returns the distribution of the two tokens after `LAST`, [V * V]."""
     return (next_VV[LAST][:, None] * next_VV).ravel()
 
 
@@ -201,13 +201,15 @@ def total_variation(one: np.ndarray, other: np.ndarray) -> float:
     return 0.5 * float(np.abs(one - other).sum())
 
 
-def by_chance(law: np.ndarray) -> float:
-    """What samples of ``law`` itself exceed less than once in a million."""
-    return 0.5 * float(np.sqrt(law * (1 - law) / SAMPLES).sum()) + float(np.sqrt(np.log(1e6) / (2 * SAMPLES)))
+def by_chance(distribution: np.ndarray) -> float:
+    """Returns the distance that samples of ``distribution`` itself exceed less than once in a million."""
+    return 0.5 * float(np.sqrt(distribution * (1 - distribution) / SAMPLES).sum()) + float(
+        np.sqrt(np.log(1e6) / (2 * SAMPLES))
+    )
 
 
-law, draft_law = joint_law(target_VV), joint_law(draft_VV)
-chance = by_chance(law)
+distribution, draft_distribution = joint_distribution(target_VV), joint_distribution(draft_VV)
+chance = by_chance(distribution)
 exact = {
     "no draft, K = 0": draw_many(TokenRule(), draft_length=0),
     "token rule": draw_many(TokenRule(), draft_length=K),
@@ -220,22 +222,24 @@ def show_distances(drawn: dict) -> None:
     print(f"{'':22}{'TV to the target':>18}{'by chance below':>18}{'accepted':>10}")
     for name, (shares, accepted) in drawn.items():
         rate = "" if np.isnan(accepted) else f"{accepted:.1%}"
-        print(f"{name:22}{total_variation(shares, law):18.4f}{chance:18.4f}{rate:>10}")
+        print(f"{name:22}{total_variation(shares, distribution):18.4f}{chance:18.4f}{rate:>10}")
 
 
 show_distances(exact)
-print(f"\nthe draft's own law is {total_variation(draft_law, law):.4f} away")
-assert all(total_variation(shares, law) < chance for shares, _ in exact.values())
+print(f"\nthe draft's own distribution is {total_variation(draft_distribution, distribution):.4f} away")
+assert all(total_variation(shares, distribution) < chance for shares, _ in exact.values())
 
 
 # %%
 def show_histogram(axis, shares: np.ndarray, colour: str, title: str) -> None:
-    """Shares as bars, the target's distribution as steps, the draft's as dots."""
+    """Draws shares as bars, the target's distribution as steps, the draft's as dots."""
     axis.bar(range(V * V), shares, 0.8, color=colour, alpha=0.55, label=f"{SAMPLES:,} texts")
     edges = np.arange(V * V + 1) - 0.5
-    axis.step(edges, [*law, law[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly")
-    axis.plot(range(V * V), draft_law, "o", color=DRAFT, markersize=3, label="draft, exactly")
-    axis.set(title=f"{title}: TV = {total_variation(shares, law):.3f}", ylabel="probability")
+    axis.step(
+        edges, [*distribution, distribution[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly"
+    )
+    axis.plot(range(V * V), draft_distribution, "o", color=DRAFT, markersize=3, label="draft, exactly")
+    axis.set(title=f"{title}: TV = {total_variation(shares, distribution):.3f}", ylabel="probability")
     axis.set_xticks(range(0, V * V, V), [f"{first}, 0" for first in range(V)])
 
 
@@ -272,7 +276,7 @@ LENGTHS, TEXTS, TOKENS = (1, 2, 4, 8), 128, 96
 
 
 def emitted_per_round(rule, draft_length: int) -> tuple[float, float]:
-    """The mean over texts, and its standard error."""
+    """Returns the mean over texts, and its standard error."""
     done = generate(
         pair, [[LAST]], TOKENS, sampling=chain(), rule=rule, draft_length=draft_length, num_samples=TEXTS, seed=2
     )
@@ -340,9 +344,9 @@ others = {
     "noise reused": draw_many(NoiseReused(), draft_length=K),
 }
 show_distances({"token rule": exact["token rule"], **others})
-distances = {name: total_variation(shares, law) for name, (shares, _) in others.items()}
+distances = {name: total_variation(shares, distribution) for name, (shares, _) in others.items()}
 assert distances["standard rejection"] < chance < min(distances["accept always"], distances["noise reused"])
-assert total_variation(others["accept always"][0], draft_law) < by_chance(draft_law)
+assert total_variation(others["accept always"][0], draft_distribution) < by_chance(draft_distribution)
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(8, 6.6), sharex=True)

@@ -197,7 +197,7 @@ print(f"plain decoding: {plans[0.5][0].ms_per_token.value:.2g} ms per token")
 
 # %%
 def write_tiny(folder: pathlib.Path) -> dict[str, str]:
-    """Two folders as the hub has them: config, tokenizer, safetensors; random weights."""
+    """Writes two folders as the hub has them: config, tokenizer, safetensors; random weights."""
     tokenizer = load_pair("python").tokenizer
     for number, (side, num_layers) in enumerate((("target", 4), ("draft", 1))):
         config = TransformerConfig(

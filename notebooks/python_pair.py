@@ -89,7 +89,7 @@ plt.rcParams.update(
 pair, prompts = load_pair("python"), load_prompts("python")
 
 
-def law(t):
+def at_temperature(t):
     return chain(temperature(t), top_p(0.95))  # of target and draft; 0.0 is greedy
 
 
@@ -132,7 +132,7 @@ def by_writer(prompt: str, completion) -> Pieces:
 
 K, TOKENS = 4, 48
 asked = ["def fibonacci(n):", *prompts]  # one batch
-sampled = generate(pair, asked, TOKENS, sampling=law(0.8), draft_length=K, seed=3)
+sampled = generate(pair, asked, TOKENS, sampling=at_temperature(0.8), draft_length=K, seed=3)
 stats = sampled[0].stats
 print(f"{stats.emitted} tokens in {stats.rounds} rounds: {stats.emitted_per_round:.2f} per call of the target")
 by_writer(asked[0], sampled[0])
@@ -145,7 +145,7 @@ by_writer(asked[0], sampled[0])
 # Numbers of a distribution are data: greedy decoding runs the program that is already compiled.
 
 # %%
-greedy = generate(pair, asked, TOKENS, sampling=law(0.0), draft_length=K, seed=3)
+greedy = generate(pair, asked, TOKENS, sampling=at_temperature(0.0), draft_length=K, seed=3)
 rows = []
 for name, done in (("temperature 0.8", sampled), ("greedy", greedy)):
     counts = functools.reduce(operator.add, (row.stats for row in done))
@@ -166,7 +166,7 @@ KINDS, LENGTH, SKIPPED, WINDOWS = ("code", "comment", "docstring"), 256, 32, 16
 
 
 def kinds_of(source: str) -> np.ndarray:
-    """The kind of every character, [len(source)]."""
+    """Returns the kind of every character, [len(source)]."""
     starts = np.cumsum([0, *(len(line) + 1 for line in source.split("\n"))])
     kinds = np.zeros(len(source), int)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -200,12 +200,12 @@ print(f"{len(windows)} windows of {LENGTH} tokens from {len(sources)} held-out f
 # %%
 @jax.jit
 def kept_chance(target_params, draft_params, tokens_BT):
-    """The chance that a draft of the next token is kept, [B, T]."""
-    laws = [
-        jnp.exp(log_probs(law(0.8), model.forward(params, tokens_BT).logits_BTV))
+    """Returns the chance that a draft of the next token is kept, [B, T]."""
+    probs = [
+        jnp.exp(log_probs(at_temperature(0.8), model.forward(params, tokens_BT).logits_BTV))
         for model, params in ((pair.target, target_params), (pair.draft, draft_params))
     ]
-    return jnp.minimum(*laws).sum(-1)
+    return jnp.minimum(*probs).sum(-1)
 
 
 tokens, next_kinds = jnp.asarray(windows[:, 0, :-1], jnp.int32), windows[:, 1, 1:]
@@ -215,7 +215,7 @@ counted = np.arange(LENGTH) >= SKIPPED
 
 
 def mean_and_error(kind: int) -> tuple[float, float, int]:
-    """Of the chance at tokens of a kind, and their number; windows, not tokens, are taken as independent."""
+    """Returns the mean chance at tokens of a kind, its error, and their number; windows, not tokens, are taken as independent."""
     of_kind = (next_kinds == kind) & counted
     totals, numbers = (kept * of_kind).sum(1), of_kind.sum(1)
     mean = totals.sum() / numbers.sum()
@@ -264,7 +264,7 @@ for half, texts in (("fit", told[0::2]), ("check", told[1::2])):
     contenders = {
         (half, k): (ModelDrafter(pair.draft, k, decode_window()) if k else NoDrafter(), TokenRule()) for k in CHECKED
     }
-    sides |= decoders(pair, contenders, law(0.8), work)
+    sides |= decoders(pair, contenders, at_temperature(0.8), work)
 for side in sides.values():
     side.decode(0)  # compiles
 timings = take_turns({name: side.decode for name, side in sides.items()}, work.repeats)

@@ -7,17 +7,10 @@ Their model has random weights: the time of a token does not depend on which one
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 
-import sys
 import time
+from typing import Any
 
 import numpy as np
-
-try:
-    import torch
-    import transformers
-except ModuleNotFoundError as error:
-    print(f"{error}: pip install torch transformers", file=sys.stderr)
-    sys.exit(2)
 
 import _launch  # noqa: F401, the folder of entry
 import entry
@@ -34,6 +27,11 @@ _OUTPUT = entry.define_output()
 
 def main() -> None:
     console = entry.make_console()
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: pip install torch transformers") from error
     entry.check_output(_OUTPUT.value)
     experiment = build(_CONFIG.value)
     console.print(headline(experiment))
@@ -69,8 +67,10 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def same_shape(config: TransformerConfig) -> transformers.Starcoder2ForCausalLM:
-    """Ungated feed-forward, shared kv heads, rotary positions on whole heads, tied embeddings."""
+def same_shape(config: TransformerConfig) -> Any:
+    """Returns their model with the config's shape: ungated, shared kv heads, rotary on whole heads, tied."""
+    import transformers
+
     return transformers.Starcoder2ForCausalLM(
         transformers.Starcoder2Config(
             vocab_size=config.vocab_size,
@@ -88,15 +88,17 @@ def same_shape(config: TransformerConfig) -> transformers.Starcoder2ForCausalLM:
     ).eval()
 
 
-@torch.inference_mode()
-def complete(model: transformers.Starcoder2ForCausalLM, prompt: tuple[int, ...], new_tokens: int) -> float:
-    """Seconds for all tokens but the first, which comes with the prompt's own pass."""
+def complete(model: Any, prompt: tuple[int, ...], new_tokens: int) -> float:
+    """Returns the seconds of all tokens but the first, which comes with the prompt's own pass."""
+    import torch
+
     inputs = torch.tensor([prompt])
     settings = dict(do_sample=False, use_cache=True, pad_token_id=0, attention_mask=torch.ones_like(inputs))
     times = []
     for count in (1, new_tokens + 1):
         start = time.perf_counter()
-        model.generate(inputs, min_new_tokens=count, max_new_tokens=count, **settings)
+        with torch.inference_mode():
+            model.generate(inputs, min_new_tokens=count, max_new_tokens=count, **settings)
         times.append(time.perf_counter() - start)
     return times[1] - times[0]
 

@@ -1,4 +1,4 @@
-"""Why the loop is written as it is: the same work in several forms, compiled for 16 TPU v4 chips.
+"""Compiles the same work in several forms for 16 TPU v4 chips: why the loop is written as it is.
 
 Each cell is one form; `launch/studies/compile_study.py --study=variants` writes them all. What they say (libtpu
 0.0.42.1; `notebooks/results/compile_variants.json` has the figures):

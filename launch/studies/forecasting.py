@@ -46,7 +46,7 @@ SAMPLES = 8  # of the products, in a pass
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Texts:
-    """What one draft length took for the texts of one half of the prompts."""
+    """Rounds and milliseconds of one draft length, for the texts of one half of the prompts."""
 
     seconds_PR: np.ndarray  # pass, batch of texts
     rounds_R: np.ndarray

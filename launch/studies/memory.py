@@ -5,33 +5,42 @@ python launch/studies/memory.py --config=configs/random_pair.py:38m --output=run
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from config_file import ConfigFlag
-from experiment import build, headline, refuse
+from config_file import ConfigFlag, heeds
+from experiment import RULES, make_sampling
 from loop_memory import memory_grid, memory_table
+from shapes import choose, known_models
 
 _CONFIG = ConfigFlag("configs/random_pair.py:38m")
 _OUTPUT = entry.define_output()
+
+FIELDS = (
+    "target",
+    "draft",
+    "rule",
+    "sampling",
+    "prompt_length",
+    "max_new_tokens",
+)  # batch, K and vocabulary are the grid's
 
 
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
-    refuse(_CONFIG.value, "draft_temperature", "synthetic_acceptance")
-    experiment = build(_CONFIG.value)
-    console.print(headline(experiment))
-    work, pair = experiment.workload, experiment.pair
+    config = _CONFIG.value
+    heeds(_CONFIG, FIELDS, "this study")
+    models = {side: model.config for side, model in known_models(config).items()}
     with entry.progress(console, "starting") as say:
         grid = memory_grid(
-            pair.target.config,
-            pair.draft.config,
-            experiment.rule,
-            experiment.sampling,
-            slots=work.prompt_length + work.max_new_tokens,
+            models["target"],
+            models["draft"],
+            choose("rule", config.rule, RULES)(),
+            make_sampling(config.sampling),
+            slots=config.prompt_length + config.max_new_tokens,
             progress=say,
         )
     entry.show([memory_table(grid)], console)
-    models = {"target": pair.target.config, "draft": pair.draft.config}
-    entry.write_result(_OUTPUT.value, {"config": _CONFIG.value.to_dict(), "models": models, "result": grid}, console)
+    heeded = {name: value for name, value in config.to_dict().items() if name in FIELDS}
+    entry.write_result(_OUTPUT.value, {"config": heeded, "models": models, "result": grid}, console)
 
 
 if __name__ == "__main__":

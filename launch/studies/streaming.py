@@ -114,12 +114,12 @@ class Peak:
         self.seconds = time.perf_counter() - self._start
 
     def beside(self, held: float) -> float:
-        """In MB, over ``held`` bytes."""
+        """Returns the highest memory in MB, over ``held`` bytes."""
         return (self._most - held) / 1e6
 
 
 def resident() -> float:
-    """Bytes: of its own and of files that it has mapped."""
+    """Returns the bytes of memory of this process: its own, and of files that it has mapped."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return 1024 * float(line.split()[1])
@@ -127,7 +127,7 @@ def resident() -> float:
 
 
 def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
-    """Of so many gigabytes, layer by layer."""
+    """Writes a checkpoint of --gigabytes, layer by layer, and returns its folder."""
     shape = dict(vocab_size=VOCABULARY, width=WIDTH, num_heads=16, num_kv_heads=8, feedforward_width=4 * WIDTH)
     shape |= dict(positions="rotary", gated=True, activation="silu", tied=False, dtype="bfloat16")
     one, two = (TransformerConfig(num_layers=n, **shape).num_parameters for n in (1, 2))

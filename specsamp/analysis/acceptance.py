@@ -1,4 +1,4 @@
-"""How many drafted tokens a round accepts, for any draft length K.
+"""Numbers of drafted tokens that a round accepts, for any draft length K.
 
     profile = Profile.of_rate(0.8)                     # every drafted token is accepted with the same chance
     profile = Profile.of_positions((0.85, 0.8, 0.7))   # by position, given that the positions before were accepted

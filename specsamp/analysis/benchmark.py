@@ -84,7 +84,7 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `benchmark` returns."""
+    """Times and counts of both sides of one cell."""
 
     autoregressive: Side
     speculative: Side

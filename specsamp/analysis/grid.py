@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import enum
 import functools
 import gc
 import json
@@ -40,7 +41,7 @@ CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,53
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one benchmark measures: a drafter, rule, distribution and batch."""
+    """A drafter, rule, distribution and batch that are measured beside plain decoding."""
 
     key: Key
     drafter: Drafter
@@ -73,22 +74,13 @@ class Results:
         """
         identity = json.loads(report.to_json(identity))
         fresh = cls(path=path, document={"identity": identity, "cells": []})
-        if path is None or jax.process_index() or storage.is_stream(path) or not storage.place(path).exists():
-            return fresh  # the first process writes, and says to all which cells are missing
-        storage.check_regular(path)
-        if not (content := storage.place(path).read_bytes()).strip():
+        state = check_output(path)
+        if state is Output.EMPTY:
             return fresh
-        try:
-            json.loads(content)
-        except (ValueError, RecursionError) as error:
-            if not os.fspath(path).endswith(".json"):
-                raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
+        if state is Output.DAMAGED:
             say(f"{path} is no JSON that can be read: set aside as {set_aside(path)}")
             return fresh
-        try:
-            document = read_document(path)
-        except ValueError as error:
-            raise ValueError(f"{error}: it is left alone. Give another --output") from error
+        document = read_document(path)
         known = document["identity"]
         there, here = _flat(known), _flat(identity)
         if "machine" in identity and known.get("machine") != identity["machine"]:
@@ -132,6 +124,38 @@ class Results:
         with storage.locked(self.path):
             keep(Results.open(self.path, identity).cells)
             report.write_json(self.path, self.document)
+
+
+class Output(enum.Enum):
+    """States of a file that cells are to be added to."""
+
+    EMPTY, DAMAGED, CELLS = range(3)
+
+
+def check_output(path: str | None) -> Output:
+    """Returns what a file of cells holds, before anything is measured or read.
+
+    Raises:
+      ValueError: something else is there, which is left alone.
+    """
+    if path is None or jax.process_index():  # the first process writes, and says to all which cells are missing
+        return Output.EMPTY
+    if storage.is_stream(path) or not storage.place(path).exists():
+        return Output.EMPTY
+    storage.check_regular(path)
+    if not (content := storage.place(path).read_bytes()).strip():
+        return Output.EMPTY
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if not os.fspath(path).endswith(".json"):
+            raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
+        return Output.DAMAGED
+    try:
+        read_document(path)
+    except ValueError as error:
+        raise ValueError(f"{error}: it is left alone. Give another --output") from error
+    return Output.CELLS
 
 
 def _name(cell: Mapping[str, Any]) -> str:

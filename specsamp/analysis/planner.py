@@ -42,7 +42,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `make_plan` returns."""
+    """Forecasts for several draft lengths at one batch and context."""
 
     batch: int
     context: int | None

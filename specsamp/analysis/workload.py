@@ -1,4 +1,4 @@
-"""What to decode when measuring, and a way to decode it: compiled once, timed without what surrounds the loop."""
+"""Workloads of measurements, and decoders of them: compiled once, timed without what surrounds the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, chain, first_tokens
+from specsamp.sampling.warp import Warp
 
 UNLIMITED = np.iinfo(np.int32).max
 
@@ -96,7 +96,8 @@ class Decoder:
     loop: Loop
     weights: Weights
     sampling: Warp
-    draft_sampling: Warp
+    draft_sampling: Warp | None  # None: the target's
+    num_tokens: int | None  # ids from here on are padding of the vocabulary; None: there are none
     workload: Workload
     slots: int
 
@@ -110,6 +111,7 @@ class Decoder:
             limits=lengths_B + work.max_new_tokens,
             prompt_ids=ids_B,
             seed=work.seed,
+            num_tokens=self.num_tokens,
         )
 
     def prefill(self, repeat: int) -> DecodeState:
@@ -199,9 +201,6 @@ def decoders(
         name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shards=pair.shards)
         for name, (drafter, rule) in contenders.items()
     }
-    warps = [sampling, sampling if draft_sampling is None else draft_sampling]
-    if pair.tokenizer is not None and pair.tokenizer.vocab_size < pair.target.vocab_size:
-        warps = [chain(first_tokens(pair.tokenizer.vocab_size), warp) for warp in warps]  # as `generate` does
     longest = max(workload.longest, least_length) + max(loop.headroom for loop in loops.values())
     slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
     for loop in loops.values():
@@ -210,8 +209,9 @@ def decoders(
         name: Decoder(
             loop=loop,
             weights=pair.weights(loop.drafter, slots),
-            sampling=warps[0],
-            draft_sampling=warps[1],
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            num_tokens=pair.num_tokens,
             workload=workload,
             slots=slots,
         )

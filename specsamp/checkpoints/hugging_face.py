@@ -45,7 +45,7 @@ Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint:
-    """What is known of a model before its tensors are read."""
+    """A model of which everything is known but the values of its tensors."""
 
     name: str  # as it was asked for
     folder: epath.Path  # of the small files

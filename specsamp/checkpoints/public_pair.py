@@ -42,11 +42,12 @@ def read_pair(
       dtype: of weights, activations and caches.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
       say: is told where the two differ without harm, and what is read otherwise than config.json says.
-      check: is shown target and draft before any tensor is read, and raises ValueError if they will not do.
+      check: is shown target and draft before any weight is read, and raises ValueError if they will not do.
 
     Raises:
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
-        together, see `differences`: before any tensor is read.
+        together, see `differences`: before any weight is read, but for the two embeddings of a tied model whose files
+        repeat it, see `Checkpoint.config`.
     """
     checkpoints = [open_checkpoint(name, dtype=dtype) for name in (target, draft)]
     for difference in differences(*checkpoints):
@@ -154,7 +155,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
             "target's end a text"
         )
     for checkpoint in (target, draft):
-        if left_out := getattr(checkpoint.tokenizer, "left_out", ()):
+        if left_out := checkpoint.tokenizer.left_out:
             notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
     rows = target.described.vocab_size, draft.described.vocab_size
     if rows[0] != rows[1]:

@@ -1,4 +1,4 @@
-"""What config.json says of rotary positions, as fields of a `TransformerConfig`."""
+"""Reads what config.json says of rotary positions, as fields of a `TransformerConfig`."""
 
 from __future__ import annotations
 

@@ -132,6 +132,8 @@ class JsonTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece ``tokenizer.model``; texts begin with its beginning-of-text token if it has one."""
 
+    left_out: tuple[str, ...] = ()
+
     def __init__(self, path: str | os.PathLike):
         try:
             import sentencepiece

@@ -1,4 +1,4 @@
-"""What a user may get wrong, found before anything is compiled: every message names the value and the fix."""
+"""Checks what a user may get wrong, before anything is compiled: every message names the value and the fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids,
 
 
 def integer(name: str, value: Any, least: int, limit: int = 2**31) -> int:
-    """``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not."""
+    """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -41,7 +41,7 @@ def integer(name: str, value: Any, least: int, limit: int = 2**31) -> int:
 
 
 def integers(name: str, values: Any, least: int, limit: int = 2**31) -> list[int]:
-    """Each of ``values``, as `integer` gives it."""
+    """Returns each of ``values``, as `integer` gives it."""
     if isinstance(values, str) or not hasattr(values, "__len__"):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
@@ -158,7 +158,7 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 
 def limits(pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]) -> list[int]:
-    """The length at which each prompt's budget ends."""
+    """Returns the length at which each prompt's budget ends."""
     if hasattr(max_new_tokens, "__len__") and not isinstance(max_new_tokens, str):
         budgets = integers("max_new_tokens", max_new_tokens, 1)
         if len(budgets) != len(lengths):
@@ -209,7 +209,7 @@ def _memory_of_devices() -> int | None:
 
 
 def stop_ids(pair: Pair, stop: Sequence[int | str] | None) -> frozenset[int]:
-    """The ids of the stop tokens; the pair's by default, or the tokenizer's end of text."""
+    """Returns the ids of the stop tokens; the pair's by default, or the tokenizer's end of text."""
     if stop is None and pair.stop is not None:
         return frozenset(integers("the pair's stop", pair.stop, 0, pair.target.vocab_size))
     if stop is None:

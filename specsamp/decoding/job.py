@@ -76,7 +76,6 @@ class Job:
             padded_length = min(padded_length, pair.target.max_positions)
         slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
         checks.memory(loop, rows=len(lengths) * num_samples, slots=slots)
-        has_padding = pair.tokenizer is not None and pair.tokenizer.vocab_size != pair.target.vocab_size
         request = Request.create(
             sampling=method.sampling,
             draft_sampling=method.draft_sampling,
@@ -85,7 +84,7 @@ class Job:
             prompt_ids=ids,
             num_samples=num_samples,
             stop_ids=stop_ids,
-            num_tokens=pair.tokenizer.vocab_size if has_padding else None,
+            num_tokens=pair.num_tokens,
         )
         tokens_BP = jnp.stack([_padded(tokens, padded_length) for tokens in token_lists])
         lengths_B = np.asarray(lengths, np.int32)
@@ -153,7 +152,7 @@ class Job:
 
 
 def to_host(tree: Any) -> Any:
-    """The whole of every array as numpy, also of what lies on devices of other processes (which must call it too)."""
+    """Returns all arrays as NumPy's, also what lies on devices of other processes (which must call it too)."""
 
     def elsewhere(x):
         return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -165,7 +164,7 @@ def to_host(tree: Any) -> Any:
 
 
 def bucket(size: int) -> int:
-    """16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as asked for."""
+    """Returns the next of 16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as ``size``."""
     power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 

@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def token_id(self, text: str) -> int | None:
-        """The id of a text that is one token (special tokens included), else None."""
+        """Returns the id of a text that is one token (special tokens included), else None."""
 
     def token(self, index: int) -> str:
-        """The piece of text (or its escaped form) that an id stands for."""
+        """Returns the piece of text (or its escaped form) that an id stands for."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Pair:
-    """What `generate` decodes with.
+    """Target and draft with their parameters, and the tokenizer that both share.
 
     Attributes:
       target, target_params: the model whose distribution is sampled.
@@ -115,6 +115,12 @@ class Pair:
     def draft_or_head(self) -> LanguageModel | FeatureHead | None:
         """Returns what ``draft_params`` belong to."""
         return self.head or self.draft
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Returns the number of tokens that the tokenizer knows; None if the target's vocabulary has no padding."""
+        known = self.target.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+        return None if known == self.target.vocab_size else known
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.

@@ -1,4 +1,4 @@
-"""What comes out: completions, parts of them, and what the rows did."""
+"""Results: completions, parts of them, and the counts of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specsamp.decoding.state import Stats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowStats:
-    """What one row (or the sum of several) did; only emitted tokens count."""
+    """Counts of one row, or the sum of several; only emitted tokens count."""
 
     rounds: int
     emitted: int
@@ -38,7 +38,7 @@ class RowStats:
 
     @classmethod
     def of(cls, stats: Stats, row: int) -> RowStats:
-        """One row of what the loop counted, on the host."""
+        """Returns one row of what the loop counted; ``stats`` are on the host."""
         return cls(
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
@@ -77,7 +77,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a row gained in one slice of a stream."""
+    """Tokens and text that a row gained in one slice of a stream."""
 
     prompt_index: int
     sample_index: int

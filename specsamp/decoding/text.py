@@ -23,7 +23,7 @@ class TextStream:
         self._shown = ""
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
-        """The text that is new in ``tokens``, all tokens so far; everything if ``finished``."""
+        """Returns the text that is new in ``tokens``, all tokens so far; everything if ``finished``."""
         text = self._tokenizer.decode(tokens)
         if not finished:
             text = text.rstrip(INCOMPLETE)

@@ -1,1 +1,1 @@
-"""What a pair's output is worth."""
+"""Evaluations of what a pair writes."""

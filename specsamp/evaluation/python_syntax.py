@@ -9,7 +9,7 @@ import warnings
 
 
 class ParseResult(enum.Enum):
-    """What Python's own parser says of a text."""
+    """Answers of Python's own parser."""
 
     COMPLETE = enum.auto()
     INCOMPLETE = enum.auto()  # no error up to the end, where a statement is still open

@@ -1,4 +1,4 @@
-"""What a model asks of the compiler of the programs that call it.
+"""Options that a model asks of the compiler of the programs that call it.
 
 XLA's CPU backend hands float32 products to YNNPACK, whose time grows with every row: scoring 5 to 7
 rows took 20 to 40% longer than with Eigen, which takes as long for seven rows as for two. Eigen is

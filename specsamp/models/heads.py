@@ -106,7 +106,7 @@ def _as_it_is(x: Array) -> Array:
 
 
 class HeadModule(nn.Module):
-    """What the modules of all heads have: the two ends, if they are their own.
+    """Base of the modules of all heads: the two ends, if they are their own.
 
     Attributes:
       split: lays what ``fc`` multiplies, a concatenation ``[B, T, X]``, out like the rows of ``fc``.

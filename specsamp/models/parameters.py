@@ -1,4 +1,4 @@
-"""How the modules of the decoder declare their parameters: an initialiser and the logical name of every axis."""
+"""Declares the parameters of the decoder's modules: an initialiser and the logical name of every axis."""
 
 from __future__ import annotations
 

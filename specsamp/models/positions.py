@@ -25,7 +25,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How a rotary model reads texts longer than those it was first trained on.
+    """Scaling of the angles of a rotary model, for texts longer than those it was first trained on.
 
     "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides those of
     wavelengths beyond ``original_positions / low``, keeps those below ``original_positions / high`` and mixes between

@@ -1,4 +1,4 @@
-"""Which slots of a cache each query of a call sees, and how far back they are."""
+"""Computes which slots of a cache each query of a call sees, and how far back they are."""
 
 from __future__ import annotations
 

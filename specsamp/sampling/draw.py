@@ -1,4 +1,4 @@
-"""From weights to a token by inverse CDF, with a two-level cumulative sum.
+"""Draws a token from weights by inverse CDF, with a two-level cumulative sum.
 
 The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a block by the block
 sums, the second a token within it. A float32 uniform has 23 random bits: a single one for the whole
@@ -38,7 +38,7 @@ def draw(weights: Array, uniforms: Array) -> Array:
 
 
 def _invert(weights: Array, uniform: Array) -> Array:
-    """The first index whose cumulative weight exceeds ``uniform * total``; one level of `draw`."""
+    """Returns the first index whose cumulative weight exceeds ``uniform * total``; one level of `draw`."""
     cumulative = jnp.cumsum(weights, axis=-1)
     # A parallel prefix sum may step by a rounding error where the weight is zero: ask for both.
     beyond = (cumulative > uniform[..., None] * cumulative[..., -1:]) & (weights > 0)

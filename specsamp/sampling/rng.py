@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 class Purpose(enum.IntEnum):
-    """What a random number decides."""
+    """Purposes of random numbers, each with an address of its own."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -34,7 +34,7 @@ class Purpose(enum.IntEnum):
 
 
 def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    """One key per row, from the caller's global ids rather than from the row's place in the batch.
+    """Returns a key for each row, from the caller's global ids rather than from the row's place in the batch.
 
     Args:
       seed: of the call.
@@ -62,7 +62,7 @@ class RoundKeys:
     starts_B: Array  # [B] int, each row's length when the round began
 
     def uniforms(self, purpose: Purpose, offsets_BT: Array, drafter: int = 0) -> Array:
-        """Two float32 uniforms in [0, 1) at each offset.
+        """Returns two float32 uniforms in [0, 1) at each offset.
 
         Args:
           purpose: what they decide.
@@ -78,14 +78,14 @@ class RoundKeys:
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys_BT)
 
     def position_gumbels(self, offset: int | Array, vocab_size: int) -> Array:
-        """``[B, V]`` float32 Gumbel noise of the *absolute position* ``starts_B + offset``."""
+        """Returns the Gumbel noise of the *absolute position* ``starts_B + offset``, ``[B, V]`` float32."""
         keys_B = _fold(self.rows_B, self.starts_B + offset)
         # "high" spends a second word on the upper tail: with one, no token below 1e-7 is ever drawn.
         return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high"))(keys_B)
 
 
 def _fold(keys: Array, data: Array) -> Array:
-    """``fold_in`` element by element."""
+    """Folds ``data`` into ``keys``, element by element."""
     fold = jax.random.fold_in
     for _ in range(keys.ndim):
         fold = jax.vmap(fold)

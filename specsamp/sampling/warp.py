@@ -92,7 +92,7 @@ def chain(*warps: Warp) -> Chain:
 
 
 def greedy() -> Greedy:
-    """All mass on the most probable token (lowest index on ties): temperature 0 for every row."""
+    """Puts all mass on the most probable token (lowest index on ties): temperature 0 for every row."""
     return Greedy()
 
 
@@ -126,7 +126,7 @@ def first_tokens(count: int) -> FirstTokens:
 
 
 def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
-    """The warped distribution as normalised log-probabilities, in float32 (float64 stays float64).
+    """Returns the warped distribution as normalised log-probabilities, in float32 (float64 stays float64).
 
     Args:
       warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
@@ -263,7 +263,7 @@ def _checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], An
 
 
 def _per_row(value: Array, logits: Array) -> Array:
-    """``[]`` or ``[B]`` -> something that broadcasts against ``[B, ..., V]``; never widens the dtype."""
+    """Reshapes ``[]`` or ``[B]`` to broadcast against ``[B, ..., V]``; never widens the dtype."""
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.floating):
         value = value.astype(logits.dtype)
@@ -277,14 +277,14 @@ def _only_argmax(logits: Array) -> Array:
 
 
 def _ordered_bits(x: Array) -> Array:
-    """Floats -> signed integers of the same width in the same order; -0.0 equals 0.0, as it must for ties."""
+    """Maps floats to signed integers of the same width in the same order; -0.0 equals 0.0, as it must for ties."""
     integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
     bits = jax.lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
 def _smallest(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """The smallest integer in ``[low, high]`` from which a monotone ``holds`` is true; ``high`` if none."""
+    """Returns the smallest integer in ``[low, high]`` from which a monotone ``holds`` is true; ``high`` if none."""
 
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

@@ -1,4 +1,4 @@
-"""What training minimises. All functions take log-probabilities and return one number per position.
+"""Losses that training minimises. All functions take log-probabilities and return one number per position.
 
 ``target`` is the distribution to imitate and gets no gradient, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:

@@ -1,4 +1,4 @@
-"""What is trained: a target on text, or a draft on its target.
+"""Tasks of training: a target on text, or a draft on its target.
 
 A task is static and hashable, as models are. What it learns, what it may look at and the tokens of a step are
 arguments of its methods.

@@ -58,7 +58,7 @@ def test_the_features_of_another_layer_are_seen_as_acceptance():
 
 
 # A pair of each kind of positions and memory that checkpoints have, in the two layouts.
-SHAPE = dict(num_layers=3, num_kv_heads=2)
+SHAPE = dict(num_layers=2, num_kv_heads=2)
 MODELS = {
     "rotary": TransformerLM(tiny(**SHAPE, positions="rotary", window=4, global_layers=(1,), gated=True), "cpu"),
     "relative": TransformerLM(tiny(**SHAPE), "default"),
@@ -103,14 +103,14 @@ def drafted(name, drafter, pair=None):
 def test_text_is_that_of_plain_decoding(name):
     """Also where the budget fills a table of learned positions, and with the two rows a step of a TPU."""
     window = 1 + list(MODELS).index(name) % 2
-    made = drafted(name, lambda target: EarlyExitDrafter(target, 2, 3, window))
+    made = drafted(name, lambda target: EarlyExitDrafter(target, 1, 3, window))
     assert tokens(made) == plain(name)
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
 @pytest.mark.parametrize("name, window", [("learned", 1), ("n-grams", 2)])
 def test_all_layers_of_a_transformer_accept_everything(name, window):
-    made = drafted(name, lambda target: WholeTargetDrafter(target, 3, 3, window))
+    made = drafted(name, lambda target: WholeTargetDrafter(target, 2, 3, window))
     assert all(row.stats.acceptance_rate == 1 for row in made)
 
 
@@ -153,7 +153,7 @@ def test_only_what_the_scoring_call_wrote_stays(name, window):
     """Bit by bit, in the slots that later rounds see; drafting and scoring round apart, so its own would show."""
 
     def cache_after(drafter_class):
-        drafter = drafter_class(MODELS[name], 2, 3, window)
+        drafter = drafter_class(MODELS[name], 1, 3, window)
         method = Method(drafter=drafter, rule=TokenRule(), sampling=chain(temperature(0.8)))
         job = Job.create(pair_of(name), TEXTS, TOKENS, method)
         state = job.run(job.prefill())
@@ -171,9 +171,9 @@ def test_only_what_the_scoring_call_wrote_stays(name, window):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"exit_layer": 0}, "from 1 to 2, for a target of 3 layers; got 0"),
-        ({"exit_layer": 3}, "from 1 to 2, for a target of 3 layers; got 3"),
-        ({"exit_layer": None}, "from 1 to 2, for a target of 3 layers; got None"),
+        ({"exit_layer": 0}, "from 1 to 1, for a target of 2 layers; got 0"),
+        ({"exit_layer": 2}, "from 1 to 1, for a target of 2 layers; got 2"),
+        ({"exit_layer": None}, "from 1 to 1, for a target of 2 layers; got None"),
         ({"K": 0}, "K must be at least 1 and window 1 or 2; got 0 and 1"),
         ({"window": 3}, "got 3 and 3"),
         ({"model": TableLM(3)}, "LayeredModel; got TableLM"),

@@ -20,7 +20,7 @@ from specsamp.sampling.warp import chain, log_probs, temperature
 from support import mutants
 from support.fakes import FALSE_ALARM, decode, joint_law, p_value
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
-from support.loop_distributions import FULL, NUCLEUS, PROMPTS, TARGET, V, law_test
+from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, law_test
 
 K = 2
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
@@ -46,11 +46,11 @@ REDUCED = eagle3(V, draft_vocab_size=2)
     [
         (REDUCED, TokenRule(), FULL, {}),
         (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
-        (eagle1(V), CoupledRule(), NUCLEUS, {}),
+        (eagle1(V), CoupledRule(), LIKELY, {}),
         (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
         (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
         (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
-        (medusa(V, 2, own_output=False), CoupledRule(), NUCLEUS, {"window": 2}),
+        (medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):

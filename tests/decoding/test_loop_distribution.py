@@ -9,9 +9,21 @@ import pytest
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import chain, min_p, temperature, top_k, top_p
+from specsamp.sampling.warp import chain, min_p, temperature, top_k
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_law, p_value, table_loop
-from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, SAMPLES, TARGET, V, cut_at_stop, law_test
+from support.loop_distributions import (
+    FAR,
+    FULL,
+    LIKELY,
+    NEAR,
+    NUCLEUS,
+    PROMPTS,
+    SAMPLES,
+    TARGET,
+    V,
+    cut_at_stop,
+    law_test,
+)
 
 OPTIMISED = True
 
@@ -31,9 +43,9 @@ def test_draft_model(rule, K, draft, sampling):
     assert law_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), CoupledRule()])
-def test_autoregressive(rule):
-    assert law_test(table_loop(rule, NoDrafter()), None, NUCLEUS) > FALSE_ALARM
+@pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
+def test_autoregressive(rule, sampling):
+    assert law_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
@@ -44,7 +56,7 @@ def test_prompt_lookup_of_ragged_length(rule):
 
 @pytest.mark.parametrize(
     "rule, window, early, sampling",
-    [(TokenRule(), 1, NEAR, NUCLEUS), (BlockRule(), 2, FAR, FULL)],
+    [(TokenRule(), 1, NEAR, LIKELY), (BlockRule(), 2, FAR, FULL)],
 )
 def test_early_exit(rule, window, early, sampling):
     """The draft writes the target's own cache, from which the target reads all that is before its call."""
@@ -75,11 +87,11 @@ def test_six_tokens():
 def test_rows_with_parameters_of_their_own():
     """A greedy row beside two sampled ones: the greedy one is certain, the others keep their distributions."""
     temperatures, prompts = [0.0, 0.7, 1.5], [[1, 2], *PROMPTS]
-    sampling = chain(temperature(temperatures), top_p([1.0, 0.9, 1.0]))
+    sampling = chain(temperature(temperatures), min_p([0.0, 0.1, 0.0]))
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
     run = decode(loop, TARGET, NEAR, prompts, 4, sampling, samples=SAMPLES)
     emitted = run.emitted(4).reshape(3, -1, 4)
-    alone = [chain(temperature(t), top_p(p)) for t, p in zip(temperatures, [1.0, 0.9, 1.0])]
+    alone = [chain(temperature(t), min_p(p)) for t, p in zip(temperatures, [0.0, 0.1, 0.0])]
     laws = [joint_law(TARGET, warp, prompt, 4) for warp, prompt in zip(alone, prompts)]
     assert laws[0].max() == 1 and np.all(emitted[0] == np.argwhere(laws[0] == 1)[0])
     assert p_value(list(zip(emitted[1:], laws[1:]))) > FALSE_ALARM

@@ -9,7 +9,6 @@ import pytest
 
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
@@ -79,38 +78,6 @@ def test_hidden_states_belong_to_the_scored_rows(window):
 
 def test_feature_drafter_is_exact():
     loop = dataclasses.replace(table_loop(BlockRule(), FeatureDrafter(3)), target=ShowsTokens(V))
-    assert law_test(loop, None, FULL) > FALSE_ALARM
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfDrafter(Drafter):
-    """Drafts with the target's own weights in the target's own cache (as early exit does)."""
-
-    K: int
-
-    def propose(self, weights, state, prefix, cache, sample):
-        tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
-        tokens, laws = [], []
-        for offset in range(self.K):
-            start_B = lengths_B + offset - 1
-            output = TableLM(V)(weights.target, gather_tokens(tokens_BS, start_B, 1), start_B, cache)
-            token_B, law_BV = sample(output.logits_BTV[:, 0], offset)
-            tokens_BS, cache = write_tokens(tokens_BS, token_B[:, None], lengths_B + offset), output.cache
-            tokens.append(token_B)
-            laws.append(law_BV)
-        draft = Draft(
-            tokens_BK=jnp.stack(tokens, 1),
-            log_probs_BRV=jnp.stack(laws, 1),
-            num_drafted_B=jnp.full_like(lengths_B, self.K),
-        )
-        return draft, state, cache
-
-
-def test_self_drafting_in_the_targets_cache():
-    """Nothing is refused, and what was written while drafting harms nothing."""
-    loop = table_loop(TokenRule(), SelfDrafter(3))
-    stats = decode(loop, TARGET, None, PROMPTS, 20, FULL, samples=100).state.stats
-    assert jnp.all(stats.rounds_B == 5) and jnp.all(stats.accepted_BT[:, 3] == 5)
     assert law_test(loop, None, FULL) > FALSE_ALARM
 
 

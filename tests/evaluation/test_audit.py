@@ -30,7 +30,7 @@ from specsamp.analysis import report, tables
 from specsamp.decoding import method
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.evaluation.audit import Settings, Status, Subject, audit, distribution, streams
+from specsamp.evaluation.audit import BrokenOff, Settings, Status, Subject, audit, distribution, streams
 from specsamp.evaluation.audit.run import UNREADABLE, plan_of
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
@@ -418,7 +418,7 @@ def test_a_check_that_breaks_off_is_no_bad_request(monkeypatch):
         raise ValueError("shapes differ")
 
     monkeypatch.setattr(streams, "greedy_text", broken)
-    with pytest.raises(RuntimeError, match="the check 'greedy' broke off"):
+    with pytest.raises(BrokenOff, match="the check 'greedy' broke off"):
         audit(subject(), dataclasses.replace(COARSE, checks=("greedy",)))
 
 

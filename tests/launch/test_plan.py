@@ -49,6 +49,10 @@ def test_forecasts(arguments, found):
             (RATE, "--chip=v4", "--config=configs/chinchilla.py", "--config.drafter=ngram"),
             "--chip plans a draft model or an early exit; config.drafter is 'ngram'",
         ),
+        (
+            ("--measured=notebooks/results/python_pair_grid.json", "--drafter=lookup"),
+            "has --rule=token and --drafter=lookup; it has",
+        ),
         ((RATE, *CALLS, "--devices=4"), "--devices would not be heeded: it goes with --chip"),
         ((RATE, *CALLS, "--longest=20000"), "--longest"),
     ],

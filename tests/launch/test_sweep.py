@@ -69,12 +69,21 @@ def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     assert (tmp_path / "sweep.json.aside-1").read_text() == "half a fi"
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("sweep", f"--gather={output}", f"--gather={output}", "--plain")
-    assert gathered.stdout.count("greedy, K = 0, batch 1") == 2
+    assert gathered.stdout.count("greedy, K = 0, batch 1") == gathered.stdout.count("ms per token over all rows") == 2
 
 
 def test_gathering_writes_nothing(tmp_path):
     done = call("sweep", f"--gather={tmp_path / 'cells.json'}", f"--output={tmp_path / 'other.json'}")
     assert done.returncode == 2 and "--gather measures and writes nothing: leave out --output" in done.stderr
+
+
+def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text('{"a": 1}', encoding="utf-8")
+    for script in ("sweep", "benchmark", "quality"):
+        done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
+        assert done.returncode == 2 and "holds no cells" in done.stderr and "left alone" in done.stderr
+    assert other.read_text(encoding="utf-8") == '{"a": 1}'
 
 
 def test_a_file_without_cells_is_not_gathered(tmp_path):

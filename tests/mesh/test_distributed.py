@@ -39,7 +39,7 @@ PATIENT = {"SPECSAMP_HEARTBEAT_SECONDS": "300", "SPECSAMP_CONNECT_SECONDS": "300
 
 def start(scenario, folder, count=2, present=None, **environment):
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | paths | PATIENT | environment
+    env = os.environ | paths | PATIENT | environment
     command = [sys.executable, str(WORKER), scenario, str(folder), str(free_port())]
     return [
         subprocess.Popen(
@@ -193,7 +193,7 @@ def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
         }
         | PATIENT
     )

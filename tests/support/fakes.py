@@ -190,9 +190,9 @@ def chi_square(samples, law):
     return statistic, possible.sum() - 1
 
 
-FALSE_ALARM = 1e-6
+FALSE_ALARM = 1e-5
 DETECTED_TV = 0.01
-POWER = 0.999
+POWER = 0.99
 
 
 def power(degrees, samples, groups):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.sampling.warp import chain, min_p, temperature, top_p
 from support.fakes import decode, joint_law, near, p_value, random_table, samples_for
 
 V = 3
@@ -12,7 +12,8 @@ FAR = random_table(2, V)
 PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 SAMPLES = samples_for(V**4 - 1, len(PROMPTS))  # of each prompt, four tokens long
 FULL = chain()
-NUCLEUS = chain(temperature(0.8), top_p(0.9))
+NUCLEUS = chain(temperature(0.8), top_p(0.9))  # most of the time goes into its search: twice is enough
+LIKELY = chain(temperature(0.8), min_p(0.1))
 
 
 def law_test(loop, draft, sampling, *, target=TARGET, length=4, prompts=PROMPTS, samples=None, powered=True, **options):

@@ -36,7 +36,7 @@ MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureState:
-    """What a head remembers of each row."""
+    """State of a head for each row, between rounds."""
 
     cache: Any  # of pairs: that of position t and the token after it is in slot t
     feature_BD: Array  # what the head returned for the last pair

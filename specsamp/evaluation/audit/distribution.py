@@ -38,7 +38,7 @@ MOST_SAMPLES = 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """What is sampled, how much of it, and what that sees.
+    """Numbers of samples and cells, and the errors that they show.
 
     Attributes:
       cells: of each prompt whose continuations are left to chance.

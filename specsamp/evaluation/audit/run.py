@@ -22,6 +22,10 @@ ROUNDED = ("acceptance", "neighbours", "padding")  # rounding may show in these,
 UNREADABLE = "errors within a cell are not looked for: only a draft model has a distribution that can be read"
 
 
+class BrokenOff(RuntimeError):
+    """A check could not be carried to its end."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of an audit: what to check and how closely.
@@ -63,7 +67,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What `audit` returns."""
+    """Results of all checks, with the settings that they ran with."""
 
     settings: Settings
     checks: tuple[Check, ...]
@@ -109,7 +113,7 @@ def audit(
 
     Raises:
       ValueError: too few samples, or a distribution that leaves nothing to chance; raised before any check has run.
-      RuntimeError: a check broke off, for whatever reason: nothing is known of the pair.
+      BrokenOff: a check broke off, for whatever reason: nothing is known of the pair.
     """
     exact = subject.cast("float32") or subject
     progress("reading the prompts")
@@ -151,7 +155,7 @@ def audit(
             try:
                 checks.append(run[name]())
             except ValueError as error:  # what was asked for has been checked by now
-                raise RuntimeError(f"the check {name!r} broke off") from error
+                raise BrokenOff(f"the check {name!r} broke off: {error}") from error
     return Audit(settings=settings, checks=tuple(checks))
 
 

@@ -43,7 +43,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What teacher forcing says of each of the N tokens behind a prompt.
+    """Results of teacher forcing for each of the N tokens behind a prompt.
 
     Attributes:
       chosen_N: bool, the token is the target's choice.
@@ -115,9 +115,7 @@ def judge(
 
 def full_warp(pair: Pair, warp: Warp) -> Warp:
     """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-    if pair.tokenizer is None or pair.tokenizer.vocab_size == pair.target.vocab_size:
-        return chain(warp)
-    return chain(first_tokens(pair.tokenizer.vocab_size), warp)
+    return chain(warp) if pair.num_tokens is None else chain(first_tokens(pair.num_tokens), warp)
 
 
 def padded_batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:
