@@ -122,7 +122,7 @@ def build(
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
-    if check_heads and config.drafter == "head" and drafter.K and workload.prompts:
+    if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload.prompts, drafter.K, sampling)
     weights = None
     if config.get("pair"):
