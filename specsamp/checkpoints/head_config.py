@@ -97,14 +97,14 @@ def _medusa(
     for key, what, size in (("hidden_size", "width", target.width), ("vocab_size", "vocabulary", target.vocab_size)):
         _require(fields, key, fields(key, size), what, size)
     fields.require("truncated_vocab_size", target.vocab_size)
-    numbers = [int(match[1]) for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))]
+    numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     bias = tensor_names.find_source("head_0/bias", layout.names).tensor
     return layout, MedusaConfig(
         layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
-        num_heads=max(numbers, default=0) + 1,
+        num_heads=max(len(numbers), 1),  # a number that is left out is a missing tensor
         bias=bias in found,
     )
 
