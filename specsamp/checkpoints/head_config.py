@@ -110,7 +110,10 @@ def _medusa(
 
 
 def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
-    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns."""
+    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns.
+
+    Some engines zero the embedding of the very first pair; the authors' module does not, and neither does ours.
+    """
     fields.require("num_nextn_predict_layers", 1)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
     for key, size, what, wanted in (
