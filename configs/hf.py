@@ -33,6 +33,7 @@ class PublicPair:
     num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
     drafter: str = "model"  # or "head": ``draft`` reads the target's hidden states
     chat: bool = False  # a tuned model: prompts are messages to it
+    draft_length: int = 4  # K
 
 
 PAIRS = {
@@ -82,7 +83,12 @@ HEADS = {
         chat=True,
     ),
     "mimo-7b-mtp": PublicPair(
-        target="XiaomiMiMo/MiMo-7B-RL", draft="XiaomiMiMo/MiMo-7B-RL", model_parallelism=4, drafter="head", chat=True
+        target="XiaomiMiMo/MiMo-7B-RL",
+        draft="XiaomiMiMo/MiMo-7B-RL",
+        model_parallelism=4,
+        drafter="head",
+        chat=True,
+        draft_length=1,  # which its module was trained for
     ),
 }
 PROMPTS = (
@@ -105,7 +111,7 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.chat = pair.chat  # prompts that are texts are messages of a user, written out by the target's chat template
     common.add_decoding(
         config,
-        draft_length=4,
+        draft_length=pair.draft_length,
         prompt_length=32,
         max_new_tokens=128,
         repeats=12,

@@ -37,10 +37,10 @@ def main() -> int:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    if config.get("drafter") != "head":
-        raise ValueError(f"drafter = {config.get('drafter')!r}: only heads are checked; set --config.drafter=head")
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
     experiment = build(config, prompts, mesh=config_mesh(config), check_heads=False)
+    if experiment.pair.head is None:
+        raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
     use_compilation_cache()
     console.print(headline(experiment, task="a check of the head"))
     with entry.progress(console, "the target writes the texts"):

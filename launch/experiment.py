@@ -122,8 +122,8 @@ def build(
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
-    if check_heads and word.draft == "head" and drafter.K and workload.prompts:
-        say_how_a_head_fits(pair, workload.prompts, drafter.K, sampling)
+    if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
+        say_how_a_head_fits(pair, workload, drafter.K, sampling)
     weights = None
     if config.get("pair"):
         weights = fingerprint(config.pair, word.draft or "model")
@@ -140,10 +140,16 @@ def build(
     )
 
 
-def say_how_a_head_fits(pair: Pair, prompts: Sequence[Sequence[int]], K: int, sampling: Warp) -> None:
-    """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly."""
+def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> None:
+    """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly.
+
+    Texts that are too short for a draft say nothing.
+    """
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
-    texts = write_texts(pair, prompts[:CHECKED_PROMPTS], tokens=max(CHECKED_TOKENS, K + 2), sampling=sampling)
+    tokens = min(CHECKED_TOKENS, work.max_new_tokens)
+    texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
+    if max(map(len, texts)) < K + 2:
+        return
     found = check_head(pair, texts, K, sampling=sampling)
     for sentence in found.sentences:
         console.print(entry.visible(sentence), style=None if found.fits else "bold red", markup=False)

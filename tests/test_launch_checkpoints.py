@@ -73,8 +73,8 @@ def test_a_head_is_checked(folder, head, tmp_path):
     names = [reading["name"] for reading in document["readings"]]
     assert names[0] == "as configured" and "the norms of token and feature swapped" in names
     assert all(len(reading["acceptance_by_position"]) == 2 for reading in document["readings"])
-    wrong = call("check_head", *common)
-    assert wrong.returncode == 2 and "drafter = 'model': only heads are checked" in wrong.stderr
+    wrong = call("check_head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32")
+    assert wrong.returncode == 2 and "drafter = 'model', and the pair has no head" in wrong.stderr
 
 
 @extras.needs("jinja2")

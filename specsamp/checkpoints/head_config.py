@@ -97,20 +97,23 @@ def _medusa(
     for key, what, size in (("hidden_size", "width", target.width), ("vocab_size", "vocabulary", target.vocab_size)):
         _require(fields, key, fields(key, size), what, size)
     fields.require("truncated_vocab_size", target.vocab_size)
-    numbers = [int(match[1]) for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))]
+    numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     bias = tensor_names.find_source("head_0/bias", layout.names).tensor
     return layout, MedusaConfig(
         layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
-        num_heads=max(numbers, default=0) + 1,
+        num_heads=max(len(numbers), 1),  # a number that is left out is a missing tensor
         bias=bias in found,
     )
 
 
 def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
-    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns."""
+    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns.
+
+    Some engines zero the embedding of the very first pair; the authors' module does not, and neither does ours.
+    """
     fields.require("num_nextn_predict_layers", 1)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
     for key, size, what, wanted in (

@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.head_config import EAGLE, HeadLayout, describe_head, parse_head
+from specsamp.checkpoints.head_config import EAGLE, MIMO_MTP, HeadLayout, describe_head, parse_head
 from specsamp.checkpoints.hub import download_head, find_folder
 from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
 from specsamp.checkpoints.params import check_shapes
@@ -115,13 +115,14 @@ def open_head(
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
         config = dataclasses.replace(config, own_embedding=False)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
+    own = name if layout is MIMO_MTP else None  # a module is of the target that it lies beside
     return HeadCheckpoint(
         name=name,
         layout=layout,
         config=config,
         tensors=found,
         draft_ids=draft_ids,
-        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path"),
+        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or own,
     )
 
 

@@ -102,8 +102,11 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
         """Returns the ids of a conversation; its template has written the special tokens, so none are added.
+
+        Args:
+          complete: no answer follows, as in a text to train on.
 
         Raises:
           ValueError: there is no chat template, or it does not take these messages.
@@ -113,7 +116,8 @@ class JsonTokenizer:
                 "the tokenizer has no chat template, which a conversation takes: give a tuned model, whose "
                 "tokenizer_config.json has one, or a text"
             )
-        return self._tokenizer.encode(self.chat.render(messages), add_special_tokens=False).ids
+        text = self.chat.render(messages, add_generation_prompt=not complete)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens))

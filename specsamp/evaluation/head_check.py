@@ -23,10 +23,11 @@ import numpy as np
 
 from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
 from specsamp.decoding.generate import generate
 from specsamp.decoding.job import to_host
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.teacher import full_warp, padded_batches
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.interface import LayeredModel
@@ -250,16 +251,11 @@ def draft_acceptance(
     """Returns the acceptance ``[B, S, K]`` of drafts that begin with the pairs ``starts_BS``."""
 
     def read(target_weights, head_weights, hidden, logits_BTV, tokens_BT, starts_BS, warp):
-        (batch, starts), zeros_B = starts_BS.shape, jnp.zeros((len(tokens_BT),), jnp.int32)
+        batch, starts = starts_BS.shape
         of_target = functools.partial(target.unembed_normed, target_weights)
-        if head.config.own_embedding:
-            embedded_BTD = head.embed(head_weights, tokens_BT)
-        else:
-            embedded_BTD, _ = target.embed(target_weights, tokens_BT, zeros_B, target.init_cache(batch, slots))
-        features_BTD = head.fuse(head_weights, hidden)
-        returned_BTD, cache = head(
-            head_weights, embedded_BTD[:, 1:], features_BTD[:, :-1], zeros_B, head.init_cache(batch, slots)
-        )
+        weights = Weights(target=target_weights, draft=head_weights)
+        empty = target.init_cache(batch, slots), head.init_cache(batch, slots)
+        embedded_BTD, returned_BTD, cache = read_pairs(target, head, weights, tokens_BT, hidden, empty)
         # From here on every draft is a row of its own.
         cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, starts, axis=0), cache)
         feature_R1D = rows_at(returned_BTD, starts_BS)

@@ -65,10 +65,12 @@ def test_a_head_is_recast_with_its_target():
     layer = dataclasses.replace(shape, num_layers=1)
     config = Eagle3Config(layer=layer, target_layers=3, hidden_layers=(0, 1, 2), draft_vocab_size=8, own_output=True)
     head = FeatureHead(config)
-    params = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, head.init(jax.random.key(1))
-    )
-    pair = Pair(target=target, target_params=target.init(jax.random.key(0)), head=head, draft_params=params)
+
+    def zeros(model):
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, "bfloat16" if x.dtype == "float32" else x.dtype), shapes)
+
+    pair = Pair(target=target, target_params=zeros(target), head=head, draft_params=zeros(head))
     drafter = FeatureDrafter(target, head, 2)
     wide = Subject(pair=pair, prompts=[[1, 2]], drafter=drafter, sampling=chain()).cast("float32")
     assert wide.pair.head == wide.drafter.head and wide.drafter.head.config.layer.dtype == "float32"

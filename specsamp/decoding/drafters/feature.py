@@ -44,6 +44,33 @@ class FeatureState:
     edge_BD: Array  # of the last token that was read of a prompt, whose pair waits for the next chunk
 
 
+def read_pairs(
+    target: LayeredModel,
+    head: FeatureHead,
+    weights: Weights,
+    tokens_BT: Array,
+    hidden: tuple[Array, ...],
+    cache: tuple[Any, Any],
+) -> tuple[Array, Array, Any]:
+    """Reads the pairs of whole texts, the first in slot 0.
+
+    Args:
+      hidden: what the target's layers returned for the texts.
+      cache: empty, of the target and of the head.
+
+    Returns:
+      The embedded tokens ``[B, T, D]``, the features ``[B, T-1, D]`` after every pair, and the head's cache.
+    """
+    start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
+    if head.config.own_embedding:
+        embedded_BTD = head.embed(weights.draft, tokens_BT)
+    else:
+        embedded_BTD, _ = target.embed(weights.target, tokens_BT, start_B, cache[0])
+    features_BTD = head.fuse(weights.draft, hidden)
+    returned_BTD, of_head = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+    return embedded_BTD, returned_BTD, of_head
+
+
 @dataclasses.dataclass(frozen=True)
 class FirstTokens(LanguageModel):
     """Says of whole texts what drafts after each token would begin with; its weights are those of a pair.
@@ -71,16 +98,10 @@ class FirstTokens(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Any = None,
     ) -> Output:
-        of_target, head = cache[0], self.head
-        output = self.target(weights.target, tokens_BT, start_B, of_target, hidden_layers=head.hidden_layers)
-        if head.config.own_embedding:
-            embedded_BTD = head.embed(weights.draft, tokens_BT)
-        else:
-            embedded_BTD, _ = self.target.embed(weights.target, tokens_BT, start_B, of_target)
-        features_BTD = head.fuse(weights.draft, output.hidden)
-        returned_BTD, of_head = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+        output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
+        _, returned_BTD, of_head = read_pairs(self.target, self.head, weights, tokens_BT, output.hidden, cache)
         unembed = functools.partial(self.target.unembed_normed, weights.target)
-        logits_BTV = head.expand(weights.draft, head.logits(weights.draft, returned_BTD, unembed))
+        logits_BTV = self.head.expand(weights.draft, self.head.logits(weights.draft, returned_BTD, unembed))
         logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BTV], axis=1)
         return Output(logits_BTV=logits_BTV, cache=(output.cache, of_head))
 
