@@ -176,6 +176,7 @@ def make_head(
     if kind not in HEADS:
         raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
     size = fields.pop("draft_vocab_size") or None
+    layer = dataclasses.replace(layer, tied=False)  # its ends are the head's own matter
     shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
     return FeatureHead(HEADS[kind](**shape, **fields))
 

@@ -1,5 +1,6 @@
 """launch/train.py and export_pair.py: killed and resumed, and what is refused before anything is written."""
 
+import dataclasses
 import importlib
 import io
 import json
@@ -18,8 +19,12 @@ from rich.console import Console
 
 from configs import python_pair
 from launch import export_pair
-from specsamp.checkpoints.pair import load_pair, load_prompts
+from specsamp import generate
+from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Corpus, train_tokenizer
+from specsamp.training.run import open_trained, open_trained_head
 from support.run_script import ROOT, call, run
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
@@ -181,6 +186,69 @@ def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     first, then = (metrics(tmp_path / name) for name in ("scratch", "tuned"))
     assert then[0]["text_loss"] < first[0]["text_loss"] - 0.01  # it began with what was trained
     assert 0 < then[-1]["held_out/acceptance/exit_1 (temperature 1)"] <= 1
+
+
+HEAD = {
+    **SMALL,
+    "model.width": 32,
+    "train.steps": 4,
+    "intervals.evaluate": 4,
+    "intervals.checkpoint": 4,
+    "generated.rows": 8,
+    "generated.prompt_length": 4,
+    "generated.batch": 8,
+}
+
+
+@pytest.fixture
+def pair_folder(tmp_path):
+    """A pair with random weights, whose target has two layers."""
+    config = tiny(vocab_size=300, positions="rotary")
+    side = config, TransformerLM(config).init(jax.random.key(0))
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
+    save_pair(tmp_path / "pair", target=side, draft=side, tokenizer_json=tokenizer, provenance={})
+    return tmp_path / "pair"
+
+
+def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(train, texts, tmp_path, pair_folder):
+    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most frequent tokens."""
+    fields = HEAD | {"target": str(pair_folder), "head.draft_vocab_size": 40, "head.own_output": True}
+    train.start(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
+    last = metrics(tmp_path / "head")[-1]
+    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    more = HEAD | {"target": str(pair_folder), "init": str(tmp_path / "head"), "train.seed": 1} | fields
+    train.start(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
+
+    with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
+        load_pair(pair_folder, draft="head")
+    arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
+    done = call("export_head", *arguments)
+    assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
+    told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
+    assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
+    pair, trained = load_pair(pair_folder, draft="head"), open_trained_head(tmp_path / "tuned")
+    assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
+    assert plain.tokens == drafted.tokens
+
+    (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
+    word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
+    done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
+    assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
+
+    with pytest.raises(
+        ValueError, match="head is the run of a head, which is no model: launch/export_head.py reads it"
+    ):
+        open_trained(tmp_path / "head")
+    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, mtp"):
+        train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
+    with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
+        train.start(
+            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
+        )
+    assert not (tmp_path / "x").exists()
 
 
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
