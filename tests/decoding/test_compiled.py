@@ -107,17 +107,17 @@ def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
     assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
 
 
-def test_memory_grows_with_the_scored_laws_only():
+def test_memory_grows_with_the_scored_distributions_only():
     """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
 
     def temporaries(batch, K, vocab_size):
         return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
 
-    def laws(batch, K, vocab_size):
+    def distributions(batch, K, vocab_size):
         return 4 * batch * (K + 1) * vocab_size
 
     small = (2, 2, 4096)
     before = temporaries(*small)
     for large in [(2, 2, 32768), (8, 8, 4096)]:
-        growth = (temporaries(*large) - before) / (laws(*large) - laws(*small))
+        growth = (temporaries(*large) - before) / (distributions(*large) - distributions(*small))
         assert growth < 6, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"

@@ -18,15 +18,15 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
 from support import mutants
-from support.fakes import FALSE_ALARM, decode, joint_law, p_value
+from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
-from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, law_test
+from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, distribution_test
 
 K = 2
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
 
 
-def law_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
+def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
     target = LayeredTable(V)
     return Loop(target=target, drafter=drafter(target, head, K, **options), rule=rule)
 
@@ -55,12 +55,14 @@ REDUCED = eagle3(V, draft_vocab_size=2)
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
     """Prompts of one and of four tokens; the former drafts nothing in its first round."""
-    assert law_test(law_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
+    assert (
+        distribution_test(distribution_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
+    )
 
 
 def test_a_target_that_is_reduced_like_the_head_is_caught():
-    loop = law_loop(REDUCED, mutants.OfTheDraftVocabulary())
-    assert law_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
+    loop = distribution_loop(REDUCED, mutants.OfTheDraftVocabulary())
+    assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
 
 
 class ByOneHead(FeatureDrafter):
@@ -74,24 +76,28 @@ class ByOneHead(FeatureDrafter):
 
 def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
     head = medusa(V, 2)
-    assert law_test(law_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED) < FALSE_ALARM**2
+    assert (
+        distribution_test(distribution_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED)
+        < FALSE_ALARM**2
+    )
 
 
 def test_a_reduced_vocabulary_in_numbers():
     """Target (.4, .3, .2, .1), head (.6, 0, .4, 0): accepted with .6, the rest is (0, .75, 0, .25)."""
     head = eagle3(4, draft_vocab_size=2)
     weights = head.prepare(head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2])})
-    law_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
-    np.testing.assert_allclose(np.exp(law_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
+    distribution_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
+    np.testing.assert_allclose(np.exp(distribution_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
     target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
     accepted = [
         TokenRule().acceptance(
-            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV), target
+            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV),
+            target,
         )
         for token in (0, 2)
     ]
     np.testing.assert_allclose(0.6 * accepted[0] + 0.4 * accepted[1], [[0.6]], atol=1e-6)
-    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV)
+    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV)
     residual = TokenRule().residual(draft, target, jnp.zeros(1, int))
     np.testing.assert_allclose(residual / residual.sum(), [[0, 0.75, 0, 0.25]], atol=1e-6)
 
@@ -155,8 +161,8 @@ def test_wrong_features_cost_acceptance(mutant):
 
 def test_wrong_features_bias_nothing():
     run = decode(table_loop(mutants.OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000)
-    laws = [joint_law(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
-    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), laws)), powered=False) > FALSE_ALARM
+    distributions = [joint_distribution(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
+    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), distributions)), powered=False) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])

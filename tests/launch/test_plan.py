@@ -70,7 +70,7 @@ def test_what_is_refused(arguments, message):
 
 def measured(K, draft_temperature, emitted):
     """A cell whose rounds emit ``emitted`` tokens."""
-    law = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
+    distribution = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
 
     def ms(value):
         return {"ms_per_round": {"median": value, "lower": value, "upper": value}}
@@ -79,7 +79,7 @@ def measured(K, draft_temperature, emitted):
     counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
     counts |= {"rounds": 100, "emitted": 100 * emitted}
     return {
-        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law},
+        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **distribution},
         "workload": {"repeats": 4},
         "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts, "split": None},
     }

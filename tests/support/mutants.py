@@ -60,7 +60,7 @@ class BeforeWarping(Sampler):
         return super().__call__(logits_BV, node, **options)[0], jax.nn.log_softmax(logits_BV, axis=-1)
 
 
-class LawBeforeWarping(ModelDrafter):
+class DistributionBeforeWarping(ModelDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         return super().propose(weights, state, prefix, cache, BeforeWarping(**vars(sample)))
 
