@@ -176,26 +176,33 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     )
 
 
-def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
-    """Returns what all cells of a file share.
+def known_identity(config: ConfigDict) -> dict[str, Any]:
+    """Returns what all cells of a file share, as far as it is known before a pair is read.
 
     On a CPU the machine is part of it. An accelerator is the same in whatever machine it sits, and a slice that was
     taken away and ordered again goes on with its file.
     """
-    device, work = jax.devices()[0], experiment.workload
-    fields = {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}}
-    prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
+    device = jax.devices()[0]
     identity = {
-        "pair": experiment.pair_name,
-        "weights": experiment.weights,
-        "random_weights": experiment.pair_name is None,
-        "models": experiment.configs,
-        "config": fields,
-        "prompts": prompts,
+        "config": {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }
     return identity | ({"machine": report.machine()} if device.platform == "cpu" else {})
+
+
+def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
+    """Returns what all cells of a file share."""
+    work = experiment.workload
+    prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
+    return {
+        "pair": experiment.pair_name,
+        "weights": experiment.weights,
+        "random_weights": experiment.pair_name is None,
+        "models": experiment.configs,
+        "prompts": prompts,
+        **known_identity(config),
+    }
 
 
 def run_cells(

@@ -54,11 +54,21 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
-    weights: str | None = None  # of trained ones: the `fingerprint` of a pair in a folder, the `digest` of others
     drafter: Drafter
     rule: Rule
     sampling: Warp
     workload: Workload
+    folder: str | None = None  # name or folder of a pair that was trained here
+
+    @functools.cached_property
+    def weights(self) -> str | None:
+        """Returns what tells these weights from others: a `fingerprint` of files or a `digest`; None: they are random.
+
+        It may read all parameters: only what writes cells asks, and all processes do.
+        """
+        if self.folder is not None:
+            return fingerprint(self.folder, "model" if self.pair.head is None else "head")
+        return None if self.pair_name is None else digest((self.pair.target_params, self.pair.draft_params))
 
     @property
     def configs(self) -> dict[str, Any]:
@@ -124,11 +134,6 @@ def build(
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, drafter.K, sampling)
-    weights = None
-    if config.get("pair"):
-        weights = fingerprint(config.pair, word.draft or "model")
-    elif name is not None:
-        weights = digest((pair.target_params, pair.draft_params))
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -136,7 +141,7 @@ def build(
         rule=rule,
         sampling=sampling,
         workload=workload,
-        weights=weights,
+        folder=config.get("pair"),
     )
 
 

@@ -182,11 +182,12 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     cells = [cell for cell in measured.chosen(document["cells"], **wanted) if fits(cell)]
     distributions = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if not distributions:
-        there = sorted({measured.describe(cell["key"]) for cell in document["cells"] if cell["key"]["draft_length"]})
+        keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
+        there = sorted({f"{key['rule']} and {key['drafter']} at temperature {key['temperature']:g}" for key in keys})
         raise ValueError(
             f"--measured: no cell of {_MEASURED.value} has --rule={_RULE.value} and --drafter={_DRAFTER.value}"
             f"{'' if _TEMPERATURE.value is None else f' and --temperature={_TEMPERATURE.value:g}'}; it has "
-            f"{'; '.join(there[:4]) or 'none with a draft'}{' ...' if len(there) > 4 else ''}"
+            f"{'; '.join(there) or 'none with a draft'}"
         )
     if len(distributions) > 1:
         known = "; ".join(distributions)

@@ -57,7 +57,7 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> TransformerConfig:
-        """The model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
+        """Returns the model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
 
         Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
         wrong (transformers says so, and uses both): the model is not tied. To see that, every process reads both.
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the model needs, checked to have the shapes that its config asks for.
+        """Returns all tensors that the model needs, checked to have the shapes that its config asks for.
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
-        """All tensors of the files, downloaded if they are not here, by the names that the family has for them."""
+        """Returns all tensors of the files, downloaded if they are not here, by the names that the family has for them."""
         folder = download_weights(self.name, self.folder) if self.from_hub else self.folder
         found = find_tensors(folder)
         prefix = self.family.prefix

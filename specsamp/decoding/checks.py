@@ -125,7 +125,7 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of every prompt."""
+    """Returns the token ids of every prompt."""
     if isinstance(prompts, (str, bytes, Mapping, Set)) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
     if len(prompts) == 0:

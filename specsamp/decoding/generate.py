@@ -116,7 +116,7 @@ def stream(
     num_samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
 ) -> Iterator[Chunk]:
-    """`generate`, a few rounds at a time: the same tokens, as they come.
+    """Does what `generate` does, a few rounds at a time: the same tokens, as they come.
 
     The loop stays on the device for ``rounds_per_chunk`` rounds; a row's last chunk says how it ended.
     Text that is not yet complete (half of a multi-byte character) is held back.

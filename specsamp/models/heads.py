@@ -92,7 +92,7 @@ class HeadConfig:
 
     @property
     def num_outputs(self) -> int:
-        """U, the tokens that it can propose."""
+        """Returns U, the tokens that it can propose."""
         return self.draft_vocab_size or self.layer.vocab_size
 
     @property
@@ -187,7 +187,7 @@ class FeatureHead:
 
     @property
     def vocab_size(self) -> int:
-        """V, the target's."""
+        """Returns V, the target's."""
         return self.config.layer.vocab_size
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -70,7 +70,8 @@ def moved(text, operation):
 )
 def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     """Caches are updated in place, and weights have the layout that every call wants."""
-    text = compiled_run(batch, K, positions=positions, layout=layout).as_text()
+    num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
+    text = compiled_run(batch, K, positions=positions, layout=layout, num_layers=num_layers).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}

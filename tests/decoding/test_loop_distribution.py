@@ -33,7 +33,7 @@ OPTIMISED = True
     [
         (TokenRule(), 1, FAR, FULL),
         (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
-        (BlockRule(), 3, NEAR, FULL),
+        (BlockRule(), 3, NEAR, NUCLEUS),
         (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
         (CoupledRule(), 3, NEAR, chain(temperature(0.8), min_p(0.1))),
         (CoupledRule(), 2, FAR, FULL),

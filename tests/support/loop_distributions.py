@@ -12,7 +12,7 @@ FAR = random_table(2, V)
 PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 SAMPLES = samples_for(V**4 - 1, len(PROMPTS))  # of each prompt, four tokens long
 FULL = chain()
-NUCLEUS = chain(temperature(0.8), top_p(0.9))  # most of the time goes into its search: twice is enough
+NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
 
 
