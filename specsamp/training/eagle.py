@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
-from specsamp.sampling.warp import Warp, chain, log_probs
+from specsamp.sampling.warp import Warp, log_probs
 from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
 
 Array = jax.Array
@@ -139,7 +140,7 @@ class TrainHead:
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         """See `Task.loss`; also returns the acceptance of each step, at temperature 1."""
-        losses_S, accepted_S, _ = self._averages(params, teacher_params, tokens_BT, chain())
+        losses_S, accepted_S, _ = self._averages(params, teacher_params, tokens_BT, None)
         return losses_S @ self.decay ** jnp.arange(self.test_steps), _by_position("acceptance", accepted_S)
 
     def measure(self, params, teacher_params, tokens_BT, warp):
@@ -154,8 +155,12 @@ class TrainHead:
             **_by_position("greedy_agreement", agreed_S),
         }
 
-    def _averages(self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp) -> tuple[Array, Array, Array]:
-        """Returns the divergence, the acceptance and the share of equal modes of each step, ``[S]``."""
+    def _averages(self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None) -> tuple[Array, Array, Array]:
+        """Returns the divergence, the acceptance and the share of equal modes of each step, ``[S]``.
+
+        Args:
+          warp: of acceptance and modes; None: temperature 1, modes are not compared.
+        """
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
         stream_BTD, features_SBTD = self._steps(weights, teacher["target"], tokens_BT)
         compare = functools.partial(self._compare, warp=warp)
@@ -204,7 +209,7 @@ class TrainHead:
         return stream_BTD, jnp.stack(returned)
 
     def _compare(
-        self, weights: Any, teacher: Any, stream_BTD: Array, features_SBTD: Array, rows_T: Array, *, warp: Warp
+        self, weights: Any, teacher: Any, stream_BTD: Array, features_SBTD: Array, rows_T: Array, *, warp: Warp | None
     ) -> Array:
         """Compares each step with some rows of the target.
 
@@ -212,29 +217,39 @@ class TrainHead:
           ``[S, 5]``: sums of divergences, of the positions that they are of, of acceptance, of equal modes, and of all
           positions.
         """
-        target_BTV = self.target.read_out(teacher["target"], stream_BTD)
-        warped_BTV = log_probs(warp, target_BTV)
-        ids_U = teacher[DRAFT_IDS]
-        is_counted_BT = jnp.ones(target_BTV.shape[:2], bool)
+        target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
+        ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
             is_counted_BT = weights["ranks_V"][target_BTV.argmax(axis=-1)] < len(ids_U)
-            target_BTV = jnp.take(target_BTV, ids_U, axis=-1)
-        target_BTU = jax.nn.log_softmax(target_BTV)
+            target_BTU = self._reduced_logits(teacher["target"], ids_U, stream_BTD)
+        kept_BTU = target_BTU - jax.nn.logsumexp(target_BTV, axis=-1, keepdims=True)
+        target_BTU = jax.nn.log_softmax(target_BTU)
+        warped_BTV = None if warp is None else log_probs(warp, target_BTV)
 
         def of_target(x_BTD: Array) -> Array:
             return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
 
         sums = []
         for step, features_BTD in enumerate(features_SBTD):
-            draft_BTU = self.head.logits(weights, features_BTD, of_target)
+            logits_BTU = self.head.logits(weights, features_BTD, of_target)
+            draft_BTU = jax.nn.log_softmax(logits_BTU)
             exists_BT = (rows_T > step)[None] & jnp.ones_like(is_counted_BT)
             counts_BT = exists_BT & is_counted_BT
-            divergence_BT = DIVERGENCES[self.objective](target_BTU, jax.nn.log_softmax(draft_BTU))
-            draft_BTV = log_probs(warp, self.head.expand(weights, jax.lax.stop_gradient(draft_BTU)))
-            of_each = divergence_BT * counts_BT, counts_BT
-            of_each += overlap(warped_BTV, draft_BTV) * exists_BT, greedy_agreement(warped_BTV, draft_BTV) * exists_BT
-            sums.append(jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in (*of_each, exists_BT)]))
+            divergence_BT = DIVERGENCES[self.objective](target_BTU, draft_BTU)
+            if warp is None:
+                accepted_BT, agreed_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)), jnp.zeros_like(exists_BT)
+            else:
+                draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
+                accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
+            of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
+            sums.append(jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each]))
         return jnp.stack(sums)
+
+    def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
+        """Returns the target's logits ``[B, T, U]`` of some ids: by their rows of its output, not out of all logits."""
+        ends = {name: target_params[name][ids_U] for name in ("embedding", OUTPUT_EMBEDDING) if name in target_params}
+        config = dataclasses.replace(self.target.config, vocab_size=len(ids_U), num_real_tokens=None)
+        return TransformerLM(config).read_out({**target_params, **ends}, stream_BTD)
 
     def _embed(self, weights: Any, target_params: Any, tokens_BT: Array) -> Array:
         if self.head.config.own_embedding:

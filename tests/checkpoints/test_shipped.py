@@ -1,5 +1,6 @@
 """The pair that comes with the package: small enough, trained, and a draft of its own target."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import generate, greedy, load_pair
+from specsamp import chain, generate, greedy, load_pair
 from specsamp.checkpoints.pair import load_prompts, pair_folder
+from specsamp.models.heads import FeatureHead
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.eagle import TrainHead
 from specsamp.training.objective import cross_entropy, overlap
 
 OPTIMISED = True
@@ -32,7 +36,7 @@ def distributions(pair):
 
 def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
     """48 MB for both with the tokenizer; in float32 the target streams more than twice a cache of 32 MiB."""
-    assert sum(path.stat().st_size for path in pair_folder("python").iterdir()) < 48e6
+    assert sum(path.stat().st_size for path in pair_folder("python").rglob("*")) < 48e6
 
     def streamed(model, params):
         return sum(x.nbytes for x in model.streamed(model.fit_slots(model.prepare(params), 128)))
@@ -60,6 +64,46 @@ def test_its_greedy_text_does_not_depend_on_the_draft(pair):
     plain, drafted = (generate(pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3))
     assert plain.tokens == drafted.tokens and drafted.stats.rounds < 24
     assert np.isfinite(drafted.stats.acceptance_rate)
+
+
+@pytest.fixture(scope="module")
+def head_pair():
+    return load_pair("python", draft="head")
+
+
+def test_its_head_reads_low_middle_and_last_layers(head_pair):
+    """Of six layers the usual ones would repeat. It is a few MB, and shares the ends of its target."""
+    assert head_pair.head.config.hidden_layers == (1, 3, 5)
+    assert not head_pair.head.config.own_embedding and not head_pair.head.config.own_output
+    folder = pair_folder("python") / "head"
+    assert (folder / "model.safetensors").stat().st_size < 8e6
+    told = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert (
+        told["corpus"]["sha256"]
+        == json.loads((folder.parent / "pair.json").read_text())["provenance"]["target"]["corpus"]["sha256"]
+    )
+    assert told["config"]["head"]["hidden_layers"] == [1, 3, 5]
+
+
+def test_greedy_text_does_not_depend_on_the_head_and_it_drafts(head_pair, pair):
+    prompt = load_prompts("python")[1:2]
+    plain, drafted = (generate(head_pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.rounds <= 16
+
+
+def test_the_target_accepts_its_head_at_every_position(head_pair, pair):
+    """On text it has not seen; one that takes its layers in the wrong order is accepted less."""
+    tokens_BT = jnp.asarray([pair.tokenizer.encode(load_prompts("python")[1])])
+    target = TransformerLM(pair.target.config)
+
+    def accepted(head):
+        task = TrainHead(head=head, target=target, test_steps=2)
+        measured = jax.jit(task.measure)(head_pair.draft_params, task.teacher(pair.target_params), tokens_BT, chain())
+        return np.array([measured[f"acceptance/position_{i}"] for i in (1, 2)])
+
+    swapped = dataclasses.replace(head_pair.head.config, hidden_layers=(5, 3, 1))
+    right, wrong = accepted(head_pair.head), accepted(FeatureHead(swapped))
+    assert right.min() > 0.5 and (right > wrong + 0.04).all(), (right, wrong)
 
 
 def test_where_it_comes_from_is_written_down():
