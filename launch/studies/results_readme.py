@@ -97,8 +97,8 @@ SECTIONS = (
     ),
     Section(
         "Audit of the pair",
-        "Seven checks that the pair writes what its target would write alone. The file was written before the audit also "
-        "looked for named mistakes in acceptance and residual (`specsamp/evaluation/audit/mistakes.py`).",
+        "Seven checks that the pair writes what its target would write alone; sampled texts are also read again for named "
+        "mistakes in acceptance and residual (`specsamp/evaluation/audit/mistakes.py`).",
         measured.audit,
         ["python_pair_audit"],
     ),
