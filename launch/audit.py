@@ -74,25 +74,30 @@ def main() -> int:
     subject = make_subject(config, experiment, _COUNT.value)
     use_compilation_cache()
     console.print(headline(experiment))
+    broke_off = None
     try:
         with entry.progress(console, "starting") as say:
             found = audit(subject, settings, progress=say)
     except BrokenOff as error:
         if flags.FLAGS.traceback:
             raise
-        console.print(f"{error}. Nothing is known of the pair", style="bold red", soft_wrap=True, markup=False)
-        return FAILED
-    entry.show([tables.audit_table(found)], console)
-    console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True)
+        found, broke_off = error.found, str(error)
+    if found.checks:
+        entry.show([tables.audit_table(found)], console)
+    passed = found.passed and broke_off is None
+    summary = (
+        found.summary if broke_off is None else f"{broke_off}. Beyond the checks above nothing is known of the pair"
+    )
+    console.print(summary, style="bold green" if passed else "bold red", soft_wrap=True, markup=False)
     document = {
         "config": config.to_dict(),
         "pair": experiment.pair_name,
-        "passed": found.passed,
-        "summary": found.summary,
+        "passed": passed,
+        "summary": summary,
         **dataclasses.asdict(found),
     }
     entry.write_result(_OUTPUT.value, document, console)
-    return 0 if found.passed else FAILED
+    return 0 if passed else FAILED
 
 
 def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subject:

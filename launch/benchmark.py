@@ -14,7 +14,7 @@ import jax
 from absl import flags
 
 import entry
-from cells import check_points, parse_grid, read_prompts, run_cells
+from cells import check_points, known_identity, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
@@ -35,7 +35,7 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    grid.check_output(_OUTPUT.value)
+    grid.check_output(_OUTPUT.value, known_identity(config))
     points = parse_grid(_GRID.value)
     check_points(config, points)  # before weights are read
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()

@@ -2,14 +2,16 @@
 
     python launch/calibrate.py --output=runs/calibration.json
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
-    python launch/calibrate.py --dry_run --devices=16      # says what it would do there
+    python launch/calibrate.py --dry_run --topology=v5e:4x4      # says what it would do there
 
-Measured are the bandwidth that is reached, the launch of a call, all-reduces by size and by the chips that take part, and
-steps of small decoders with random weights. Minutes on a TPU, less than one on a CPU.
+Measured are the bandwidth that is reached, the launch of a call, all-reduces by size and along each axis of the slice,
+and steps of small decoders with random weights. Minutes on a TPU, less than one on a CPU. What is measured on one slice
+serves that slice: another chip or another shape is refused.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 from absl import flags
@@ -18,17 +20,17 @@ import entry
 from experiment import bare_pair
 from round_times import devices_here, round_ms
 from specsamp.analysis.report import Table
+from specsamp.decoding.drafters import NoDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu import probes
-from specsamp.tpu.own import chip_of
+from specsamp.tpu import own
 from specsamp.tpu.shapes import Shape
-from specsamp.tpu.topology import CHIPS, Chip
+from specsamp.tpu.topology import CHIPS, Chip, parse
 
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be measured, and measure nothing.")
-_DEVICES = flags.DEFINE_integer(
-    "devices", None, "How many devices to assume; goes with --dry_run. Default: those at hand.", lower_bound=1
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "The slice to assume, such as v5e:4x4; goes with --dry_run. Default: the devices at hand."
 )
 _OUTPUT = entry.define_output()
 
@@ -56,43 +58,48 @@ ON_CPU = Scale(read_bytes=2**23, turns=20, width=256, layers=(2, 6), batches=(1,
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
-    if _DEVICES.value and not _DRY_RUN.value:
-        raise ValueError(f"--devices={_DEVICES.value} goes with --dry_run: what is measured are the devices at hand")
-    device = jax.devices()[0]
-    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, chip_of(device)
-    count = _DEVICES.value or jax.device_count()
-    sizes = (count,) if _DEVICES.value else probes.extent(jax.devices())
-    shown = f"{count} x {'TPU' if _DEVICES.value else device.device_kind}"
-    entry.show([plan_table(ON_TPU if _DEVICES.value else scale, count, sizes, shown)], console)
+    if _TOPOLOGY.value and not _DRY_RUN.value:
+        raise ValueError(f"--topology={_TOPOLOGY.value} goes with --dry_run: what is measured are the devices at hand")
+    if _TOPOLOGY.value:
+        described, sizes = parse(_TOPOLOGY.value)
+        entry.show([plan_table(ON_TPU, math.prod(sizes) * described.devices, sizes, _TOPOLOGY.value)], console)
+        return
+    device, sizes = jax.devices()[0], own.extent(jax.devices())
+    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, own.chip_of(device)
+    entry.show([plan_table(scale, jax.device_count(), sizes, devices_here())], console)
     if _DRY_RUN.value:
         return
     with entry.progress(console, "calibrating") as say:
         say("bandwidth")
-        reached, launch = probes.bandwidth(scale.read_bytes, scale.turns), probes.launch_ms()
-        known = CHIPS.get(chip) or Chip(0, reached, math.inf, math.inf, math.nan)
+        reached, launch = own.bandwidth(scale.read_bytes, scale.turns), own.launch_ms()
+        known = CHIPS.get(chip) or Chip(
+            0, reached, math.inf, reached, math.nan
+        )  # what is no TPU has no data sheet here
         collectives = []
-        for chips in groups(math.prod(sizes)):
+        for along in own.groups(sizes):
             for size in SIZES:
-                say(f"all-reduce of {size} bytes over {chips}")
-                collectives.append(probes.all_reduce(chips, sizes, size, scale.turns))
+                say(f"all-reduce of {size} bytes over {over(sizes, along)}")
+                collectives.append(own.all_reduce(sizes, along, size, scale.turns))
         steps = []
         for layers in scale.layers:
             pair, config = small_decoder(scale, layers, jax.device_count())
             for batch in scale.batches:
                 say(f"decoding, {layers} layers, batch {batch}")
-                took = round_ms(pair, 0, batch, SLOTS, scale.repeats)
+                took = round_ms(pair, NoDrafter(), batch, SLOTS, scale.repeats)
                 work = Shape.of(config).call(
                     known, sizes, rows=batch, context=SLOTS, weights=scale.dtype, cache=scale.dtype
                 )
                 steps.append({"layers": layers, "batch": batch, "ms": took, "work": work})
     rate = known.hbm_bytes_per_second / known.devices
-    found = probes.fit_own(reached, rate, collectives, [(step["work"], step["ms"].median) for step in steps])
-    table = measured_table(reached, rate, launch, collectives, [(s, found.milliseconds(s["work"])) for s in steps])
-    entry.show([table], console)
+    timed = [(step["work"], step["ms"].median) for step in steps]
+    found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
+    fitted = [(step, found.milliseconds(step["work"])) for step in steps]
+    entry.show([measured_table(reached, rate, launch, sizes, collectives, fitted)], console)
     console.print(
         f"{found.efficiency:.0%} of the rate, {found.call_ms:.3f} ms per call, {found.sequence_us:.2f} us per layer and "
-        f"sequence, collectives of {found.collective_us:.1f} us + {found.hop_us:.1f} us per hop, overlap "
-        f"{found.overlap:g}; steps that were left out within {math.expm1(found.error):.0%}"
+        f"sequence, collectives of {found.collective_us:.1f} us + {found.hop_us:.1f} us per hop + {found.wire:.2f} x the "
+        f"time of their bytes, overlap {found.overlap:g} ({found.least_overlap:g} at least); steps that were left out within "
+        f"{math.expm1(found.error):.0%}"
     )
     if chip not in CHIPS:
         console.print(f"{chip} is no TPU: compile reports are of TPUs and will refuse this calibration")
@@ -110,9 +117,9 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def groups(chips: int) -> list[int]:
-    """Returns the sizes of groups of neighbours: powers of two that divide the chips."""
-    return [2**power for power in range(1, chips.bit_length()) if chips % 2**power == 0]
+def over(sizes: Sequence[int], along: Sequence[int]) -> str:
+    """Names the chips of an all-reduce: "4x4 chips (axes 0, 1)"."""
+    return f"{'x'.join(str(sizes[axis]) for axis in along)} chips (axes {', '.join(map(str, along))})"
 
 
 def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
@@ -137,11 +144,11 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
 
 def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -> Table:
     """Returns what is going to be measured."""
-    over = ", ".join(map(str, groups(math.prod(sizes)))) or "none: one chip"
+    groups = ", ".join(over(sizes, along) for along in own.groups(sizes)) or "none: one chip"
     rows = [
         ("bandwidth", f"{scale.read_bytes / 2**20:.0f} MiB on each device, read {scale.turns} times"),
         ("launch", "a program of one addition, 200 times"),
-        ("all-reduces", f"of {' and '.join(f'{size // 1024} KiB' for size in SIZES)} over neighbours: {over}"),
+        ("all-reduces", f"of {' and '.join(f'{size // 1024} KiB' for size in SIZES)} over {groups}"),
         (
             "decoding",
             f"width {scale.width}, {' and '.join(map(str, scale.layers))} layers, {scale.dtype}, batch "
@@ -151,14 +158,16 @@ def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -
     return Table(title=f"Calibration of {where}", header=("", "what is measured"), rows=rows, left=2)
 
 
-def measured_table(reached: float, rate: float, launch: float, collectives: list, steps: list) -> Table:
+def measured_table(
+    reached: float, rate: float, launch: float, sizes: tuple[int, ...], collectives: list, steps: list
+) -> Table:
     """Returns what was measured, steps beside what the calibration makes of them."""
     rows = [
         ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", ""),
         ("launch of a program", f"{launch * 1e3:.3g} us", ""),
     ]
     rows += [
-        (f"all-reduce of {one.bytes // 1024} KiB over {one.chips}", f"{one.microseconds:.3g} us", "")
+        (f"all-reduce of {one.bytes // 1024} KiB, {over(sizes, one.along)}", f"{one.microseconds:.3g} us", "")
         for one in collectives
     ]
     rows += [

@@ -10,7 +10,9 @@ from specsamp.tpu.own import read_calibration
 def define_calibration() -> flags.FlagHolder:
     """Defines --calibration."""
     return flags.DEFINE_string(
-        "calibration", None, "Prefer this file of launch/calibrate.py, of the same chip, to the published measurements."
+        "calibration",
+        None,
+        "Prefer this file of launch/calibrate.py, of the same slice, to the published measurements.",
     )
 
 
@@ -18,6 +20,6 @@ def own_calibration(path: str | None, topology: str) -> Calibration | None:
     """Reads the file of --calibration; None without one.
 
     Raises:
-      ValueError: it is of other devices than the topology's, or no calibration.
+      ValueError: it is of another slice than the topology, or no calibration.
     """
-    return read_calibration(storage.read_json(path), topology.partition(":")[0], path) if path else None
+    return read_calibration(storage.read_json(path), topology, path) if path else None

@@ -29,7 +29,7 @@ from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.workload import check_fits
-from specsamp.decoding.checks import integer
+from specsamp.decoding.checks import Prompt, integer
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
@@ -176,26 +176,33 @@ def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     )
 
 
-def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
-    """Returns what all cells of a file share.
+def known_identity(config: ConfigDict) -> dict[str, Any]:
+    """Returns what all cells of a file share, as far as it is known before a pair is read.
 
     On a CPU the machine is part of it. An accelerator is the same in whatever machine it sits, and a slice that was
     taken away and ordered again goes on with its file.
     """
-    device, work = jax.devices()[0], experiment.workload
-    fields = {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}}
-    prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
+    device = jax.devices()[0]
     identity = {
-        "pair": experiment.pair_name,
-        "weights": experiment.weights,
-        "random_weights": experiment.pair_name is None,
-        "models": experiment.configs,
-        "config": fields,
-        "prompts": prompts,
+        "config": {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}},
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }
     return identity | ({"machine": report.machine()} if device.platform == "cpu" else {})
+
+
+def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
+    """Returns what all cells of a file share."""
+    work = experiment.workload
+    prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
+    return {
+        "pair": experiment.pair_name,
+        "weights": experiment.weights,
+        "random_weights": experiment.pair_name is None,
+        "models": experiment.configs,
+        "prompts": prompts,
+        **known_identity(config),
+    }
 
 
 def run_cells(
@@ -249,10 +256,11 @@ def run_cells(
         console.print(f"\nwritten to {output}", soft_wrap=True)
 
 
-def read_prompts(path: str) -> list[str]:
+def read_prompts(path: str) -> list[Prompt]:
     """Returns the prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line.
 
-    In a line, \\n stands for a line break.
+    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
+    for a line break.
 
     Raises:
       ValueError: there are none, one is empty, or the file is damaged.
@@ -263,10 +271,10 @@ def read_prompts(path: str) -> list[str]:
         try:
             listed = storage.read_json_value(path)
             listed = listed["prompts"] if isinstance(listed, dict) else listed
-            prompts = [one if isinstance(one, str) else one["text"] for one in listed]
-            if not isinstance(listed, list) or not all(isinstance(prompt, str) for prompt in prompts):
-                raise TypeError("not a list of texts")
-        except (KeyError, TypeError) as error:
+            prompts = [one if isinstance(one, str) else one.get("messages") or one["text"] for one in listed]
+            if not isinstance(listed, list) or not all(isinstance(prompt, (str, list)) for prompt in prompts):
+                raise TypeError("not a list of texts or conversations")
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no JSON list of prompts ({type(error).__name__}: {error})") from error
     else:
         prompts = [line.replace("\\n", "\n") for line in text.splitlines()]

@@ -22,10 +22,11 @@ from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
-from specsamp.decoding.checks import integer
+from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
@@ -41,6 +42,8 @@ from specsamp.training.checkpoint import Checkpoints
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 
 
+CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
+
 _WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
 EXPERIMENT_FIELDS = ("rule", "drafter", "draft_length", "sampling", "mesh", *_WORKLOAD)
 
@@ -51,11 +54,21 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
-    weights: str | None = None  # of trained ones: the `fingerprint` of a pair in a folder, the `digest` of others
     drafter: Drafter
     rule: Rule
     sampling: Warp
     workload: Workload
+    folder: str | None = None  # name or folder of a pair that was trained here
+
+    @functools.cached_property
+    def weights(self) -> str | None:
+        """Returns what tells these weights from others: a `fingerprint` of files or a `digest`; None: they are random.
+
+        It may read all parameters: only what writes cells asks, and all processes do.
+        """
+        if self.folder is not None:
+            return fingerprint(self.folder, "model" if self.pair.head is None else "head")
+        return None if self.pair_name is None else digest((self.pair.target_params, self.pair.draft_params))
 
     @property
     def configs(self) -> dict[str, Any]:
@@ -63,12 +76,15 @@ class Experiment:
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
 
 
-def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = None) -> Experiment:
+def build(
+    config: ConfigDict, prompts: Sequence[Prompt] = (), mesh: Mesh | None = None, *, check_heads: bool = True
+) -> Experiment:
     """Checks every field, then loads the pair, or makes one with random parameters.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
       mesh: to spread the models over; None leaves them on one device.
+      check_heads: says how well a head fits its target, on a few texts, before much is decoded with it.
 
     Raises:
       ValueError: an unknown name or a number out of range; the message says which, and what is known.
@@ -96,7 +112,7 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
     if "hugging_face" in config:
         pair = read_public_pair(config, mesh)
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
-        workload = with_prompts(workload, pair, prompts or config.prompts)
+        workload = with_prompts(workload, pair, prompts or config.prompts, chat=config.get("chat", False))
     elif name is None:
         if prompts:
             raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
@@ -116,11 +132,8 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
-    weights = None
-    if config.get("pair"):
-        weights = fingerprint(config.pair, word.draft or "model")
-    elif name is not None:
-        weights = digest((pair.target_params, pair.draft_params))
+    if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
+        say_how_a_head_fits(pair, workload, drafter.K, sampling)
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -128,8 +141,25 @@ def build(config: ConfigDict, prompts: Sequence[str] = (), mesh: Mesh | None = N
         rule=rule,
         sampling=sampling,
         workload=workload,
-        weights=weights,
+        folder=config.get("pair"),
     )
+
+
+def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> None:
+    """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly.
+
+    Texts that are too short for a draft say nothing.
+    """
+    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    tokens = min(CHECKED_TOKENS, work.max_new_tokens)
+    texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
+    if max(map(len, texts)) < K + 2:
+        return
+    found = check_head(pair, texts, K, sampling=sampling)
+    for sentence in found.sentences:
+        console.print(entry.visible(sentence), style=None if found.fits else "bold red", markup=False)
+    if not found.fits:
+        console.print("launch/check_head.py with the same configuration shows all readings", markup=False)
 
 
 def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
@@ -157,9 +187,14 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
     )
 
 
-def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[str]) -> Workload:
-    """Returns the workload with these prompts, and room for the longest."""
-    tokens = tuple(tuple(pair.tokenizer.encode(prompt)) for prompt in prompts)
+def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, chat: bool = False) -> Workload:
+    """Returns the workload with these prompts, and room for the longest.
+
+    Args:
+      chat: texts are the first message of a user to a tuned model, written out by its chat template.
+    """
+    asked = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in prompts]
+    tokens = tuple(map(tuple, encode(pair, asked)))
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
 
@@ -207,7 +242,7 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
 
 def bare_pair(
     target: TransformerLM,
-    draft: TransformerLM,
+    draft: TransformerLM | None,
     seed: int,
     *,
     mesh: Mesh | None = None,
@@ -220,14 +255,16 @@ def bare_pair(
     """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
-        draft = shard_model(draft, draft_layout(mesh, draft_model_parallelism))
+        draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
         params = [
             read_params(model, folder) if folder else random_params(model, key)
             for model, key, folder in zip((target, draft), keys, runs)
+            if model is not None
         ]
-    pair = Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
+    drafts = {} if draft is None else {"draft": draft, "draft_params": params[1]}
+    pair = Pair(target=target, target_params=params[0], **drafts)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 

@@ -125,7 +125,7 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     def beginning(text):
         return text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
 
-    texts = {name: beginning(text) for name, text in corpus.held_out.items()}
+    texts = {name: beginning(text) for name, text in corpus.held_out.items() if isinstance(text, str)}
     prompts = [{"file": name, "line": 1, "text": text} for name, text in texts.items() if text]  # not of blank lines
     storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
 

@@ -12,6 +12,7 @@ a roofline of the configuration's models on a chip. What launch/benchmark.py or 
 """
 
 import functools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +30,10 @@ from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
 from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import Plan, make_plan
+from specsamp.models.config import TransformerConfig
+from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import compiled_costs
+from specsamp.tpu.tables import basis
 from specsamp.tpu.topology import CHIPS
 
 _ACCEPTANCE = flags.DEFINE_float(
@@ -61,7 +65,7 @@ _CHIP = flags.DEFINE_enum(
     "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
 )
 _DEVICES = flags.DEFINE_integer(
-    "devices", 1, "How many chips hold the models together; goes with --chip.", lower_bound=1
+    "devices", None, "How many chips hold the models together; needed with --chip.", lower_bound=1
 )
 _CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant milliseconds of every call; goes with --chip.", lower_bound=0)
 _MEASURED = flags.DEFINE_string(
@@ -90,7 +94,6 @@ _CALIBRATION = define_calibration()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
-OPEN = ". No program of today was measured on this chip: ranges go from all collectives hidden to all added"
 MIRRORED = (
     ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
     "column is its tokens per round if target and draft exchange the chances of two tokens"
@@ -123,7 +126,7 @@ def main() -> None:
         best = plan.best
         times = f"{best.speedup.value:.2g}" if _COMPILE_REPORT.value else f"{best.speedup.value:.2f}"
         verdict = f"K = {best.draft_length}, {times}x" if best.draft_length else "decode plainly"
-        if costs.edges:
+        if costs.open:
             lengths = [best_length(accepted, edge, plan) for edge in costs.edges]
             verdict = (
                 f"K = {lengths[0]} if all collectives are hidden, {lengths[1]} if all are added (0: decode plainly)"
@@ -179,11 +182,12 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     cells = [cell for cell in measured.chosen(document["cells"], **wanted) if fits(cell)]
     distributions = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if not distributions:
-        there = sorted({measured.describe(cell["key"]) for cell in document["cells"] if cell["key"]["draft_length"]})
+        keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
+        there = sorted({f"{key['rule']} and {key['drafter']} at temperature {key['temperature']:g}" for key in keys})
         raise ValueError(
             f"--measured: no cell of {_MEASURED.value} has --rule={_RULE.value} and --drafter={_DRAFTER.value}"
             f"{'' if _TEMPERATURE.value is None else f' and --temperature={_TEMPERATURE.value:g}'}; it has "
-            f"{'; '.join(there[:4]) or 'none with a draft'}{' ...' if len(there) > 4 else ''}"
+            f"{'; '.join(there) or 'none with a draft'}"
         )
     if len(distributions) > 1:
         known = "; ".join(distributions)
@@ -239,7 +243,9 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = make_model(config.target)
-    draft = first_layers(target, config.exit_layer) if word_of(config).inside else make_model(config.draft)
+    inside = word_of(config).inside
+    draft = first_layers(target, config.exit_layer) if inside else make_model(config.draft)
+    check_devices([target.config] if inside else [target.config, draft.config])
     return Roofline(
         target=roofline_model(target.config),
         draft=roofline_model(draft.config),
@@ -248,6 +254,21 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         devices=_DEVICES.value,
         call_ms=_CALL_MS.value,
     )
+
+
+def check_devices(held: Sequence[TransformerConfig]) -> None:
+    """Refuses a roofline of chips that cannot hold the weights of the models.
+
+    Raises:
+      ValueError: --devices is missing, or too few; the message says how many are the least.
+    """
+    size = sum(config.num_parameters * config.compute_dtype.itemsize for config in held)
+    capacity = CHIPS[_CHIP.value].hbm_bytes
+    told = f"weights of {size / 1e9:.1f} GB take at least {math.ceil(size / capacity)} {_CHIP.value} of {capacity / 1e9:.0f} GB"
+    if _DEVICES.value is None:
+        raise ValueError(f"--chip={_CHIP.value} needs --devices, how many chips hold the models together: {told}")
+    if size > _DEVICES.value * capacity:
+        raise ValueError(f"--devices={_DEVICES.value} cannot hold the models: {told}")
 
 
 def roofline_model(config) -> ModelSize:
@@ -274,15 +295,17 @@ def where(plan: Plan) -> str:
 
 def plan_table(plan: Plan, costs: Costs) -> report.Table:
     rate, digits = _ACCEPTANCE.value is not None, 2 if _COMPILE_REPORT.value else 3  # no more are known
-    show = tables.span if costs.edges else functools.partial(tables.interval, digits=digits)
+    show = tables.span if costs.open else functools.partial(tables.interval, digits=digits)
     rows = []
     for one in plan.forecasts:
-        star = " *" if one is plan.best and not costs.edges else ""
+        star = " *" if one is plan.best and not costs.open else ""
         at_edges = [edge.round_ms(one.draft_length, plan.batch, plan.context) for edge in costs.edges]
         row = [
             f"K = {one.draft_length}{star}",
             tables.interval(one.tokens_per_round),
-            " to ".join(f"{ms:.2g}" for ms in at_edges) or f"{one.round_ms:.{digits}g}",
+            str(Band(least=at_edges[0], likely=one.round_ms, most=at_edges[1], open=costs.open))
+            if costs.edges
+            else f"{one.round_ms:.{digits}g}",
             show(one.ms_per_token),
             show(one.speedup, "x"),
         ]
@@ -294,10 +317,16 @@ def plan_table(plan: Plan, costs: Costs) -> report.Table:
         rows=rows,
         note="* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks "
         "behind the costs"
-        + (OPEN if costs.edges else "")
+        + (f". Milliseconds: {measured_by(costs)}" if costs.edges else "")
         + (MIRRORED if rate else "")
         + (ROOFLINE if _CHIP.value else ""),
     )
+
+
+def measured_by(costs: Costs) -> str:
+    """Says what the bands of a compile report's milliseconds rest on."""
+    topology = storage.read_json(_COMPILE_REPORT.value)["report"]["topology"]
+    return basis(costs.open, own_calibration(_CALIBRATION.value, topology))
 
 
 def block_mirrored(draft_length: int) -> float:

@@ -47,10 +47,12 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    check_output(_OUTPUT.value)
+    check_output(_OUTPUT.value, known_identity(config))
     for name in ("draft_temperature", "synthetic_acceptance"):
         if config.get(name) is not None:
             raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
+    if config.get("chat"):
+        raise ValueError("chat = True, but answers to messages are no files of Python: set --config.chat=false")
     replica = config_replica(config)
     experiment = build(config, mesh=None if replica.mesh.size == 1 else replica.mesh)
     if experiment.pair.tokenizer is None:
@@ -79,16 +81,26 @@ def main() -> None:
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
 
 
-def identity_of(config: ConfigDict, experiment: Experiment, per_prompt: int) -> dict[str, Any]:
-    """Returns what all counts of a file share. The mesh is left out: it does not change what is drawn."""
+def known_identity(config: ConfigDict) -> dict[str, Any]:
+    """Returns what all counts of a file share, as far as it is known before a pair is read.
+
+    The mesh is left out: it does not change what is drawn.
+    """
     device = jax.devices()[0]
     return {
         "config": {name: value for name, value in config.to_dict().items() if name != "mesh"},
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "jax": jax.__version__,
+    }
+
+
+def identity_of(config: ConfigDict, experiment: Experiment, per_prompt: int) -> dict[str, Any]:
+    """Returns what all counts of a file share."""
+    return {
         "weights": experiment.weights,
         "prompts_crc32": zlib.crc32(repr(experiment.workload.prompts).encode()),
         "completions_per_prompt": per_prompt,
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "jax": jax.__version__,
+        **known_identity(config),
     }
 
 

@@ -2,58 +2,123 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from config_file import load_config
 from experiment import bare_pair
-from shapes import known_models
+from shapes import first_layers, known_models
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload, decoders
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
-from specsamp.decoding.loop import decode_window
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.layout import make_mesh, put
+from specsamp.mesh.sharded import draft_layout
+from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle3Config, default_layers
+from specsamp.models.heads import FeatureHead
+from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.tpu.ledger import Setting
+from specsamp.tpu.shapes import Shape
 
 SAMPLING = chain(temperature(0.8), top_p(0.95))
 PROMPT, TOKENS, SPARE = 16, 64, 64
+EAGLE3_VOCABULARY = 32_000
 
 
 def random_pair(config: ConfigDict, batch: int) -> Pair:
-    """Makes the pair of a configuration over all devices, with random weights, whatever its mesh.
+    """Makes the target of a configuration and what drafts for it over all devices, with random weights, whatever its mesh.
 
     Raises:
       ValueError: its shapes are not known here, or do not divide over the devices.
     """
     models, count = known_models(config), jax.device_count()
-    if set(models) != {"target", "draft"}:
+    if "target" not in models or (config.drafter == "model" and "draft" not in models):
         raise ValueError("the shapes of this pair are not known here: forecasts are of public pairs and presets")
-    fewer = draft_devices(config, models["draft"].config, count)
+    fewer = draft_devices(config, models, count)
     mesh = None
     if count > 1:
         heads = models["target"].config.num_kv_heads
         mesh = make_mesh(1, count, draft_model_parallelism=fewer, num_kv_heads=heads, rows=batch)
-    return bare_pair(models["target"], models["draft"], 0, mesh=mesh, draft_model_parallelism=fewer)
+    draft = models["draft"] if config.drafter == "model" else None
+    pair = bare_pair(models["target"], draft, 0, mesh=mesh, draft_model_parallelism=fewer)
+    return with_random_head(pair, models["target"], mesh) if config.drafter == "head" else pair
 
 
-def draft_devices(config: ConfigDict, draft: TransformerConfig, count: int) -> int:
-    """Returns how many of ``count`` devices hold one copy of the draft together."""
-    return min(config.mesh.draft_model_parallelism or math.gcd(draft.num_heads, count), count)
+def with_random_head(pair: Pair, target: TransformerLM, mesh: Mesh | None) -> Pair:
+    """Adds a head of EAGLE-3's shape with random weights."""
+    head = FeatureHead(eagle3_of(target.config))
+    params = jax.tree.map(
+        lambda x: x.astype(target.config.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        head.init(jax.random.key(1, impl="threefry2x32")),
+    )
+    if mesh is not None:
+        head = shard_head(head, draft_layout(mesh))
+        params = put(params, head.param_shardings(params))
+    return dataclasses.replace(pair, head=head, draft_params=params)
 
 
-def round_ms(pair: Pair, draft_length: int, batch: int, slots: int, repeats: int) -> Quartiles:
+def eagle3_of(target: TransformerConfig) -> Eagle3Config:
+    """Returns the shape of an EAGLE-3 head for a target: a layer like the target's, and the 32,000 likeliest tokens.
+
+    So are the published ones for Llama 3.1 8B; those for other targets differ a little.
+    """
+    layer = dataclasses.replace(target, num_layers=1, tied=False, query_key_norm=False, global_layers=())
+    return Eagle3Config(
+        layer=layer,
+        target_layers=target.num_layers,
+        hidden_layers=default_layers(target.num_layers),
+        draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
+        own_output=True,
+    )
+
+
+def draft_shape(config: ConfigDict) -> Shape:
+    """Returns what a step of the drafter of a configuration streams.
+
+    Raises:
+      ValueError: an early exit that the target does not have.
+    """
+    models = known_models(config)
+    if config.drafter == "head":
+        return Shape.of_head(eagle3_of(models["target"].config))
+    if config.drafter == "early_exit":
+        return Shape.of(first_layers(models["target"], config.exit_layer).config)
+    return Shape.of(models["draft"].config)
+
+
+def draft_devices(config: ConfigDict, models: Mapping[str, TransformerLM], count: int) -> int:
+    """Returns how many of ``count`` devices hold one copy of what drafts together; inside the target all of them do."""
+    if config.drafter != "model":
+        return count
+    return min(config.mesh.draft_model_parallelism or math.gcd(models["draft"].config.num_heads, count), count)
+
+
+def setting_config(setting: Setting) -> ConfigDict:
+    """Reads the configuration of a setting, with its drafter."""
+    config = load_config(setting.config)
+    with config.unlocked():
+        config.drafter = "model" if setting.drafter == "none" else setting.drafter
+        config.exit_layer = setting.exit_layer
+    return config
+
+
+def round_ms(pair: Pair, drafter: Drafter, batch: int, slots: int, repeats: int) -> Quartiles:
     """Returns the milliseconds of a round, nothing but the loop in them.
 
     Args:
-      draft_length: K; 0 decodes plainly.
       slots: of the caches, about.
     """
-    drafter = ModelDrafter(pair.draft, draft_length, decode_window()) if draft_length else NoDrafter()
     work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=TOKENS, repeats=repeats)
     side = decoders(pair, {"it": (drafter, TokenRule())}, SAMPLING, work, least_length=max(slots - SPARE, 0))["it"]
     side.decode(0)  # compiles

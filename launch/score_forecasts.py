@@ -1,92 +1,120 @@
 """Measures the frozen forecasts that fit the devices at hand, and says how all that were scored did.
 
-    python launch/score_forecasts.py --dry_run                    # which forecasts fit these devices
+    python launch/score_forecasts.py --dry_run                    # which forecasts are of this slice
     python launch/score_forecasts.py                              # a few minutes on a slice
     python launch/score_forecasts.py --only=llama-8b --repeats=20
 
 Each forecast is the milliseconds of a round of a pair (`launch/studies/freeze_forecasts.py`). The pair is made with random
 weights: a round takes as long as with trained ones. Measurement and verdict are added to the ledger after each, so the
-same command goes on where it was interrupted; what is there is never changed. Send the ledger back as a pull request.
+same command goes on where it was interrupted; what is there is never changed, and a ledger with an edited forecast is
+refused. Send the ledger back as a pull request.
 """
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from absl import flags
 
 import entry
-from config_file import load_config
-from round_times import devices_here, random_pair, round_ms
+from drafters import make_drafter
+from round_times import devices_here, random_pair, round_ms, setting_config
 from specsamp import storage, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.report import Table
 from specsamp.analysis.timing import of_first_process
 from specsamp.models.compiling import is_out_of_memory
-from specsamp.tpu.calibration import two_digits
-from specsamp.tpu.ledger import Setting, read_entry, standing
-from specsamp.tpu.own import chip_of
+from specsamp.tpu import ledger
+from specsamp.tpu.calibration import Band, two_digits
+from specsamp.tpu.ledger import Batch, Entry, Setting
+from specsamp.tpu.own import chip_of, extent
+from specsamp.tpu.topology import same_slice
 
 _LEDGER = flags.DEFINE_string("ledger", "notebooks/results/forecasts.json", "The frozen forecasts, and their scores.")
 _ONLY = flags.DEFINE_string("only", "", "Measure the forecasts with this text in their name.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "How often each round is measured.", lower_bound=1)
-_AGAIN = flags.DEFINE_bool("again", False, "Measure forecasts again that were scored on these devices already.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print which forecasts fit these devices, and measure nothing.")
+_AGAIN = flags.DEFINE_bool("again", False, "Measure forecasts again that were scored on such a slice already.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print which forecasts are of this slice, and measure nothing.")
 
 
 def main() -> None:
     console = entry.make_console()
-    with entry.reading(_LEDGER.value):
-        ledger = storage.read_json(_LEDGER.value)
-        entries = [read_entry(one) for one in ledger["forecasts"]]
-    fitting = [i for i, (setting, _, _) in enumerate(entries) if fits(setting)]
-    others = [setting for i, (setting, _, _) in enumerate(entries) if i not in fitting]
+    batches = read()
+    every = [(b, i, one) for b, batch in enumerate(batches) for i, one in enumerate(batch.entries)]
+    others = [one.setting.topology for _, _, one in every if not fits(one.setting)]
     chosen = [
-        i for i in fitting if _ONLY.value in entries[i][0].name and (_AGAIN.value or not scored_here(entries[i][2]))
+        (b, i, one.setting, one.band)
+        for b, i, one in every
+        if fits(one.setting) and _ONLY.value in one.setting.name and (_AGAIN.value or not scored_here(one))
     ]
-    needed = ", ".join(dict.fromkeys(setting.topology for setting in others))
-    console.print(f"{len(fitting)} of {len(entries)} forecasts are of {devices_here()}; {len(chosen)} to be measured")
+    count = len(every) - len(others)
+    console.print(f"{count} of {len(every)} forecasts are of {slice_here()}; {len(chosen)} to be measured")
     if others:
-        console.print(f"{len(others)} are of other devices: {needed}", soft_wrap=True)
+        console.print(f"{len(others)} are of other slices: {', '.join(dict.fromkeys(others))}", soft_wrap=True)
     if _DRY_RUN.value:
-        for i in chosen:
-            console.print(entries[i][0].name)
+        for b, _, setting, _ in chosen:
+            console.print(f"{setting.name} (frozen {batches[b].date})")
     elif chosen:
         entry.check_output(_LEDGER.value, "ledger")
         use_compilation_cache()
         with entry.keeps(f"the scores so far are in {_LEDGER.value}"), entry.progress(console, "measuring") as say:
-            for i in chosen:
-                say(entries[i][0].name)
-                ledger["forecasts"][i]["scores"].append(score(entries[i][0], entries[i][1]))
+            for b, i, setting, band in chosen:
+                say(setting.name)
+                found = score(setting, band)
                 if entry.is_first():
-                    report.write_json(_LEDGER.value, ledger)
-    entries = [read_entry(one) for one in ledger["forecasts"]]
-    entry.show([scores_table(entries)], console)
-    for kind, open in (("bands of nine in ten", False), ("ranges from all hidden to all added", True)):
-        first = [(band, scores[0]["measured_ms"]) for _, band, scores in measured(entries) if band.open == open]
-        console.print(f"{kind}: {standing(first).verdict}")
+                    append(b, i, found)
+    show(read(), console)
+
+
+def read() -> tuple[Batch, ...]:
+    """Reads the ledger; a forecast that was edited is refused."""
+    with entry.reading(_LEDGER.value):
+        return ledger.read_ledger(storage.read_json(_LEDGER.value))
+
+
+def append(batch: int, place: int, found: dict[str, Any]) -> None:
+    """Adds a score to the ledger as it is now: others may have added theirs, or a batch, since it was read.
+
+    Raises:
+      ValueError: a forecast was edited.
+    """
+    with storage.locked(_LEDGER.value):
+        document = storage.read_json(_LEDGER.value)
+        ledger.read_ledger(document)
+        document["batches"][batch]["forecasts"][place]["scores"].append(found)
+        report.write_json(_LEDGER.value, document)
 
 
 def fits(setting: Setting) -> bool:
-    """Returns whether a forecast is of the devices at hand."""
-    return setting.chip == chip_of(jax.devices()[0]) and setting.devices == jax.device_count()
+    """Returns whether a forecast is of the slice at hand: its chip and its shape, not the number of devices alone."""
+    return setting.chip == chip_of(jax.devices()[0]) and same_slice(setting.sizes, extent(jax.devices()))
 
 
-def scored_here(scores: list[dict[str, Any]]) -> bool:
-    return any(one["devices"] == devices_here() for one in scores)
+def slice_here() -> str:
+    """Names the slice at hand as settings do."""
+    return f"{chip_of(jax.devices()[0])}:{'x'.join(map(str, extent(jax.devices())))}"
 
 
-def score(setting: Setting, band: Any) -> dict[str, Any]:
+def scored_here(one: Entry) -> bool:
+    """Returns whether a forecast was scored on a slice such as this one."""
+    return any(score["slice"] == slice_here() for score in one.scores)
+
+
+def score(setting: Setting, band: Band) -> dict[str, Any]:
     """Measures a forecast; that it does not fit the memory is a verdict, too."""
     known = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "slice": slice_here(),
         "devices": devices_here(),
         "command": entry.command(),
         "environment": report.environment(),
     }
     try:
-        pair = random_pair(load_config(setting.config), setting.batch)
-        took = round_ms(pair, setting.draft_length, setting.batch, setting.slots, _REPEATS.value)
+        config = setting_config(setting)
+        pair = random_pair(config, setting.batch)
+        drafter = make_drafter(config, pair.target, pair.draft_or_head, setting.draft_length)
+        took = round_ms(pair, drafter, setting.batch, setting.slots, _REPEATS.value)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -96,31 +124,32 @@ def score(setting: Setting, band: Any) -> dict[str, Any]:
     return known | {"measured_ms": measured_ms, "quartiles_ms": (took.lower, took.upper), "verdict": verdict}
 
 
-def measured(entries: list[tuple]) -> list[tuple]:
-    """Returns the entries that were measured, with those of their scores that are times."""
-    times = [(setting, band, [one for one in scores if "measured_ms" in one]) for setting, band, scores in entries]
-    return [one for one in times if one[2]]
+def show(batches: Sequence[Batch], console: Any) -> None:
+    """Prints all scores, and what they say of each batch's bands and of its ranges."""
+    entry.show([scores_table(batches)], console)
+    for batch in batches:
+        for kind, open, chance in (("bands", False, batch.chance), ("ranges from all hidden to all added", True, None)):
+            outcomes = [one.outcome for one in batch.entries if one.outcome and one.band.open == open]
+            console.print(f"{kind} frozen {batch.date}: {ledger.standing(outcomes).verdict(chance)}", soft_wrap=True)
 
 
-def scores_table(entries: list[tuple]) -> Table:
+def scores_table(batches: Sequence[Batch]) -> Table:
     """Returns a row for each score."""
     rows = [
         (
-            setting.name,
-            str(band),
-            two_digits(one["measured_ms"]) if "measured_ms" in one else "",
-            one["verdict"],
-            where(one),
+            one.setting.name,
+            batch.date,
+            str(one.band),
+            two_digits(score["measured_ms"]) if "measured_ms" in score else "",
+            score["verdict"],
+            f"{score['devices']} ({score['slice']}), {score['date']}",
         )
-        for setting, band, scores in entries
-        for one in scores
+        for batch in batches
+        for one in batch.entries
+        for score in one.scores
     ]
-    header = ("", "forecast, ms of a round", "measured", "verdict", "where")
+    header = ("", "frozen", "forecast, ms of a round", "measured", "verdict", "where")
     return Table(title="Scored forecasts", header=header, rows=rows, note="" if rows else "none yet")
-
-
-def where(one: dict[str, Any]) -> str:
-    return f"{one['devices']}, {one['date']}"
 
 
 if __name__ == "__main__":

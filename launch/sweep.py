@@ -16,7 +16,7 @@ from absl import flags
 
 import entry
 import hyper
-from cells import check_points, run_cells
+from cells import check_points, known_identity, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
 from hyper import Point
@@ -53,7 +53,7 @@ def main() -> None:
             print(pod_command(_POD.value, point, _CONFIG.text, _OUTPUT.value, sys.argv[1:], _AGAIN.value))
         return
     entry.check_output(_OUTPUT.value)
-    grid.check_output(_OUTPUT.value)
+    grid.check_output(_OUTPUT.value, known_identity(_CONFIG.value))
     experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     console.print(headline(experiment))
     use_compilation_cache()

@@ -21,6 +21,7 @@ from rich.console import Console
 import entry
 from config_file import ConfigFlag, require
 from specsamp import storage
+from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh import distributed
@@ -198,11 +199,20 @@ def make_model(config: ConfigDict) -> TransformerLM:
 def make_tokenizer(
     config: ConfigDict, folder: epath.Path, corpus: Corpus, parent: run.TrainedModel | None
 ) -> JsonTokenizer:
-    """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one."""
+    """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one.
+
+    Its chat template is that of the model it is made from, or lies beside the given one.
+    """
     given = [folder / "tokenizer.json", parent and parent.folder / "tokenizer.json", config.data.tokenizer]
+    chats = (read_chat_template(storage.place(path).parent) for path in filter(None, given[1:]))
+    chat = next(filter(None, chats), None)
     for path in filter(None, given):
         if path != given[0] or path.exists():
-            return JsonTokenizer(path, config.data.eos)
+            return JsonTokenizer(path, config.data.eos, chat=chat)
+    if not all(isinstance(text, str) for text in corpus.train.values()):
+        raise ValueError(
+            "conversations take a tokenizer with a chat template: give data.tokenizer, or a target to train from"
+        )
     trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 

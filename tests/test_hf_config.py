@@ -60,7 +60,7 @@ def test_both_models_divide_over_their_mesh(name):
     assert bytes_per_chip < 12e9  # of a v5e's 16 GiB, with room for caches
 
 
-@pytest.mark.parametrize("name", hf.HEADS)
+@pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
 def test_a_head_divides_over_the_mesh_of_its_target(name):
     """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or 64,000 tokens."""
     config = hf.get_config(name)
@@ -81,6 +81,11 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
         )
         sharded = shard_head(head, Layout.tensor_parallel(mesh))
         sharded.param_shardings(jax.eval_shape(head.init, jax.random.key(0)))
+
+
+def test_a_module_in_the_checkpoint_of_its_target_has_one_name_for_both():
+    config = hf.get_config("mimo-7b-mtp")
+    assert config.hugging_face.target == config.hugging_face.draft and config.drafter == "head"
 
 
 def test_two_names_are_a_pair_and_anything_else_is_refused():

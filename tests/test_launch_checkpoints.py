@@ -1,5 +1,9 @@
 """Public checkpoints on the command line."""
 
+import dataclasses
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -7,12 +11,16 @@ import pytest
 from configs import hf
 from launch import experiment
 from specsamp.checkpoints.export import export
+from specsamp.checkpoints.heads import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
 from specsamp.training.data import train_tokenizer
 from specsamp.training.run import open_trained
+from support import extras
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call
+from support.run_script import call, module
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +47,51 @@ def test_two_names_become_an_experiment(folder, capsys):
     config.hugging_face.draft = str(folder.parent)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         experiment.build(config)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """Random weights: it fits nothing."""
+    place = tmp_path_factory.mktemp("public") / "head"
+    layer = dataclasses.replace(CONFIG, num_layers=1)
+    config = Eagle3Config(layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), own_output=True)
+    made = FeatureHead(config)
+    write_head(place, made, made.init(jax.random.key(0)), target_name=f"org/{place.name}", K=2)
+    return place
+
+
+def test_a_head_is_checked(folder, head, tmp_path):
+    """By a command of its own, position by position; what cannot be checked is refused."""
+    (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
+    common = [f"--config=configs/hf.py:{folder},{head}", "--config.hugging_face.dtype=float32", "--plain"]
+    common += ["--config.draft_length=2", "--config.sampling.temperature=0", f"--prompts={tmp_path / 'prompts.txt'}"]
+    done = call("check_head", *common, "--config.drafter=head", "--tokens=8", f"--output={tmp_path / 'check.json'}")
+    assert done.returncode == 1, done.stderr
+    assert "as configured" in done.stdout and "THE HEAD DOES NOT FIT" in done.stdout
+    document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
+    assert not document["fits"] and document["drafts"] > 8
+    names = [reading["name"] for reading in document["readings"]]
+    assert names[0] == "as configured" and "the norms of token and feature swapped" in names
+    assert all(len(reading["acceptance_by_position"]) == 2 for reading in document["readings"])
+    wrong = call("check_head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32")
+    assert wrong.returncode == 2 and "drafter = 'model', and the pair has no head" in wrong.stderr
+
+
+@extras.needs("jinja2")
+def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder, head, tmp_path, capsys):
+    target = shutil.copytree(folder, tmp_path / "tuned")
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
+    (tmp_path / "prompts.json").write_text(json.dumps(["some text", {"messages": talk}]), encoding="utf-8")
+    config = hf.get_config(f"{target},{head}")
+    config.hugging_face.dtype, config.drafter, config.draft_length, config.chat = "float32", "head", 2, True
+    config.sampling.temperature = 0
+    built = experiment.build(config, module("benchmark").read_prompts(str(tmp_path / "prompts.json")))
+    texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
+    assert texts == ["user: some text", "user: someassistant: text"]
+    said = capsys.readouterr().err
+    assert "the head is accepted with" in said and "THE HEAD DOES NOT FIT" in said and "launch/check_head.py" in said
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):

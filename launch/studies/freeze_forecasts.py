@@ -2,13 +2,16 @@
 
     python launch/studies/freeze_forecasts.py --output=runs/forecasts.json
 
-Ten pairs and slices, batch 1 and 8, plain decoding and a draft model at K = 4: forty forecasts of the milliseconds of a
-round, with bands, the date and the commit that made them. A ledger that is there is not written again: a forecast that
-can be changed is none. No compiler is asked; the milliseconds come from shapes and `specsamp.tpu.calibration`.
+Pairs and slices, batch 1 and 8, plain decoding and K = 4 with a draft model, and for some an early exit after a quarter
+of the layers and a head of EAGLE-3's shape: the milliseconds of a round, with bands, the date and the commit that made
+them. They are added to the ledger as a batch of its own: what is frozen is not changed, a newer fit makes a newer batch.
+No compiler is asked; the milliseconds come from shapes and `specsamp.tpu.calibration`.
 """
 
 import datetime
 import itertools
+import json
+import math
 import subprocess
 
 from absl import flags
@@ -16,12 +19,13 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import CHECKOUT, load_config
-from round_times import draft_devices
+from round_times import draft_devices, draft_shape, setting_config
 from shapes import known_models
 from specsamp import storage
+from specsamp.analysis import report
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import calibrate
-from specsamp.tpu.ledger import Setting, forecast
+from specsamp.tpu.ledger import Setting, forecast, with_batch
 
 PAIRS = (
     ("configs/hf.py:qwen-3b", "v5e:1x1"),
@@ -35,35 +39,68 @@ PAIRS = (
     ("configs/hf.py:llama-70b", "v5p:2x2x4"),
     ("configs/chinchilla.py", "v4:2x2x4"),
 )
-BATCHES, LENGTHS, SLOTS = (1, 8), (0, 4), 2048
+INSIDE = (  # an early exit and a head draft too
+    ("configs/hf.py:llama-8b", "v5e:2x2"),
+    ("configs/hf.py:llama-8b", "v6e:2x2"),
+    ("configs/hf.py:qwen-32b", "v5e:2x4"),
+    ("configs/hf.py:llama-70b", "v5e:4x4"),
+)
+BATCHES, K, SLOTS = (1, 8), 4, 2048
 
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the ledger; it must not be there.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "The ledger, a JSON file; one that is there gets another batch.", required=True
+)
 
 
 def main() -> None:
     console = entry.make_console()
-    entry.check_output(_OUTPUT.value)
-    if storage.place(_OUTPUT.value).exists():
-        raise ValueError(f"{_OUTPUT.value} is there already: frozen forecasts are not changed")
+    entry.check_output(_OUTPUT.value, "ledger")
     commit = git("rev-parse", "HEAD")
     if changed := git("status", "--porcelain", "--", "specsamp", "launch", "configs"):
         raise ValueError(
             f"the source differs from commit {commit[:12]} ({changed.splitlines()[0].strip()}): commit first"
         )
-    entries, rows = [], []
-    for (name, topology), batch, K in itertools.product(PAIRS, BATCHES, LENGTHS):
-        drafter = "model" if K else "none"
-        setting = Setting(config=name, topology=topology, batch=batch, draft_length=K, slots=SLOTS, drafter=drafter)
-        config = load_config(name)
-        models = known_models(config)
-        target, draft = models["target"].config, models["draft"].config
-        band = forecast(setting, target, draft, draft_devices(config, draft, setting.devices))
-        entries.append({"setting": setting, "forecast": band, "scores": []})
-        rows.append((setting.name, str(band)))
+    forecasts, fits = [], calibrate()
+    for setting in settings():
+        config = setting_config(setting)
+        target = known_models(config)["target"].config
+        chips = draft_devices(config, known_models(config), math.prod(setting.sizes))
+        band = forecast(setting, target, draft_shape(config), chips)
+        forecasts.append({"setting": setting, "forecast": band, "scores": []})
+    rows = [(one["setting"].name, str(one["forecast"])) for one in forecasts]
     entry.show([Table(title="Frozen forecasts", header=("", "ms of a round"), rows=rows)], console)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    head = {"kind": "ledger", "frozen": {"date": today, "commit": commit}, "calibration": calibrate()}
-    entry.write_result(_OUTPUT.value, head | {"forecasts": entries}, console)
+    frozen = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit}
+    made = {"command": entry.command(), "environment": report.environment(), "calibration": fits}
+    batch = {"frozen": frozen, "chance": fits.hidden.chance, "forecasts": forecasts} | made
+    batch = json.loads(report.to_json(batch))
+    with storage.locked(_OUTPUT.value):
+        there = storage.place(_OUTPUT.value).exists()
+        document = storage.read_json(_OUTPUT.value) if there else {"kind": "ledger", "batches": []}
+        with entry.reading(_OUTPUT.value):
+            document = with_batch(document, batch)
+        report.write_json(_OUTPUT.value, document)
+    console.print(f"{len(forecasts)} forecasts are frozen in {_OUTPUT.value}", soft_wrap=True)
+
+
+def settings() -> list[Setting]:
+    """Returns what is forecast."""
+    ways = [(place, "none") for place in PAIRS] + [(place, "model") for place in PAIRS]
+    ways += [(place, drafter) for place in INSIDE for drafter in ("early_exit", "head")]
+    found = []
+    for ((config, topology), drafter), batch in itertools.product(ways, BATCHES):
+        layers = known_models(load_config(config))["target"].config.num_layers
+        found.append(
+            Setting(
+                config=config,
+                topology=topology,
+                batch=batch,
+                draft_length=0 if drafter == "none" else K,
+                slots=SLOTS,
+                drafter=drafter,
+                exit_layer=layers // 4 if drafter == "early_exit" else None,
+            )
+        )
+    return found
 
 
 def git(*arguments: str) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from held_out import COVERED
 from results_tables import EMITTED, Documents, table
 from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report
-from specsamp.tpu.ledger import read_entry
+from specsamp.tpu.ledger import read_ledger
 from specsamp.tpu.measurements import published
 from specsamp.tpu.tables import faster
 from specsamp.tpu.topology import parse
-from specsamp.tpu.work import Work, calls_of_round
+from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
 GIB, K = 2**30, 4
 COUNTED = ("streaming_ms", "cycles_ms")
@@ -180,34 +184,60 @@ def backtest(documents: Documents) -> str:
         (
             name,
             found["rows"],
-            f"{found['median_error']:.0%}",
-            f"{found['worst_error']:.0%}",
+            *("" if found[name] is None else f"{found[name]:.0%}" for name in ("median_error", "worst_error")),
             f"{found['covered']} of {found['rows']}",
-            "" if found["covered"] >= 0.9 * found["rows"] else two_digits(found["factor"]),
+            "" if found["covered"] >= COVERED * found["rows"] else two_digits(found["factor"]),
         )
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
     return table(("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%"), rows)
 
 
+def in_flight(documents: Documents) -> str:
+    """Returns what is prefetched while collectives of compiled steps run, beside what one of them takes."""
+    rows, fit = [], calibrate().hidden
+    for cell in documents["compile_in_flight"]["programs"]:
+        name = cell["name"]
+        chip, sizes = parse(name["topology"])
+        chips = replica_axes(sizes, math.prod(sizes) // name["data"])
+        us = cell["streaming_us"]
+        rows.append(
+            (
+                f"{name['model']}, {name['weights']}",
+                f"{name['topology']}, tensor {math.prod(chips)} x data {name['data']}",
+                name["batch"],
+                len(us),
+                f"{fit.collective_us + hops(chips) * fit.hop_us:.0f}",
+                f"{min(us):.0f}",
+                f"{np.median(us):.0f}",
+            )
+        )
+    header = ("", "chips", "batch", "all-reduces of eight layers", "one takes, us, by the traces")
+    return table((*header, "in flight, us of streaming: least", "median"), rows)
+
+
 def forecasts(documents: Documents) -> str:
-    """Returns the frozen forecasts, a row for each pair and slice, and how those that were scored did."""
-    ledger = documents["forecasts"]
-    entries = [read_entry(one) for one in ledger["forecasts"]]
-    cells = {}
-    for setting, band, scores in entries:
-        told = [
-            f"; {one['verdict']}" + f" {two_digits(one.get('measured_ms', 0))}" * ("measured_ms" in one)
-            for one in scores
-        ]
-        where = setting.name.partition(", batch")[0]
-        cells.setdefault(where, {})[setting.batch, setting.draft_length] = f"{band}{''.join(told)}"
-    columns = list(dict.fromkeys((setting.batch, setting.draft_length) for setting, _, _ in entries))
-    header = [f"batch {batch}, {f'K = {K}' if K else 'plain'}" for batch, K in columns]
-    scored = sum(bool(scores) for _, _, scores in entries)
-    frozen = f"Frozen {ledger['frozen']['date']} at commit `{ledger['frozen']['commit'][:12]}`; scored: {scored} of {len(entries)}."
-    made = table(("ms of a round", *header), [(where, *(row[key] for key in columns)) for where, row in cells.items()])
-    return f"{frozen}\n\n{made}"
+    """Returns the frozen forecasts, a row for each pair and slice of a batch, and how those that were scored did."""
+    parts = []
+    for batch in read_ledger(documents["forecasts"]):
+        cells = {}
+        for one in batch.entries:
+            told = [
+                f"; {score['verdict']}" + (f" {two_digits(score['measured_ms'])}" if "measured_ms" in score else "")
+                for score in one.scores
+            ]
+            where = one.setting.name.partition(", batch")[0]
+            how = re.sub(r"exit \d+", "exit", one.setting.how)
+            cells.setdefault(where, {})[one.setting.batch, how] = f"{one.band}{''.join(told)}"
+        columns = list(dict.fromkeys(key for row in cells.values() for key in row))
+        scored = sum(bool(one.scores) for one in batch.entries)
+        parts.append(
+            f"Frozen {batch.date} at commit `{batch.commit[:12]}`; bands promise {batch.chance:.0%}; scored: {scored} of "
+            f"{len(batch.entries)}."
+        )
+        header = ("ms of a round", *(f"batch {size}, {how}" for size, how in columns))
+        parts.append(table(header, [(where, *(row.get(key, "") for key in columns)) for where, row in cells.items()]))
+    return "\n\n".join(parts)
 
 
 def variants(documents: Documents) -> str:

@@ -183,10 +183,9 @@ def _median(ordered: Sequence[float]) -> float:
 def audit(documents: Documents) -> str:
     """Returns what each check of the audit found."""
     checks = documents["python_pair_audit"]["checks"]
-    names = {"law": "distribution"}  # what an older file calls it
     return table(
         ("check", "verdict", "what was seen"),
-        [(names.get(check["name"], check["name"]), check["verdict"], check["sentence"]) for check in checks],
+        [(check["name"], check["verdict"], check["sentence"]) for check in checks],
     )
 
 

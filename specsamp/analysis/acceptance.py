@@ -98,7 +98,7 @@ class Interval:
 
     @property
     def relative_error(self) -> float:
-        """The standard error divided by the value."""
+        """Returns the standard error divided by the value."""
         return math.log(self.upper / self.value) / NORMAL_95
 
 

@@ -100,7 +100,7 @@ class Result:
 
     @property
     def allowed_speedup(self) -> float | None:
-        """The speedup that theory allows from the measured acceptance rate and costs; None where `split` is.
+        """Returns the speedup that theory allows from the measured acceptance rate and costs; None where `split` is.
 
         ``E(alpha, K) t_target / (K t_draft + t_score)`` with ``E = 1 + alpha + ... + alpha^K`` (Leviathan et al., arXiv
         2211.17192, theorem 3.8, with the measured time of scoring K + 1 tokens): the speedup if nothing but the models

@@ -81,18 +81,7 @@ class Results:
             say(f"{path} is no JSON that can be read: set aside as {set_aside(path)}")
             return fresh
         document = read_document(path)
-        known = document["identity"]
-        there, here = _flat(known), _flat(identity)
-        if "machine" in identity and known.get("machine") != identity["machine"]:
-            theirs = "another machine" if "machine" in known else "a machine that they do not name"
-            raise ValueError(
-                f"{path} holds cells of {theirs}: their times are not those of this one, and the two are not mixed. "
-                "Give another --output"
-            )
-        changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-        if changed:
-            told = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
-            raise ValueError(f"{path} holds cells of another run: {told}. Give another --output")
+        _check_same(path, document["identity"], identity)
         return cls(path=path, document=document)
 
     @property
@@ -132,11 +121,14 @@ class Output(enum.Enum):
     EMPTY, DAMAGED, CELLS = range(3)
 
 
-def check_output(path: str | None) -> Output:
+def check_output(path: str | None, known: Mapping[str, Any] | None = None) -> Output:
     """Returns what a file of cells holds, before anything is measured or read.
 
+    Args:
+      known: the part of the identity that is known so far.
+
     Raises:
-      ValueError: something else is there, which is left alone.
+      ValueError: something else is there, or cells of another identity: they are left alone.
     """
     if path is None or jax.process_index():  # the first process writes, and says to all which cells are missing
         return Output.EMPTY
@@ -152,10 +144,28 @@ def check_output(path: str | None) -> Output:
             raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
         return Output.DAMAGED
     try:
-        read_document(path)
+        identity = read_document(path)["identity"]
     except ValueError as error:
         raise ValueError(f"{error}: it is left alone. Give another --output") from error
+    if known is not None:
+        known = json.loads(report.to_json(known))
+        _check_same(path, {name: identity[name] for name in known if name in identity}, known)
     return Output.CELLS
+
+
+def _check_same(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ValueError if the identity of a file's cells is not the one of this run; the message says what differs."""
+    if "machine" in here and there.get("machine") != here["machine"]:
+        theirs = "another machine" if "machine" in there else "a machine that they do not name"
+        raise ValueError(
+            f"{path} holds cells of {theirs}: their times are not those of this one, and the two are not mixed. "
+            "Give another --output"
+        )
+    there, here = _flat(there), _flat(here)
+    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if changed:
+        told = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
+        raise ValueError(f"{path} holds cells of another run: {told}. Give another --output")
 
 
 def _name(cell: Mapping[str, Any]) -> str:

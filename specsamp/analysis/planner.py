@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def best(self) -> Forecast:
-        """The forecast with the fewest milliseconds per token; K = 0 where speculation does not pay."""
+        """Returns the forecast with the fewest milliseconds per token; K = 0 where speculation does not pay."""
         return min(self.forecasts, key=lambda one: one.ms_per_token.value)
 
     @property
     def best_speculative(self) -> Forecast | None:
-        """The same among K >= 1; None if there is none."""
+        """Returns the same among K >= 1; None if there is none."""
         drafted = [one for one in self.forecasts if one.draft_length]
         return min(drafted, key=lambda one: one.ms_per_token.value, default=None)
 
@@ -103,7 +103,9 @@ def make_plan(
         ms = round_ms * rounds / batch
         both_clocks = costs.error * math.sqrt(2) if K else 0.0
         cases_ms = [case.round_ms(K, batch, context) * rounds / batch for case in cases]
-        gains = [case.round_ms(0, batch, context) / batch / at for case, at in zip(cases, cases_ms)]
+        gains = [plain_ms / ms]
+        if costs.open:
+            gains = [case.round_ms(0, batch, context) / batch / at for case, at in zip(cases, cases_ms)]
         forecasts.append(
             Forecast(
                 draft_length=K,

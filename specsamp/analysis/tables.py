@@ -169,13 +169,13 @@ def _target_table(split: RoundSplit, tokens: int) -> Table:
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
     """Formats the value, and its interval in brackets unless the value is known exactly."""
-    number = f"{value.value:.{digits}g}{unit}"
+    number = f"{float(f'{value.value:.{digits}g}'):g}{unit}"
     return number if value.lower == value.upper else f"{number} ({span(value, '', digits)})"
 
 
 def span(value: Interval, unit: str = "", digits: int = 2) -> str:
     """Formats the interval alone, where no value within is likelier than another."""
-    lower, upper = (f"{edge:.{digits}g}{unit}" for edge in (value.lower, value.upper))
+    lower, upper = (f"{float(f'{edge:.{digits}g}'):g}{unit}" for edge in (value.lower, value.upper))
     return lower if lower == upper else f"{lower} to {upper}"
 
 

@@ -85,7 +85,7 @@ class Timing:
 
     @property
     def stats(self) -> RowStats:
-        """The counts of all rows together."""
+        """Returns the counts of all rows together."""
         return functools.reduce(operator.add, self.rows)
 
 

@@ -33,6 +33,7 @@ class Family:
     names: Mapping[str, str]  # see tensor_names.py
     read: Callable[[Fields], dict]  # to fields of a TransformerConfig
     prefix: str = ""  # of tensors, which some files leave out
+    head_prefix: str | None = None  # of the tensors of a head beside the model, see head_config.py
 
 
 def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:
@@ -288,6 +289,9 @@ FAMILIES = {
     "MistralForCausalLM": Family(model_type="mistral", names=tensor_names.LLAMA, read=_mistral),
     "Qwen2ForCausalLM": Family(model_type="qwen2", names=tensor_names.LLAMA, read=_qwen2),
     "Qwen3ForCausalLM": Family(model_type="qwen3", names=tensor_names.LLAMA, read=_qwen3),
+    "MiMoForCausalLM": Family(
+        model_type="mimo", names=tensor_names.LLAMA, read=_qwen2, head_prefix="model.mtp_layers."
+    ),
     "GPT2LMHeadModel": Family(model_type="gpt2", names=tensor_names.GPT2, read=_gpt2, prefix="transformer."),
     "GPTNeoXForCausalLM": Family(model_type="gpt_neox", names=tensor_names.GPT_NEOX, read=_gpt_neox),
     "Gemma2ForCausalLM": Family(model_type="gemma2", names=tensor_names.GEMMA, read=_gemma2),

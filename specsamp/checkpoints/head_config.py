@@ -1,38 +1,66 @@
-"""Reads the ``config.json`` of a head: EAGLE's layout, and that of the package speculators.
+"""Reads the ``config.json`` of a head: layouts of EAGLE, of the package speculators, of Medusa, of MTP modules.
 
 The two count layers differently. A head reads hidden states, `Output.hidden`, by the layer that returned them. EAGLE's
 own files name none: what enters layers 2, L/2 and L-3 is read, the outputs of the layers before. speculators names
 what enters a layer, so that its id i is our i - 1. SpecForge names outputs, in ``eagle_config``, as we do.
+
+Medusa heads say little of themselves: they have their target's sizes, and there are as many as have tensors, since
+published files say two where there are five. An MTP module lies in the checkpoint of its target, whose config.json
+describes both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from specsamp.checkpoints import tensor_names
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.rope import describe_rotary
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
+from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 
 FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SPECULATORS = "speculators_model_type"  # the key that tells that layout
+MIMO = "MiMoForCausalLM"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """How the files of a kind of heads name their tensors."""
+
+    names: Mapping[str, str]  # see tensor_names.py
+    beside: re.Pattern  # names of tensors that are read apart, or are no parameters of the head
+
+
+# Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
+EAGLE = HeadLayout(
+    names=tensor_names.HEAD,
+    beside=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
+)
+NOTHING = re.compile(r"(?!)")
+MEDUSA = HeadLayout(names=tensor_names.MEDUSA, beside=NOTHING)
+MEDUSA_BLOCKS = HeadLayout(names=tensor_names.MEDUSA_BLOCKS, beside=NOTHING)
+MIMO_MTP = HeadLayout(names=tensor_names.MIMO_MTP, beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"))
 
 
 def parse_head(
-    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, has: Callable[[str], bool]
-) -> HeadConfig:
-    """Returns the shape of a head for ``target``.
+    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, found: Collection[str]
+) -> tuple[HeadLayout, HeadConfig]:
+    """Returns the layout and the shape of a head for ``target``.
 
     Args:
       path: of the file, for messages.
       content: of the file.
       target: of the checkpoint, without padding of its vocabulary.
-      has: whether the files hold a tensor of that name: embedding, output and bias are in some only.
+      found: the names of the tensors in its files: embedding, output and bias are in some only.
 
     Raises:
       ValueError: another kind of head, a head for another target (width, vocabulary, layers), or a value that is not
@@ -45,18 +73,65 @@ def parse_head(
     try:
         if kind == "eagle3":
             of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
-            return _eagle3(fields, of_layer, target, dtype, has)
+            return EAGLE, _eagle3(fields, of_layer, target, dtype, found)
         architecture = str(fields("architectures", ["none"])[0])
+        if "Medusa" in architecture or fields("model_type", "") == "medusa" or "medusa_num_heads" in content:
+            return _medusa(fields, target, dtype, found)
+        if architecture == MIMO:
+            return MIMO_MTP, _mtp(fields, target, dtype)
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
-            return _eagle3(fields, fields, target, dtype, has)
-        return _eagle1(fields, target, dtype, has)
+            return EAGLE, _eagle3(fields, fields, target, dtype, found)
+        return EAGLE, _eagle1(fields, target, dtype, found)
     except (ArithmeticError, TypeError, KeyError, ValueError) as error:
         if path in str(error):
             raise
         raise ValueError(f"{path} describes no head that can be read: {error}") from error
 
 
-def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, has: Callable[[str], bool]) -> Eagle1Config:
+def _medusa(
+    fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
+) -> tuple[HeadLayout, MedusaConfig]:
+    layout = MEDUSA_BLOCKS if any(name.startswith("blocks.") for name in found) else MEDUSA
+    for key in ("medusa_num_layers", "num_hidden_layers"):
+        fields.require(key, 1)
+    for key, what, size in (("hidden_size", "width", target.width), ("vocab_size", "vocabulary", target.vocab_size)):
+        _require(fields, key, fields(key, size), what, size)
+    fields.require("truncated_vocab_size", target.vocab_size)
+    numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
+    bias = tensor_names.find_source("head_0/bias", layout.names).tensor
+    return layout, MedusaConfig(
+        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype),
+        target_layers=target.num_layers,
+        hidden_layers=(target.num_layers,),
+        own_output=True,
+        num_heads=max(len(numbers), 1),  # a number that is left out is a missing tensor
+        bias=bias in found,
+    )
+
+
+def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
+    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns.
+
+    Some engines zero the embedding of the very first pair; the authors' module does not, and neither does ours.
+    """
+    fields.require("num_nextn_predict_layers", 1)
+    layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
+    for key, size, what, wanted in (
+        ("hidden_size", layer.width, "width", target.width),
+        ("vocab_size", layer.vocab_size, "vocabulary", target.vocab_size),
+        ("num_hidden_layers", layer.num_layers, "number of layers", target.num_layers),
+    ):
+        _require(fields, key, size, what, wanted)
+    return MTPConfig(
+        layer=dataclasses.replace(layer, num_layers=1, tied=False),
+        target_layers=target.num_layers,
+        hidden_layers=(target.num_layers - 1,),
+        hidden_first=True,
+        norm_output=True,
+    )
+
+
+def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]) -> Eagle1Config:
     layer = _layer(fields, target, dtype)
     _require(fields, "hidden_size", layer.width, "width", target.width)
     bias = fields("qkv_bias", layer.attention_bias)
@@ -64,14 +139,14 @@ def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, has: Callable
         layer=dataclasses.replace(layer, attention_bias=bias),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
-        own_embedding=has("embed_tokens.weight"),
-        own_output=has("lm_head.weight"),
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found,
         fc_bias=fields("bias", True),
     )
 
 
 def _eagle3(
-    fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, has: Callable[[str], bool]
+    fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
 ) -> Eagle3Config:
     layer = _layer(of_layer, target, dtype)
     width = fields("target_hidden_size", layer.width)
@@ -82,9 +157,9 @@ def _eagle3(
         target_layers=target.num_layers,
         target_width=width,
         hidden_layers=_hidden_layers(fields, target.num_layers),
-        draft_vocab_size=size if has("d2t") or size != target.vocab_size else None,
-        own_embedding=has("embed_tokens.weight"),
-        own_output=has("lm_head.weight") or size != target.vocab_size,
+        draft_vocab_size=size if "d2t" in found or size != target.vocab_size else None,
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found or size != target.vocab_size,
         **{name: fields(name, False) for name in SWITCHES},
     )
 
@@ -176,7 +251,8 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> dict[str, Any
     target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
     own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_output}
     own["d2t"] = config.draft_vocab_size is not None
-    read = parse_head("config.json", content, target, layer.dtype, lambda name: own.get(name, False))
+    found = [name for name, is_own in own.items() if is_own]
+    _, read = parse_head("config.json", content, target, layer.dtype, found)
     if read != config:
         different = [
             f"{field.name} = {getattr(side, field.name)!r}"

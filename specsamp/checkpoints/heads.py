@@ -4,8 +4,9 @@
     head = FeatureHead(checkpoint.config)
     params = read_head(checkpoint, head)
 
-A folder holds ``config.json`` and ``model.safetensors``; or ``pytorch_model.bin``, see `pickles`. The tensor ``d2t``
-of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``.
+A folder holds ``config.json`` and ``model.safetensors``; or ``pytorch_model.bin``, see `pickles`; Medusa's has files of
+its own names. The tensor ``d2t`` of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``. An
+MTP module is read out of the checkpoint of its target: give the target's name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.head_config import describe_head, parse_head
+from specsamp.checkpoints.head_config import EAGLE, MIMO_MTP, HeadLayout, describe_head, parse_head
 from specsamp.checkpoints.hub import download_head, find_folder
 from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
 from specsamp.checkpoints.params import check_shapes
@@ -32,21 +33,22 @@ from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
     INDEX,
     INTEGERS,
+    MEDUSA_PICKLE,
+    MEDUSA_SINGLE,
     PICKLE,
     SINGLE,
     Tensor,
     are_equal,
     check_tensors,
     find_tensors,
+    read_header,
 )
-from specsamp.checkpoints.tensor_names import HEAD, find_source
+from specsamp.checkpoints.tensor_names import Source, find_source
 from specsamp.mesh.sharded_head import ShardedHead
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
-# Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
-NOT_PARAMETERS = re.compile(rf"({OFFSETS}|{KEPT}|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,6 +56,7 @@ class HeadCheckpoint:
     """A head whose files were found to hold what its config asks for."""
 
     name: str
+    layout: HeadLayout
     config: HeadConfig
     tensors: Mapping[str, Tensor]
     draft_ids: np.ndarray | None  # int32 [U]
@@ -100,20 +103,26 @@ def open_head(
     folder, from_hub = find_folder(name)
     found = _find(download_head(name) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
-    config = parse_head(str(folder / "config.json"), content, target, dtype, found.__contains__)
-    sources = _sources(config)
+    layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
+    sources = _sources(config, layout)
     check_tensors(
         name,
         found,
         {source.tensor: source.shape(head_sizes(config)) for source in sources.values()},
-        NOT_PARAMETERS.search,
+        layout.beside.search,
     )
     draft_ids = None if config.draft_vocab_size is None else _read_ids(name, found, config)
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
         config = dataclasses.replace(config, own_embedding=False)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
+    own = name if layout is MIMO_MTP else None  # a module is of the target that it lies beside
     return HeadCheckpoint(
-        name=name, config=config, tensors=found, draft_ids=draft_ids, trained_for=verifier.get("name_or_path")
+        name=name,
+        layout=layout,
+        config=config,
+        tensors=found,
+        draft_ids=draft_ids,
+        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or own,
     )
 
 
@@ -124,7 +133,7 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
       head: of the checkpoint's config. Its vocabulary may be larger: rows beyond the checkpoint's are zero.
     """
     there, here, dtype = head_sizes(checkpoint.config), head_sizes(head.config), head.config.layer.compute_dtype
-    sources = _sources(head.config)
+    sources = _sources(head.config, checkpoint.layout)
     shapes = jax.eval_shape(FeatureHead(head.config).init, jax.random.key(0))
     if isinstance(head, ShardedHead):
         shardings = head.param_shardings(shapes)
@@ -159,7 +168,7 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
     check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
     leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
     tensors = {}
-    for name, source in _sources(config).items():
+    for name, source in _sources(config, EAGLE).items():
         tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
     if config.draft_vocab_size is not None:
         ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
@@ -173,8 +182,10 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
 
 def head_sizes(config: HeadConfig) -> dict[str, int]:
     """Returns the size of the axis that each letter of `HEAD` stands for."""
-    layer, fc, query = _widths(config)
-    return dict(
+    layer, shapes = config.layer, _shapes(config)
+    read = {"X": ("attention/query", 1), "Y": ("fc", 0)}
+    wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
+    return wide | dict(
         V=layer.vocab_size,
         U=config.num_outputs,
         D=layer.width,
@@ -183,27 +194,33 @@ def head_sizes(config: HeadConfig) -> dict[str, int]:
         M=layer.num_kv_heads,
         H=layer.head_size,
         W=config.target_width,
-        X=query,
-        Y=fc,
     )
 
 
-def _widths(config: HeadConfig) -> tuple[TransformerConfig, int, int]:
-    """Returns the layer, and how much fc and the projections to heads read."""
-    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
-    return config.layer, shapes["fc"].shape[0], shapes["attention/query"].shape[1]
+def _shapes(config: HeadConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    return flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
 
 
-def _sources(config: HeadConfig) -> dict[str, Any]:
-    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
-    return {name: find_source(name, HEAD) for name in shapes if name != DRAFT_IDS}
+def _sources(config: HeadConfig, layout: HeadLayout) -> dict[str, Source]:
+    return {name: find_source(name, layout.names) for name in _shapes(config) if name != DRAFT_IDS}
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder, by the names that speculators has for them."""
-    whole = (folder / SINGLE).exists() or (folder / INDEX).exists()
-    found = find_tensors(folder) if whole or not (folder / PICKLE).exists() else read_pickle(folder / PICKLE)
-    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in found.items()}
+    """Returns all tensors of a folder; EAGLE's by the names that speculators has for them.
+
+    Safetensors come before pickles, and what is left without either is refused by `find_tensors`.
+    """
+    whole = [name for name in (INDEX, SINGLE) if (folder / name).exists()]
+    apart = [name for name in (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE) if (folder / name).exists()]
+    if whole or not apart:
+        found = find_tensors(folder)
+    else:
+        read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle
+        found = read(folder / apart[0])
+    renamed = {r"^midlayer\.": "layers.0.", r"^medusa_heads?\.": ""}
+    for pattern, name in renamed.items():
+        found = {re.sub(pattern, name, key): tensor for key, tensor in found.items()}
+    return found
 
 
 def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.ndarray:

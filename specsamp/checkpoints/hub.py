@@ -9,10 +9,22 @@ from collections.abc import Sequence
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.safetensors_io import INDEX, PICKLE, PICKLES, SINGLE, read_index, refuse_pickles
+from specsamp.checkpoints.safetensors_io import (
+    INDEX,
+    MEDUSA_PICKLE,
+    MEDUSA_SINGLE,
+    PICKLE,
+    PICKLES,
+    SINGLE,
+    read_index,
+    refuse_pickles,
+)
 
 # config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", INDEX)
+SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "chat_template.jinja", INDEX),
+)
 
 
 def find_folder(name: str) -> tuple[epath.Path, bool]:
@@ -53,8 +65,14 @@ def download_weights(name: str, folder: epath.Path) -> epath.Path:
 
 def download_head(name: str) -> epath.Path:
     """Downloads the tensors of a head of the hub, a pickle only where there is nothing else; returns their folder."""
-    folder = _download(name, [SINGLE])
-    return folder if (folder / SINGLE).exists() else _download(name, [PICKLE])
+    folder = _download(name, [INDEX])
+    if (folder / INDEX).exists():  # of a whole checkpoint, which has a module for multi-token prediction
+        return download_weights(name, folder)
+    for file in (SINGLE, MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE):
+        folder = _download(name, [file])
+        if (folder / file).exists():
+            break
+    return folder
 
 
 def _download(name: str, files: Sequence[str]) -> epath.Path:

@@ -31,6 +31,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specsamp import storage
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
+from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
@@ -56,7 +57,7 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> TransformerConfig:
-        """The model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
+        """Returns the model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
 
         Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
         wrong (transformers says so, and uses both): the model is not tied. To see that, every process reads both.
@@ -84,7 +85,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the model needs, checked to have the shapes that its config asks for.
+        """Returns all tensors that the model needs, checked to have the shapes that its config asks for.
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
@@ -93,12 +94,17 @@ class Checkpoint:
         wanted = {source.tensor: source.shape(sizes(self.config)) for source in self.sources().values()}
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if self.config.tied else set()
-        check_tensors(self.name, self._found, wanted, lambda name: name in repeated or BUFFERS.search(name))
+        of_head = self.family.head_prefix
+
+        def is_harmless(name: str) -> bool:
+            return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
+
+        check_tensors(self.name, self._found, wanted, is_harmless)
         return self._found
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
-        """All tensors of the files, downloaded if they are not here, by the names that the family has for them."""
+        """Returns all tensors of the files, downloaded if they are not here, by the names that the family has for them."""
         folder = download_weights(self.name, self.folder) if self.from_hub else self.folder
         found = find_tensors(folder)
         prefix = self.family.prefix
@@ -284,7 +290,8 @@ def _tokenizer(
 ) -> JsonTokenizer | SentencePieceTokenizer | None:
     """Reads the tokenizer of a folder, without added tokens beyond the ``rows`` of the embedding; None: it has none."""
     if (folder / "tokenizer.json").exists():
-        return JsonTokenizer(folder / "tokenizer.json", eos=stop_ids[0] if stop_ids else None, rows=rows)
+        eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
+        return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)
     if (folder / "tokenizer.model").exists():
         return SentencePieceTokenizer(folder / "tokenizer.model")
     return None

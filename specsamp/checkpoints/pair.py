@@ -54,8 +54,8 @@ def load_pair(name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: 
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
-      ValueError: another word for ``draft``; a file is damaged, of other shapes than pair.json says (both are listed), or the
-        tokenizer does not fit the models.
+      ValueError: another word for ``draft``; a file is damaged, of other shapes than pair.json says (both are listed),
+        or the tokenizer does not fit the models.
     """
     if draft not in ("model", "head"):
         raise ValueError(f"draft must be 'model' or 'head'; got {draft!r}")

@@ -24,6 +24,7 @@ from specsamp.checkpoints.params import MOST_SHOWN
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLE = "pytorch_model.bin"  # read of heads only, see pickles.py
+MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}  # of maps, never weights
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub

@@ -80,8 +80,8 @@ class Source:
 
 def find_source(parameter: str, names: Mapping[str, str]) -> Source:
     """Returns the source of a parameter by a family's table; raises KeyError for one that the family does not have."""
-    layer = re.match(r"layer_(\d+)/", parameter)
-    line = names[re.sub(r"^layer_\d+/", "layer/", parameter)]
+    layer = re.match(r"(?:layer|head)_(\d+)/", parameter)
+    line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
     return Source(
         tensor=match["tensor"].format(i=layer and layer[1]),
@@ -164,8 +164,24 @@ GPT_NEOX = {
     "layer/mlp/down": "gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight  D F -> FD",
     "layer/mlp/down_bias": "gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias  D -> D",
 }
-# Of heads, in the layout of speculators; what EAGLE calls midlayer is layers.0 there. U is the reduced vocabulary, W the
-# target's width, X and Y what the projections to heads and fc read.
+
+
+def _layer_of_head(prefix: str) -> dict[str, str]:
+    """Returns the lines of a head's decoder layer; its projections to heads may read more than the stream."""
+    lines = {
+        name.removeprefix("layer/"): line.replace("model.layers.{i}", prefix)
+        for name, line in LLAMA.items()
+        if name.startswith("layer/")
+    }
+    return lines | {
+        "attention/query": f"{prefix}.self_attn.q_proj.weight  NH X -> NXH",
+        "attention/key": f"{prefix}.self_attn.k_proj.weight  MH X -> MXH",
+        "attention/value": f"{prefix}.self_attn.v_proj.weight  MH X -> MXH",
+    }
+
+
+# Of heads. U is the reduced vocabulary, W the target's width, X and Y what the projections to heads and fc read. This
+# is the layout of speculators; what EAGLE calls midlayer is layers.0 there.
 HEAD = {
     "embedding": "embed_tokens.weight  V D -> VD",
     "output": "lm_head.weight  U D -> UD",
@@ -175,12 +191,22 @@ HEAD = {
     "hidden_norm/scale": "layers.0.hidden_norm.weight  D -> D",
     "final_norm/scale": "norm.weight  D -> D",
     **{f"fc_norm_{i}/scale": f"fc_norm.{i}.weight  W -> W" for i in range(16)},
-    **{
-        name.removeprefix("layer/"): line.replace("model.layers.{i}", "layers.0")
-        for name, line in LLAMA.items()
-        if name.startswith("layer/")
-    },
-    "attention/query": "layers.0.self_attn.q_proj.weight  NH X -> NXH",
-    "attention/key": "layers.0.self_attn.k_proj.weight  MH X -> MXH",
-    "attention/value": "layers.0.self_attn.v_proj.weight  MH X -> MXH",
+    **_layer_of_head("layers.0"),
+}
+MEDUSA = {  # as its authors write them
+    "head/linear": "{i}.0.linear.weight  D W -> WD",
+    "head/bias": "{i}.0.linear.bias  D -> D",
+    "head/output": "{i}.1.weight  U D -> UD",
+}
+MEDUSA_BLOCKS = {  # as vLLM reads them
+    "head/linear": "blocks.{i}.layers.0.weight  D W -> WD",
+    "head/bias": "blocks.{i}.layers.0.bias  D -> D",
+    "head/output": "lm_heads.{i}.weight  U D -> UD",
+}
+MIMO_MTP = {  # the module in a checkpoint of MiMo
+    "fc": "model.mtp_layers.0.input_proj.weight  D Y -> YD",
+    "token_norm/scale": "model.mtp_layers.0.token_layernorm.weight  D -> D",
+    "hidden_norm/scale": "model.mtp_layers.0.hidden_layernorm.weight  D -> D",
+    "final_norm/scale": "model.mtp_layers.0.final_layernorm.weight  D -> D",
+    **_layer_of_head("model.mtp_layers.0"),
 }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 
 from specsamp import storage
+from specsamp.checkpoints.chat import ChatTemplate
 
 EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here, and of bytes
 
@@ -23,6 +24,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise ValueError("bytes have no chat template: give texts")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
@@ -43,8 +47,16 @@ class JsonTokenizer:
     """
 
     left_out: tuple[str, ...] = ()
+    chat: ChatTemplate | None = None
 
-    def __init__(self, path: str | os.PathLike, eos: str | int | None = None, rows: int | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        eos: str | int | None = None,
+        rows: int | None = None,
+        chat: ChatTemplate | None = None,
+    ):
+        self.chat = chat
         found = storage.place(path)
         if not storage.is_regular_file(found):
             raise FileNotFoundError(f"no tokenizer at {path}")
@@ -89,6 +101,23 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
+        """Returns the ids of a conversation; its template has written the special tokens, so none are added.
+
+        Args:
+          complete: no answer follows, as in a text to train on.
+
+        Raises:
+          ValueError: there is no chat template, or it does not take these messages.
+        """
+        if self.chat is None:
+            raise ValueError(
+                "the tokenizer has no chat template, which a conversation takes: give a tuned model, whose "
+                "tokenizer_config.json has one, or a text"
+            )
+        text = self.chat.render(messages, add_generation_prompt=not complete)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens))
@@ -141,6 +170,9 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         begin = self._processor.bos_id()
         return ([begin] if begin >= 0 else []) + self._processor.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise ValueError("a tokenizer.model does not know the special tokens of a chat template: add a tokenizer.json")
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._processor.decode([int(token) for token in tokens])

@@ -26,7 +26,7 @@ MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and s
 
 TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
 
 
 def integer(name: str, value: Any, least: int, limit: int = 2**31) -> int:
@@ -87,7 +87,8 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()
-        drafter = default_drafter(pair, draft_length or DEFAULT_DRAFT_LENGTH)
+        most = None if pair.head is None else pair.head.config.max_tokens
+        drafter = default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
     if not isinstance(drafter, Drafter):
         raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
     try:
@@ -124,7 +125,7 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of every prompt."""
+    """Returns the token ids of every prompt."""
     if isinstance(prompts, (str, bytes, Mapping, Set)) or not hasattr(prompts, "__len__"):
         raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
     if len(prompts) == 0:
@@ -143,8 +144,13 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
             if isinstance(prompt, (bytes, bytearray)):
                 raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
             if isinstance(prompt, (Mapping, Set)) or not hasattr(prompt, "__len__"):
-                raise ValueError(f"prompt {index} must be a text or a list of token ids; got {prompt!r}")
-            tokens = list(prompt)
+                raise ValueError(
+                    f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}"
+                )
+            is_conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            if is_conversation and pair.tokenizer is None:
+                raise ValueError("a conversation needs a tokenizer in the pair; otherwise give lists of token ids")
+            tokens = pair.tokenizer.encode_chat(prompt) if is_conversation else list(prompt)
         if len(tokens) == 0:
             raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
         token_lists.append(integers(f"prompt {index}", tokens, 0, pair.target.vocab_size))

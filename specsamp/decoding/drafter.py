@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.state import Weights
+from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule, Verdict
@@ -133,12 +134,25 @@ class Drafter(abc.ABC):
         """
         return None
 
+    @property
+    def reader_depth(self) -> int | None:
+        """Returns how many tokens of a draft are drawn from what `reader` says of the text so far; None: all of them.
+
+        Others depend on more than the text, such as on where the round began. With a number, prompts of one token are
+        not read either: they may draft nothing in their first round.
+        """
+        return None
+
     def reader_weights(self, weights: Weights) -> Any:
         """Returns the weights of `reader` among those of a pair."""
         return weights.draft
 
-    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> Drafter:
-        """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype."""
+    def with_models(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None) -> Drafter:
+        """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype.
+
+        Args:
+          draft: the pair's draft model, or its head.
+        """
         return self
 
     def drafting_with(self, target: LanguageModel) -> Drafter | None:

@@ -52,7 +52,8 @@ def generate(
 
     Args:
       pair: target, draft, tokenizer.
-      prompts: texts or lists of token ids, of any lengths from 1.
+      prompts: texts, lists of token ids, or conversations: lists of messages such as ``{"role": "user", "content":
+        "Hi"}``, which the chat template of the target's checkpoint writes out. Of any lengths from 1.
       max_new_tokens: budget, one for all or one per prompt.
       sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy.
         Ids that the tokenizer does not have (a padded vocabulary) are always excluded.
@@ -115,7 +116,7 @@ def stream(
     num_samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
 ) -> Iterator[Chunk]:
-    """`generate`, a few rounds at a time: the same tokens, as they come.
+    """Does what `generate` does, a few rounds at a time: the same tokens, as they come.
 
     The loop stays on the device for ``rounds_per_chunk`` rounds; a row's last chunk says how it ended.
     Text that is not yet complete (half of a multi-byte character) is held back.

@@ -61,7 +61,7 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Scratch slots beyond the longest allowed length: a finished row still drafts into them.
+        """Returns the scratch slots beyond the longest allowed length: a finished row still drafts into them.
 
         An update that passed the end of a buffer would be moved back over what is committed.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specsamp.decoding.data_shards import DataShards
@@ -25,6 +25,9 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation, up to where an answer begins; raises ValueError without a chat template."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 

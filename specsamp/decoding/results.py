@@ -23,7 +23,7 @@ class RowStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per verified drafted token (the alpha of the theory); nan if nothing was drafted."""
+        """Returns the accepted share of verified drafted tokens (alpha in the theory); nan if nothing was drafted."""
         return self.accepted / sum(self.reached) if sum(self.reached) else float("nan")
 
     @property

@@ -25,5 +25,5 @@ def write_tokens(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Arr
 
 
 def gather_tokens(tokens_BS: Array, start_B: Array, width: int) -> Array:
-    """``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]."""
+    """Returns ``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]."""
     return jnp.take_along_axis(tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1)

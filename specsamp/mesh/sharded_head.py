@@ -48,8 +48,14 @@ class ShardedHead(FeatureHead):
         features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache)
         return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
 
-    def logits(self, weights: Any, features_BTD: jax.Array, of_target: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        logits = super().logits(weights, features_BTD, of_target)
+    def logits(
+        self,
+        weights: Any,
+        features_BTD: jax.Array,
+        of_target: Callable[[jax.Array], jax.Array],
+        offset: jax.Array | int = 0,
+    ) -> jax.Array:
+        logits = super().logits(weights, features_BTD, of_target, offset)
         return self.layout.by_rows(logits) if self.config.own_output else logits  # the target has placed its own
 
     def take(self, features_BTD: jax.Array, row_B: jax.Array) -> jax.Array:

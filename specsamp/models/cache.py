@@ -29,7 +29,7 @@ class LayerCache(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """S."""
+        """Returns S."""
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
         """Writes T tokens of each row in slots ``start_B ..``; requires ``start_B + T <= S``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class Eagle1(HeadModule):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         return hidden[0]
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
@@ -92,7 +92,7 @@ class Eagle3(HeadModule):
         x_BTX = self.input_norm(x_BTX) if self.config.norm_before_fc else x_BTX
         return contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
@@ -125,6 +125,13 @@ class Eagle3Config(HeadConfig):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two ways to do one thing: set one of them")
+
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        swapped = {"attention_norm": "hidden_norm", "hidden_norm": "attention_norm"}
+        return {"the norms of token and feature swapped": ({}, swapped)} | {
+            f"{name} = {not getattr(self, name)}": ({name: not getattr(self, name)}, {})
+            for name in ("norm_before_residual", "norm_output")
+        }
 
 
 def default_layers(target_layers: int) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ A head reads pairs (h_t, x_{t+1}): what the target's layers returned at a positi
 of the former one stream of *features*, a call turns pairs into the features of the next position, and `logits` says
 what follows. So a head goes on by itself with the features that it returned. A pair lies in slot t of its cache.
 
-The modules are in `specsamp.models.eagle` and `specsamp.models.mtp`.
+The modules are in `specsamp.models.eagle`, `specsamp.models.mtp` and `specsamp.models.medusa`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
@@ -32,7 +32,7 @@ DRAFT_IDS = "draft_ids"  # int32 [U], the target's ids of a reduced vocabulary, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The shape of a head with one decoder layer.
+    """The shape of a head, most of which have one decoder layer.
 
     Attributes:
       layer: of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
@@ -57,6 +57,7 @@ class HeadConfig:
     own_output: bool = False
 
     module: ClassVar[type[HeadModule]]
+    has_layer: ClassVar[bool] = True  # a decoder layer, and so a cache; of other heads' ``layer`` only sizes count
 
     def __post_init__(self):
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
@@ -67,7 +68,7 @@ class HeadConfig:
                 raise ValueError(f"hidden_layers names layer {layer} of a target of {self.target_layers} layers")
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
-        if self.layer.positions != "rotary":
+        if self.has_layer and self.layer.positions != "rotary":
             raise ValueError(f"a head has rotary positions; got {self.layer.positions!r}")
         if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
             raise ValueError(
@@ -81,10 +82,23 @@ class HeadConfig:
         if self.draft_vocab_size is not None and not self.own_output:
             raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
 
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        """Returns how files of such a head could be meant instead, by what a reader calls it.
+
+        Each is the fields of the configuration that differ, and for parameters (of the top level) that of another name
+        in whose place they stand; None: there is none. Layers that are counted otherwise go without saying.
+        """
+        return {}
+
     @property
     def num_outputs(self) -> int:
-        """U, the tokens that it can propose."""
+        """Returns U, the tokens that it can propose."""
         return self.draft_vocab_size or self.layer.vocab_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens that it drafts; None: it goes on with features of its own for as long as it is asked to."""
+        return None
 
 
 def _as_it_is(x: Array) -> Array:
@@ -114,17 +128,22 @@ class HeadModule(nn.Module):
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""
         return self.embedding[tokens_BT].astype(self.config.layer.compute_dtype)
 
-    def project(self, x_BTD: Array) -> Array:
-        """Returns the head's own logits ``[B, T, U]`` float32 of what `normed` returned."""
-        return contract("BTD,UD->BTU", x_BTD, self.output, dtype=jnp.float32)
+    def project(self, x_BTD: Array, offset: Array | int) -> Array:
+        """Returns the head's own logits ``[B, T, U]`` float32 of what `normed` returned for the token at ``offset``."""
+        return self.multiply(self.output, x_BTD)
+
+    @staticmethod
+    def multiply(output_UD: Array, x_BTD: Array) -> Array:
+        """Returns logits ``[B, T, U]`` float32 of an output matrix."""
+        return contract("BTD,UD->BTU", x_BTD, output_UD, dtype=jnp.float32)
 
     @abc.abstractmethod
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
 
     @abc.abstractmethod
-    def normed(self, features_BTD: Array) -> Array:
-        """Returns what the output matrix multiplies by."""
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
+        """Returns what the output matrix multiplies by, for the token at ``offset`` of a draft."""
 
     @abc.abstractmethod
     def __call__(
@@ -135,7 +154,7 @@ class HeadModule(nn.Module):
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
         """Runs all parts once, to declare all parameters."""
         features_BTD = self.fuse(hidden)
-        return self.normed(self(jnp.zeros_like(features_BTD), features_BTD, start_B, None)[0])
+        return self.normed(self(jnp.zeros_like(features_BTD), features_BTD, start_B, None)[0], 0)
 
 
 def finish_layer(
@@ -168,7 +187,7 @@ class FeatureHead:
 
     @property
     def vocab_size(self) -> int:
-        """V, the target's."""
+        """Returns V, the target's."""
         return self.config.layer.vocab_size
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -217,6 +236,11 @@ class FeatureHead:
         """Adds to ``weights`` what depends on the number of cache slots: nothing."""
         return weights
 
+    def in_dtype(self, dtype: str) -> Self:
+        """Returns the head computing in another dtype, on its mesh if it has one."""
+        layer = dataclasses.replace(self.config.layer, dtype=dtype)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, layer=layer))
+
     def check_target(self, target: LanguageModel) -> None:
         """Raises ValueError unless the head was made for a target of these sizes, with the two that differ."""
         if not isinstance(target, LayeredModel):
@@ -231,14 +255,16 @@ class FeatureHead:
                     f"the head was made for another target: its {what} is {ours}, this target's is {theirs}"
                 )
 
-    def init_cache(self, batch: int, slots: int) -> KVCache:
-        """Returns an empty cache, of one layer."""
+    def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
+        """Returns an empty cache, of one layer or none."""
+        if not self.config.has_layer:
+            return ()
         layer = self.config.layer
         return KVCache.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
 
-    def cache_axes(self) -> KVCache:
+    def cache_axes(self) -> KVCache | tuple[()]:
         """Returns the logical axis names of `init_cache`'s result."""
-        return KVCache.logical_axes()
+        return KVCache.logical_axes() if self.config.has_layer else ()
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
@@ -264,14 +290,17 @@ class FeatureHead:
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
         return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)
 
-    def logits(self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array]) -> Array:
+    def logits(
+        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
+    ) -> Array:
         """Returns float32 logits ``[B, T, U]`` of the tokens after what the features stand for.
 
         Args:
           of_target: `LayeredModel.unembed_normed` with its weights, for heads without an output of their own.
+          offset: of the token in its draft, below ``config.max_tokens``.
         """
-        x_BTD = self._apply("normed", weights, features_BTD)
-        return self._apply("project", weights, x_BTD) if self.config.own_output else of_target(x_BTD)
+        x_BTD = self._apply("normed", weights, features_BTD, offset)
+        return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
 
     def expand(self, weights: Any, logits: Array) -> Array:
         """Returns logits over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class MTP(HeadModule):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         return hidden[0]
 
-    def normed(self, features_BTD: Array) -> Array:
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
@@ -64,3 +64,12 @@ class MTPConfig(HeadConfig):
         super().__post_init__()
         if len(self.hidden_layers) != 1:
             raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
+
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        swapped = {"token_norm": "hidden_norm", "hidden_norm": "token_norm"}
+        order = {"hidden_first": not self.hidden_first}
+        return {
+            "the norms of token and hidden state swapped": ({}, swapped),
+            f"the {'hidden state' if not self.hidden_first else 'token'} first": (order, {}),
+            f"norm_output = {not self.norm_output}": ({"norm_output": not self.norm_output}, {}),
+        }

@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def contract(spec: str, x: Array, y: Array, *, dtype: jnp.dtype | None = None) -> Array:
-    """``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as ``dtype`` (as ``x``).
+    """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as ``dtype`` (as ``x``).
 
     ``y`` may be a float32 parameter: it is rounded for the product, its gradient is not rounded at all.
     Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other or in

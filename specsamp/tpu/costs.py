@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from specsamp.tpu.calibration import Band, Calibration
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.report import Report
 
-NORMAL_90 = 1.645  # standard errors on either side of a band that holds nine of ten
 _OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
 
 
@@ -63,11 +61,7 @@ def read_report(report: dict[str, Any]) -> Report:
 
 
 def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) -> CostTable:
-    """Returns the costs of rounds from estimates with bands.
-
-    Open bands become two edges, the worlds in which all collectives are hidden and in which all are added; others
-    become an error.
-    """
+    """Returns the costs of rounds from estimates with bands: their values, and as edges what the bands end with."""
 
     def of(edge: str) -> CostTable:
         times = [getattr(band, edge) for band in bands]
@@ -75,7 +69,4 @@ def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) ->
             rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True))
         )
 
-    if bands[0].open:
-        return dataclasses.replace(of("likely"), edges=(of("least"), of("most")))
-    error = max(math.log(band.most / band.least) for band in bands) / (2 * NORMAL_90)
-    return dataclasses.replace(of("likely"), error=error)
+    return dataclasses.replace(of("likely"), edges=(of("least"), of("most")), open=bands[0].open)

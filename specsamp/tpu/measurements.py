@@ -13,6 +13,7 @@ nothing without what it is the time of. Kinds of rows:
     experts       mixtures of experts; routing and sorting are in no formula here
     arithmetic    bound by arithmetic instead of memory
     vector unit   products of one row that left the matrix unit idle
+    round         of speculation, launched call by call; the work is that of scoring ``tokens`` alone
 
 Only steps and collectives are fitted. The others are compared with the forecast and shown with its error.
 """
@@ -35,8 +36,7 @@ from specsamp.tpu.topology import CHIPS
 from specsamp.tpu.work import Work, replica_axes
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
-KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit")
-LIVE = 0.5  # share of the slots that hold something, where nobody says it: that of a text half way
+KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit", "round")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class Measurement:
     milliseconds: float  # of a step, or of one collective
     shape: Shape
     sequences: int | None = None  # whose attention one chip computes; None: all of its replica
+    live: float = 0.5  # share of the slots that hold something; where nobody says it, that of a text half way
+    tokens: int = 1  # of each row in one call
     axes: tuple[int, ...] | None = None  # chips of a replica along each axis, where not the first ones of the slice
     notes: str = ""
 
@@ -88,7 +90,8 @@ class Measurement:
             CHIPS[self.chip],
             self.chips,
             rows=rows,
-            context=LIVE * self.context,
+            context=self.live * self.context,
+            tokens=self.tokens,
             weights=self.weights,
             cache=self.cache,
             sequences=self.sequences,
@@ -138,6 +141,8 @@ def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
     for name in numbers:
         if isinstance(row[name], bool) or not isinstance(row[name], (int, float)) or not 0 < row[name] < math.inf:
             raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
+    if not 0 <= row.get("live", 0.5) <= 1:
+        raise ValueError(f"{where}: live must be a share, from 0 to 1; got {row['live']!r}")
     for name in ("source", "software", "date"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise ValueError(f"{where}: {name} must say something; got {row[name]!r}")

@@ -1,15 +1,26 @@
-"""Calibrations of the devices at hand, which are preferred to the published one; launch/calibrate.py measures them."""
+"""Calibrations of the devices at hand, preferred to the published one: what is measured, how it is fitted and read.
+
+launch/calibrate.py measures and writes them. Each program here is one jitted loop, timed at two lengths: the difference
+holds no launch and no compilation. A calibration serves the slice that it was measured on, and no other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from scipy.optimize import nnls
 
-from specsamp.tpu.calibration import Calibration
+from specsamp.tpu.calibration import SHARES, Calibration, nearly_best
+from specsamp.tpu.topology import parse, same_slice
+from specsamp.tpu.work import Work, hops, wire_ms
 
 # How JAX names devices, and how this package names chips.
 KINDS = {
@@ -22,6 +33,18 @@ KINDS = {
     "TPU v6e": "v6e",
     "TPU7x": "v7x",
 }
+DOUBLINGS = 6  # of a loop that is too short for the clock
+LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """The time of one all-reduce over some axes of the slice, all groups at once."""
+
+    along: tuple[int, ...]  # the axes
+    chips: tuple[int, ...]  # along each of them
+    bytes: int  # of a device
+    microseconds: float
 
 
 def chip_of(device: jax.Device) -> str:
@@ -29,35 +52,204 @@ def chip_of(device: jax.Device) -> str:
     return KINDS.get(device.device_kind, device.device_kind)
 
 
-def read_calibration(document: Mapping[str, Any], chip: str, path: str = "this calibration") -> Calibration:
+def extent(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Returns the chips along each axis of a slice; devices without coordinates are in a row."""
+    coordinates = [getattr(device, "coords", None) for device in devices]
+    if not coordinates[0]:
+        return (len(devices),)
+    return tuple(int(edge) for edge in np.ptp(np.array(coordinates), axis=0) + 1)
+
+
+def seconds_per_turn(run: Callable[[int], jax.Array], turns: int, repeats: int = 7) -> float:
+    """Returns the median seconds of one turn of a loop.
+
+    Args:
+      run: runs so many turns on the devices; it is compiled once for all numbers of turns.
+      turns: doubled, up to `DOUBLINGS` times, until what twice as many take longer hardly depends on the clock: three of
+        four times are at least three quarters of the median.
+
+    Raises:
+      ValueError: in the end one of four times is still not positive.
+    """
+    jax.block_until_ready(run(1))
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(count))
+        return time.perf_counter() - start
+
+    for _ in range(DOUBLINGS):
+        longer = [seconds(2 * turns) - seconds(turns) for _ in range(repeats)]
+        median, lower = float(np.median(longer)), np.percentile(longer, 25)
+        if lower > 0.75 * median > 0:
+            break
+        turns *= 2
+    else:
+        turns //= 2
+    if lower > 0:
+        return median / turns
+    raise ValueError(f"the times of loops of {turns} turns scatter too much: leave this machine idle, and run again")
+
+
+def bandwidth(size: int, turns: int) -> float:
+    """Returns the bytes per second that one device reads while all devices read arrays of ``size`` bytes."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    count = jax.device_count() * (size // 4)
+    where = NamedSharding(mesh, PartitionSpec("all"))
+    array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=where)()
+
+    def read(array_N, turns):
+        def turn(_, total):
+            return total + jnp.max(array_N + total)  # depends on the turn before: read again
+
+        return jax.lax.fori_loop(0, turns, turn, jnp.float32(0))[None]
+
+    whole = jax.jit(
+        jax.shard_map(
+            read,
+            mesh=mesh,
+            in_specs=(PartitionSpec("all"), PartitionSpec()),
+            out_specs=PartitionSpec("all"),
+            check_vma=False,
+        )
+    )
+    return size / seconds_per_turn(lambda n: whole(array, n), turns)
+
+
+def launch_ms(calls: int = 200) -> float:
+    """Returns the milliseconds that the host needs to launch a small program."""
+    step = jax.jit(lambda x: x + 1)
+    x = jax.block_until_ready(step(jnp.zeros(())))
+    start = time.perf_counter()
+    for _ in range(calls):
+        x = step(x)
+    jax.block_until_ready(x)
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the axes that all-reduces are measured along: each one with several chips, and all of these together."""
+    several = tuple(axis for axis, size in enumerate(sizes) if size > 1)
+    return list(dict.fromkeys([(axis,) for axis in several] + [several])) if several else []
+
+
+def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int, turns: int) -> AllReduce:
+    """Measures an all-reduce of ``size`` bytes of each device along some axes of the slice.
+
+    Args:
+      sizes: chips along each axis of the slice.
+      along: the axes; devices of one chip always take part together.
+    """
+    devices = sorted(
+        jax.devices(), key=lambda one: (*(getattr(one, "coords", None) or ()), getattr(one, "core_on_chip", 0), one.id)
+    )
+    names = (*(f"axis {i}" for i in range(len(sizes))), "core")
+    mesh = Mesh(np.array(devices).reshape(*sizes, -1), names)
+    together = (*(names[axis] for axis in along), "core")
+    taking_part = math.prod(mesh.shape[name] for name in together)
+
+    def reduce(x_N, turns):
+        def turn(_, x):
+            return jax.lax.psum(x, together) / taking_part
+
+        return jax.lax.fori_loop(0, turns, turn, x_N)
+
+    spec = PartitionSpec(names)
+    whole = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
+    count, where = jax.device_count() * (size // 4), NamedSharding(mesh, spec)
+    array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=where)()
+    seconds = seconds_per_turn(lambda n: whole(array, n), turns)
+    return AllReduce(
+        along=tuple(along), chips=tuple(sizes[axis] for axis in along), bytes=size, microseconds=seconds * 1e6
+    )
+
+
+def fit_own(
+    reached: float,
+    rate: float,
+    link_rate: float,
+    collectives: Sequence[AllReduce],
+    steps: Sequence[tuple[Work, float]],
+) -> Calibration:
+    """Fits a calibration of the devices at hand; its error is the worst of a step that was left out of all of the fit.
+
+    Args:
+      reached: bytes per second that a device streams.
+      rate: what its data sheet says, which `Work.streaming_ms` assumes.
+      link_rate: bytes per second of a link as its data sheet says, which `Work.wire_ms` assumes.
+      collectives: of several sizes.
+      steps: the work of decode steps, and their milliseconds.
+    """
+    base = Calibration(efficiency=min(reached / rate, 1.0), call_ms=0.0, layouts=1, points=len(steps))
+    if collectives:
+        measured = np.array([one.microseconds for one in collectives])
+        crossed = [hops(one.chips) for one in collectives]
+        if len(set(crossed)) == 1:  # what a hop takes cannot be told from what a collective takes
+            crossed = [0] * len(crossed)
+        wires = [wire_ms(2 * one.bytes, one.chips, link_rate) * 1e3 for one in collectives]
+        columns = np.array([[1.0, far, wire] for far, wire in zip(crossed, wires)]) / measured[:, None]
+        collective_us, hop_us, wire = nnls(columns, np.ones(len(measured)))[0].tolist()
+        base = dataclasses.replace(base, collective_us=collective_us, hop_us=hop_us, wire=wire)
+    errors = []
+    for i, (work, ms) in enumerate(steps):
+        rest = _fit_steps(base, [*steps[:i], *steps[i + 1 :]])
+        errors.append(abs(math.log(max(rest.milliseconds(work), 1e-9) / ms)))
+    return dataclasses.replace(_fit_steps(base, steps), error=max(*errors, LEAST_ERROR))
+
+
+def _fit_steps(base: Calibration, steps: Sequence[tuple[Work, float]]) -> Calibration:
+    """Fits the overlap, and the times of a call and of a layer and sequence; all else is known.
+
+    Of the overlaps that explain the steps nearly as well as the best the one in the middle is taken.
+    """
+    measured = np.array([ms for _, ms in steps])
+    columns = np.array([[work.calls, work.layer_sequences / 1e3] for work, _ in steps]) / measured[:, None]
+
+    def fit(share: float) -> Calibration:
+        bare = dataclasses.replace(base, overlap=share)
+        left = (measured - [bare.milliseconds(work) for work, _ in steps]) / measured
+        call_ms, sequence_us = nnls(columns, left)[0].tolist()
+        return dataclasses.replace(bare, call_ms=call_ms, sequence_us=sequence_us)
+
+    near = nearly_best([fit(share) for share in SHARES], steps)
+    return dataclasses.replace(near[len(near) // 2], least_overlap=near[0].overlap)
+
+
+def read_calibration(document: Mapping[str, Any], topology: str, path: str = "this calibration") -> Calibration:
     """Reads what launch/calibrate.py wrote.
 
     Args:
-      chip: of the devices that it is asked about.
+      topology: the slice that it is asked about, such as "v5e:2x4".
 
     Raises:
-      ValueError: it is of other devices, which are named, or no calibration, or one with a number that is missing or wrong.
+      ValueError: it is of another chip or another slice, which is named, or no calibration, or one with a number that is
+        missing or wrong.
     """
     try:
-        devices = document["devices"]
+        chip, sizes = document["devices"]["chip"], [int(size) for size in document["devices"]["slice"]]
         fields = {field.name for field in dataclasses.fields(Calibration)}
         found = Calibration(**{name: value for name, value in document["calibration"].items() if name in fields})
-        of = f"{devices['count']} x {devices['chip']}"
         _check_numbers(document["calibration"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{path} is no calibration of launch/calibrate.py ({type(error).__name__}: {error})"
         ) from error
-    if devices["chip"] != chip:
-        raise ValueError(f"{path} is a calibration of {of}, and {chip} is asked about: run launch/calibrate.py there")
+    if chip != topology.partition(":")[0] or not same_slice(sizes, parse(topology)[1]):
+        of = f"{chip}:{'x'.join(map(str, sizes))}"
+        raise ValueError(
+            f"{path} is a calibration of {of}, and {topology} is asked about: run launch/calibrate.py there"
+        )
     return found
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises TypeError unless all numbers of the formula are there, finite and not negative, with 0 < efficiency <= 1."""
-    for name in ("efficiency", "call_ms", "sequence_us", "collective_us", "hop_us", "overlap", "error"):
+    """Raises TypeError unless all numbers of the formula are there, finite and not negative, with shares at most 1."""
+    shares = ("efficiency", "overlap", "least_overlap")
+    for name in (*shares, "call_ms", "sequence_us", "collective_us", "hop_us", "wire", "error"):
         value = numbers[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise TypeError(f"{name} must be a finite number >= 0; got {value!r}")
-    if not 0 < numbers["efficiency"] <= 1:
-        raise TypeError(f"efficiency must be in (0, 1]; got {numbers['efficiency']!r}")
+        if name in shares and value > 1:
+            raise TypeError(f"{name} must be at most 1; got {value!r}")
+    if not numbers["efficiency"]:
+        raise TypeError("efficiency must be above 0; got 0")

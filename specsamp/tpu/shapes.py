@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
+
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 from specsamp.tpu.topology import Chip
 from specsamp.tpu.work import Work, hops, wire_ms
 
@@ -39,6 +42,20 @@ class Shape:
             parameters=config.num_parameters - tables,
             head_parameters=embeddings,
             cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
+        )
+
+    @classmethod
+    def of_head(cls, config: HeadConfig) -> Shape:
+        """Takes the numbers of a head; a table of its own for tokens is only looked up, the target's output is read."""
+        layer, made = config.layer, jax.eval_shape(FeatureHead(config).init, jax.random.key(0))
+        outputs = config.num_outputs * layer.width
+        numbers = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in made.items()}
+        return cls(
+            layers=1,
+            width=layer.width,
+            parameters=sum(size for name, size in numbers.items() if name not in ("embedding", "output", DRAFT_IDS)),
+            head_parameters=outputs,
+            cached=2 * layer.num_kv_heads * layer.head_size,
         )
 
     def weight_bytes(self, dtype: str, batch: int) -> float:

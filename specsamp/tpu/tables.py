@@ -139,7 +139,7 @@ def faster(found: Band) -> str:
 def basis(open: bool, own: Calibration | None = None) -> str:
     """Says in words what an estimate rests on."""
     if own is not None:
-        return f"calibrated on these devices; nine of ten steps within {math.expm1(own.error):.0%}"
+        return f"calibrated on these devices; steps that were left out within {math.expm1(own.error):.0%}"
     if open:
         return (
             "no program of today was measured on this chip: from streaming and cycles alone (all collectives hidden) to "
@@ -147,8 +147,8 @@ def basis(open: bool, own: Calibration | None = None) -> str:
         )
     fit = calibrate().hidden
     return (
-        f"calibrated on {fit.points} published steps of TPU v5e; where a layout was left out, nine of ten were within "
-        f"{math.expm1(fit.error):.0%}"
+        f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, each left out once, were "
+        f"within {math.expm1(fit.error):.0%}"
     )
 
 

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 
-from specsamp.tpu.hlo import Instruction, Module
+from specsamp.tpu.hlo import Array, Instruction, Module
 
 FREE = {
     "parameter",
@@ -88,6 +88,25 @@ def traffic_of(text: str) -> Traffic:
     return Tally(module).of(module.entry)
 
 
+def in_flight(text: str) -> list[float]:
+    """Returns the bytes that are on their way from HBM to on-chip memory while each collective of a step runs.
+
+    In the order of the schedule, of the entry computation: what was prefetched asynchronously before a collective and is
+    waited for after it.
+    """
+    module, moving, found = Module.parse(text), {}, []
+    body = module.computations[module.entry]
+    for op in body.values():
+        if op.opcode in ("copy-start", "slice-start"):
+            target = _delivered(op, [body[name] for name in op.operands])
+            moving[op.name] = target.bytes * (not target.in_hbm and not target.on_host)
+        elif op.opcode in ("copy-done", "slice-done"):
+            moving.pop(op.operands[0], None)
+        elif op.opcode.removesuffix("-start") in COLLECTIVES:
+            found.append(sum(moving.values()))
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Tally:
     """Counts the instructions of one module."""
@@ -139,7 +158,7 @@ class Tally:
             read, written = sum(x.hbm_bytes for x in operands), delivered.hbm_bytes
         elif op.opcode in ("copy-start", "slice-start"):
             source = operands[0].hbm_bytes > 0
-            target = op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
+            target = _delivered(op, operands)
             read, written = target.bytes * source, target.bytes * target.in_hbm
         elif op.opcode == "fusion":
             read, written = self.fusion(op, operands)
@@ -192,6 +211,11 @@ class Tally:
             in_place = updates > 0 and result.opcode == "parameter"  # an update of anything else writes all of it
             written += (updates if in_place else array.bytes) * array.in_hbm
         return read, written
+
+
+def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
+    """Returns what an asynchronous copy or slice delivers, of the arrays that its start names."""
+    return op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
 
 
 def _origin(op: Instruction, body: dict[str, Instruction]) -> Instruction:

@@ -1,4 +1,4 @@
-"""Reads a folder of text files as token windows.
+"""Reads a folder of text files as token windows; each line of a ``.jsonl`` file is a conversation.
 
 Everything here is a function of the files, the seed and the step. No reader has a state of its own, so the position
 in the data needs no checkpoint beyond the step.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import json
 import pathlib
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -19,12 +20,30 @@ import tokenizers
 from specsamp.checkpoints.tokenizer import EOS
 
 
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template writes out."""
+
+    line: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return json.loads(self.line)["messages"]
+
+    def encode(self) -> bytes:
+        """Returns the line as it is in its file."""
+        return self.line.encode()
+
+
+Text = str | Conversation
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts by relative path. Whether a file is trained on or held out depends on its path alone."""
+    """Texts by relative path. Whether a file, or a conversation, is trained on or held out depends on its path alone."""
 
-    train: dict[str, str]
-    held_out: dict[str, str]
+    train: dict[str, Text]
+    held_out: dict[str, Text]
     skipped: tuple[str, ...]  # relative paths that are not UTF-8
     digest: str  # SHA-256 of all paths and contents, both sides
 
@@ -65,7 +84,7 @@ def read_corpus(
 
     Raises:
       FileNotFoundError: there is no such folder.
-      ValueError: a share outside [0, 1], or nothing is left to train on.
+      ValueError: a share outside [0, 1], a line that is no conversation, or nothing is left to train on.
     """
     if not 0 <= held_out <= 1:
         raise ValueError(f"data.held_out is the share of files kept from training, in [0, 1]; got {held_out}")
@@ -87,7 +106,8 @@ def read_corpus(
         if not text.strip():
             continue
         digest.update(relative.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
-        sides[_hash_fraction(relative.as_posix()) < held_out][relative.as_posix()] = text
+        for name, part in _parts(relative.as_posix(), text):
+            sides[_hash_fraction(name) < held_out][name] = part
     train, kept = sides
     if not train:
         raise ValueError(
@@ -95,6 +115,25 @@ def read_corpus(
             f"({len(skipped)} undecodable, {len(kept)} held out)"
         )
     return Corpus(train=train, held_out=kept, skipped=tuple(skipped), digest=digest.hexdigest())
+
+
+def _parts(name: str, text: str) -> Iterable[tuple[str, Text]]:
+    """Yields the texts of a file with a name for each: itself, or its conversations, which are counted from 1."""
+    if not name.endswith(".jsonl"):
+        yield name, text
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            is_conversation = isinstance(json.loads(line)["messages"], list)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_conversation = False
+        if not is_conversation:
+            raise ValueError(
+                f'{name}, line {number}: {line[:60]!r} is no conversation; {{"messages": [...]}} is wanted'
+            )
+        yield f"{name}:{number}", Conversation(line)
 
 
 def _hash_fraction(relative_path: str) -> float:
@@ -117,16 +156,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> to
     return tokenizer
 
 
-def token_stream(texts: Iterable[str], tokenizer) -> np.ndarray:
+def token_stream(texts: Iterable[Text], tokenizer) -> np.ndarray:
     """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
-      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``.
+      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a chat template.
 
     Returns:
       ``[tokens]`` int32.
     """
-    pieces = [np.array([tokenizer.eos_id, *tokenizer.encode(text)], np.int32) for text in texts]
+
+    def encode(text: Text) -> list[int]:
+        if isinstance(text, Conversation):
+            return tokenizer.encode_chat(text.messages, complete=True)
+        return tokenizer.encode(text)
+
+    pieces = [np.array([tokenizer.eos_id, *encode(text)], np.int32) for text in texts]
     return np.concatenate([*pieces, np.array([tokenizer.eos_id], np.int32)])
 
 

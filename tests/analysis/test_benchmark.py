@@ -311,7 +311,7 @@ def test_workloads_are_checked(pair):
         benchmark(pair, NoDrafter(), TokenRule(), SAMPLING, long)
 
 
-def test_a_target_that_has_no_law_is_not_a_quick_one(pair):
+def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
     """Its rows end before the first token."""
     broken = dataclasses.replace(pair, target_params=jnp.full_like(pair.target_params, jnp.nan))
     with pytest.raises(ValueError, match="the target's logits hold NaN"):

@@ -39,8 +39,8 @@ def pair():
 
 
 def key(**changes):
-    law = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "draft_temperature": None}
-    return {"draft_length": 4, "drafter": "model", "rule": "token", "batch": 1, **law, **changes}
+    distribution = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "draft_temperature": None}
+    return {"draft_length": 4, "drafter": "model", "rule": "token", "batch": 1, **distribution, **changes}
 
 
 def cell(**changes):

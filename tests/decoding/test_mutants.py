@@ -1,7 +1,7 @@
 """Mutants: plausible mistakes, each of which the tests of the loop's distribution must catch.
 
 Every test here runs a deliberately broken rule, drafter or loop through the very statistic that the
-correct one passes in test_loop_law.py, and asserts that it fails by far.
+correct one passes in test_loop_distribution.py, and asserts that it fails by far.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from specsamp.decoding.loop import Loop
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys
 from support import mutants
-from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_law, p_value, table_loop
-from support.loop_distributions import FAR, FULL, LIKELY, NEAR, PROMPTS, TARGET, V, cut_at_stop, law_test
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_distribution, p_value, table_loop
+from support.loop_distributions import FAR, FULL, LIKELY, NEAR, PROMPTS, TARGET, V, cut_at_stop, distribution_test
 
 OPTIMISED = True
 
@@ -25,12 +25,12 @@ K = 3
 CAUGHT = FALSE_ALARM * 1e-6
 
 
-# What is caught with so many samples is caught with the more of test_loop_law.py.
+# What is caught with so many samples is caught with the more of test_loop_distribution.py.
 FEWER = 50_000
 
 
 def caught(loop, draft=FAR, sampling=FULL):
-    return law_test(loop, draft, sampling, samples=FEWER, powered=False) < CAUGHT
+    return distribution_test(loop, draft, sampling, samples=FEWER, powered=False) < CAUGHT
 
 
 def model_loop(rule, **options):
@@ -88,11 +88,11 @@ def test_noise_by_absolute_position_biases_the_block_rule():
 
 def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
     """It never looked at what came after the refusal: the control of the test above."""
-    assert law_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=FEWER, powered=False) > FALSE_ALARM
+    assert distribution_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=FEWER, powered=False) > FALSE_ALARM
 
 
 def test_draft_log_probs_before_warping():
-    assert caught(table_loop(TokenRule(), mutants.LawBeforeWarping(TableLM(V), K)), sampling=LIKELY)
+    assert caught(table_loop(TokenRule(), mutants.DistributionBeforeWarping(TableLM(V), K)), sampling=LIKELY)
 
 
 def test_stop_token_ignored_inside_a_block():
@@ -107,8 +107,8 @@ def test_stop_token_ignored_inside_a_block():
 
     def p_of(loop):
         run = decode(loop, TARGET, NEAR, [[1, 2]], 4, FULL, samples=FEWER, stop_ids=(0,))
-        samples, law = cut_at_stop(run, joint_law(TARGET, FULL, [1, 2], 4), 0)
-        return p_value([(samples, law)], powered=False)
+        samples, distribution = cut_at_stop(run, joint_distribution(TARGET, FULL, [1, 2], 4), 0)
+        return p_value([(samples, distribution)], powered=False)
 
     assert p_of(model_loop(TokenRule(), loop=Mutant)) < CAUGHT
 
@@ -126,7 +126,7 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
     assert acceptance(ModelDrafter(TableLM(V), K)) >= (rounds - 1) / rounds
     assert acceptance(mutants.HoleInTheCache(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
     assert (
-        law_test(
+        distribution_test(
             table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL, samples=FEWER, powered=False
         )
         > FALSE_ALARM
@@ -142,9 +142,9 @@ def test_an_early_exit_that_writes_over_what_was_scored():
         return dataclasses.replace(table_loop(TokenRule(), drafter(target, 1, K)), target=target)
 
     wrong = loop(mutants.WritesOverWhatWasScored)
-    assert law_test(wrong, None, FULL, target=layers, samples=FEWER, powered=False) < CAUGHT
+    assert distribution_test(wrong, None, FULL, target=layers, samples=FEWER, powered=False) < CAUGHT
     right = loop(EarlyExitDrafter)
-    assert law_test(right, None, FULL, target=layers, samples=FEWER, powered=False) > FALSE_ALARM
+    assert distribution_test(right, None, FULL, target=layers, samples=FEWER, powered=False) > FALSE_ALARM
 
 
 def test_length_of_a_neighbour_while_scoring():

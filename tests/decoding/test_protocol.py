@@ -12,7 +12,7 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
-from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, law_test
+from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, distribution_test
 
 OPTIMISED = True  # most of the time goes into drawing
 
@@ -78,7 +78,7 @@ def test_hidden_states_belong_to_the_scored_rows(window):
 
 def test_feature_drafter_is_exact():
     loop = dataclasses.replace(table_loop(BlockRule(), FeatureDrafter(3)), target=ShowsTokens(V))
-    assert law_test(loop, None, FULL) > FALSE_ALARM
+    assert distribution_test(loop, None, FULL) > FALSE_ALARM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ConfidentDrafter(ModelDrafter):
 def test_length_decided_on_device(rule):
     """Ragged ``num_drafted``: stopping after an unsure token, which is still sent to verification, is exact."""
     loop = table_loop(rule, ConfidentDrafter(TableLM(V), 3))
-    assert law_test(loop, NEAR, FULL) > FALSE_ALARM
+    assert distribution_test(loop, NEAR, FULL) > FALSE_ALARM
 
 
 def test_dropping_a_drafted_token_by_its_value_is_biased():
@@ -110,7 +110,8 @@ def test_dropping_a_drafted_token_by_its_value_is_biased():
             return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
 
     assert (
-        law_test(table_loop(TokenRule(), Dropping(TableLM(V), 3)), NEAR, FULL, samples=150_000, powered=False) < 1e-12
+        distribution_test(table_loop(TokenRule(), Dropping(TableLM(V), 3)), NEAR, FULL, samples=150_000, powered=False)
+        < 1e-12
     )
 
 

@@ -159,7 +159,7 @@ class WarpOnTheDraftAlone(Loop):
     [
         {"rule": mutants.AcceptAlways()},
         {"rule": mutants.ResidualOfTheNextPosition()},
-        {"drafter": mutants.LawBeforeWarping(TableLM(V), K)},
+        {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)},
         {"rule": SyntheticAcceptance(TokenRule(), 0.7)},
     ],
     ids=lambda changes: type(next(iter(changes.values()))).__name__,

@@ -104,7 +104,7 @@ def test_a_sound_pair_shows_nothing(sound):
         ("target as residual", {"rule": TargetAsResidual()}),
         ("target as residual", {"rule": mutants.ResidualOfTheNextPosition()}),
         ("previous residual", {"rule": PreviousResidual()}),
-        ("unwarped draft", {"drafter": mutants.LawBeforeWarping(TableLM(V), K)}),
+        ("unwarped draft", {"drafter": mutants.DistributionBeforeWarping(TableLM(V), K)}),
     ],
 )
 def test_each_mistake_is_seen_by_its_test(name, changes):

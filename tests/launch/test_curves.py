@@ -60,7 +60,7 @@ CELLS = [
 ]
 
 
-def test_a_curve_for_each_law():
+def test_a_curve_for_each_distribution():
     greedy, sampled = figures.curves(CELLS)
     assert (greedy.name, greedy.draft_lengths, greedy.plain_ms) == ("greedy", (0, 1, 4), 128 * 3.0)
     np.testing.assert_allclose(greedy.total, [1, 2.5 / 3, 2 / 3])

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from support.run_script import call
+from specsamp.tpu.calibration import Band
+from support.run_script import ROOT, call
 
 CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
 RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"
@@ -53,6 +54,11 @@ def test_forecasts(arguments, found):
             ("--measured=notebooks/results/python_pair_grid.json", "--drafter=lookup"),
             "has --rule=token and --drafter=lookup; it has",
         ),
+        (
+            (RATE, *ROOFLINE[:2], "--context=2048"),
+            "--chip=v4 needs --devices, how many chips hold the models together: weights",
+        ),
+        ((RATE, *ROOFLINE[:2], "--devices=4"), "--devices=4 cannot hold the models: weights of 148"),
         ((RATE, *CALLS, "--devices=4"), "--devices would not be heeded: it goes with --chip"),
         ((RATE, *CALLS, "--longest=20000"), "--longest"),
     ],
@@ -64,7 +70,7 @@ def test_what_is_refused(arguments, message):
 
 def measured(K, draft_temperature, emitted):
     """A cell whose rounds emit ``emitted`` tokens."""
-    law = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
+    distribution = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
 
     def ms(value):
         return {"ms_per_round": {"median": value, "lower": value, "upper": value}}
@@ -73,7 +79,7 @@ def measured(K, draft_temperature, emitted):
     counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
     counts |= {"rounds": 100, "emitted": 100 * emitted}
     return {
-        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **law},
+        "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **distribution},
         "workload": {"repeats": 4},
         "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts, "split": None},
     }
@@ -105,3 +111,14 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
     done = call("plan", f"--measured={path}", "--longest=4", "--plain")
     assert done.returncode == 0, done.stderr
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
+
+
+def test_a_band_is_shown_as_the_compile_report_shows_it():
+    """The same edges; and the speedup of programs with the same errors, which is one number."""
+    path = "notebooks/results/compile_qwen_3b_v5e.json"
+    document = json.loads((ROOT / path).read_text(encoding="utf-8"))
+    step, drafted = (str(Band(**document["calibrated_ms"][name])) for name in ("target step", "round"))
+    done = call("plan", RATE, f"--compile_report={path}", "--longest=4", "--plain")
+    rows = {line[:5]: line for line in done.stdout.splitlines() if line.startswith("K = ")}
+    assert step in rows["K = 0"] and drafted in rows["K = 4"], done.stdout
+    assert "each left out once, were within" in " ".join(done.stdout.split())

@@ -84,6 +84,10 @@ def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
         done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and "holds no cells" in done.stderr and "left alone" in done.stderr
     assert other.read_text(encoding="utf-8") == '{"a": 1}'
+    other.write_text('{"identity": {"jax": "0.1"}, "cells": []}', encoding="utf-8")
+    for script in ("sweep", "benchmark", "quality"):
+        done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
+        assert done.returncode == 2 and f"{other} holds cells of a" in done.stderr
 
 
 def test_a_file_without_cells_is_not_gathered(tmp_path):

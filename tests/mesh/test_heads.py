@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -14,11 +15,13 @@ from specsamp.decoding.checks import default_drafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
+from specsamp.evaluation.head_check import check_head
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 
 LAYER = tiny(
@@ -34,6 +37,7 @@ LAYER = tiny(
 HEADS = {
     "eagle1": Eagle1Config(layer=LAYER, target_layers=3, hidden_layers=(3,)),
     "eagle3": Eagle3Config(layer=LAYER, target_layers=3, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True),
+    "medusa": MedusaConfig(layer=LAYER, target_layers=3, hidden_layers=(3,), num_heads=3, own_output=True),
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
 SAMPLING = chain(temperature(1.0))
@@ -65,13 +69,24 @@ def job_of(pair):
 
 
 @pytest.mark.parametrize(
-    "pair, data, model, draft", [("eagle1", 4, 2, None), ("eagle3", 1, 8, None), ("eagle3", 2, 4, 1)], indirect=["pair"]
+    "pair, data, model, draft",
+    [("eagle1", 4, 2, None), ("eagle3", 1, 8, None), ("eagle3", 2, 4, 1), ("medusa", 2, 4, None)],
+    indirect=["pair"],
 )
 def test_tokens_of_one_device(pair, alone, data, model, draft):
     sharded = shard(pair, make_mesh(data, model), draft_model_parallelism=draft)
     made = generate(sharded, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
     assert [c.tokens for c in made] == [c.tokens for c in alone]
     assert sum(c.stats.accepted for c in alone) > 0
+
+
+@pytest.mark.parametrize("pair, data, model", [("eagle1", 2, 4)], indirect=["pair"])
+def test_a_head_is_checked_on_a_mesh(pair, data, model):
+    texts = [[(7 * i + j * j) % 96 for j in range(20 + i)] for i in range(3)]
+    alone, there = (check_head(one, texts, K=2) for one in (pair, shard(pair, make_mesh(data, model))))
+    for ours, theirs in zip(alone.readings, there.readings, strict=True):
+        assert ours.name == theirs.name
+        np.testing.assert_allclose(ours.acceptance_NK, theirs.acceptance_NK, atol=1e-5)
 
 
 def collectives(text):

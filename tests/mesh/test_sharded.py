@@ -51,9 +51,7 @@ def table_pair():
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    target = TransformerLM.for_backend(
-        tiny(num_heads=8, num_layers=1, width=64, num_kv_heads=2)
-    )  # fewer kv heads than devices
+    target = TransformerLM.for_backend(tiny(num_heads=8, width=64, num_kv_heads=2))  # fewer kv heads than devices
     draft = TransformerLM.for_backend(tiny(num_heads=8, num_layers=1, positions="rotary", ngram_rows=32))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -194,7 +192,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
 
     for params in (pair.target_params, job.weights.target["params"]):
         check(params["embedding"], over_model)
-        layer = params["layer_0"]
+        layer = params["layer_1"]
         check(layer["attention"]["query"], over_model)
         check(layer["attention"]["key"], of_two_key_heads)
         check(layer["attention"]["output"], over_model)

@@ -68,7 +68,7 @@ def test_a_boundary_belongs_to_the_next_token():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 127, 128])
-def test_law_of_one_block(vocab_size):
+def test_distribution_of_one_block(vocab_size):
     """Every second uniform on a grid of 2^14; the first has nothing to decide."""
     points = 2**14
     weights = positive_weights(vocab_size)
@@ -82,7 +82,7 @@ def test_law_of_one_block(vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [129, 300, 1000])
-def test_law_of_several_blocks(vocab_size):
+def test_distribution_of_several_blocks(vocab_size):
     """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's distribution in its block."""
     firsts, seconds = 2**8, 2**9
     weights = positive_weights(vocab_size)
@@ -95,14 +95,14 @@ def test_law_of_several_blocks(vocab_size):
     def padded(x):
         return np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
 
-    counts, laws = padded(np.bincount(tokens.ravel(), minlength=vocab_size)), padded(weights)
-    np.testing.assert_allclose(counts.sum(-1) / tokens.size, laws.sum(-1), atol=2 / firsts, rtol=0)
+    counts, distributions = padded(np.bincount(tokens.ravel(), minlength=vocab_size)), padded(weights)
+    np.testing.assert_allclose(counts.sum(-1) / tokens.size, distributions.sum(-1), atol=2 / firsts, rtol=0)
     assert (counts.sum(-1) > 0).all()
 
     def given_block(x):
         return x / x.sum(-1, keepdims=True)
 
-    np.testing.assert_allclose(given_block(counts), given_block(laws), atol=2 / seconds, rtol=0)
+    np.testing.assert_allclose(given_block(counts), given_block(distributions), atol=2 / seconds, rtol=0)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300])
@@ -137,7 +137,7 @@ def test_a_tiny_weight_alone_is_drawn(at, tiny):
     np.testing.assert_array_equal(tokens, at)
 
 
-def law_of_level(weights_RV, level, outcomes):
+def distribution_of_level(weights_RV, level, outcomes):
     """[R, outcomes]: how many of the 2^23 values of a uniform ``level`` turns into each outcome, over 2^23.
 
     Counted exactly: an outcome never falls as the uniform rises, so bisection finds its first grid point.
@@ -172,12 +172,14 @@ def test_two_uniforms_resolve_a_large_vocabulary_ten_times_better_than_one():
 
     # Two uniforms, as `draw` itself uses them, with its rounding: the product of the distributions of its levels.
     blocks = weights.reshape(-1, BLOCK)
-    block_law = law_of_level(weights[None], lambda w, u: draw(w, jnp.stack([u, 0 * u])) // BLOCK, len(blocks))
-    token_law = law_of_level(blocks, lambda w, u: draw(w, jnp.stack([0 * u, u])), BLOCK)
-    two = (block_law.reshape(-1, 1) * token_law).reshape(-1)
+    block_distribution = distribution_of_level(
+        weights[None], lambda w, u: draw(w, jnp.stack([u, 0 * u])) // BLOCK, len(blocks)
+    )
+    token_distribution = distribution_of_level(blocks, lambda w, u: draw(w, jnp.stack([0 * u, u])), BLOCK)
+    two = (block_distribution.reshape(-1, 1) * token_distribution).reshape(-1)
 
     assert abs(one.sum() - 1) < 1e-12 and abs(two.sum() - 1) < 1e-12
-    one_error, two_error = (0.5 * np.abs(law - exact).sum() for law in (one, two))
+    one_error, two_error = (0.5 * np.abs(distribution - exact).sum() for distribution in (one, two))
     message = f"total variation: one uniform {one_error:.2e}, two uniforms {two_error:.2e}"
     assert one_error < vocab_size * 2.0**-24, message  # the bound of the docstring
     assert 10 * two_error < one_error, message

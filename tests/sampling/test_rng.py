@@ -138,13 +138,13 @@ def chi_square(noise, sampled, expected):
     return stats.chisquare(counts, expected * NUM_DRAWS).statistic
 
 
-def test_argmax_with_gumbels_draws_from_the_law(gumbels):
-    law = np.array([0.6, 0.3, 0.09, 0.01])
+def test_argmax_with_gumbels_draws_from_the_distribution(gumbels):
+    distribution = np.array([0.6, 0.3, 0.09, 0.01])
     limit = stats.chi2.isf(1e-6, df=3)
-    assert chi_square(gumbels, law, law) < limit
+    assert chi_square(gumbels, distribution, distribution) < limit
     # It would notice: a distribution off by 0.01, and noise that is not Gumbel.
-    assert chi_square(gumbels, np.array([0.61, 0.29, 0.09, 0.01]), law) > limit
-    assert chi_square(np.random.default_rng(0).logistic(size=gumbels.shape), law, law) > limit
+    assert chi_square(gumbels, np.array([0.61, 0.29, 0.09, 0.01]), distribution) > limit
+    assert chi_square(np.random.default_rng(0).logistic(size=gumbels.shape), distribution, distribution) > limit
 
 
 def test_the_upper_tail_of_gumbels_has_more_than_one_word(gumbels):

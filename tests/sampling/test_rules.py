@@ -13,7 +13,7 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, top_p
 from support.coupled_split import CoupledSplit
-from support.enumeration import COMPILE_FAST, autoregressive, enumerate_round, joint_law, split
+from support.enumeration import COMPILE_FAST, autoregressive, enumerate_round, joint_distribution, split
 
 OPTIMISED = True
 
@@ -87,18 +87,20 @@ def grid(vocab_size):
     lengths = [vocab_size**n for n in range({3: 7, 4: 5}[vocab_size])]
     kinds = kinds_of_logits(np.random.default_rng(vocab_size), (sum(lengths), vocab_size))
     targets, drafts = (np.stack(logits) for logits in zip(*kinds.values()))
-    laws = [(warped(target_warp, targets), warped(draft_warp, drafts)) for target_warp, draft_warp in WARPS.values()]
+    distributions = [
+        (warped(target_warp, targets), warped(draft_warp, drafts)) for target_warp, draft_warp in WARPS.values()
+    ]
     names = [f"{kind}, {warp}" for warp in WARPS for kind in kinds]
-    target, draft = (np.split(np.concatenate(side), np.cumsum(lengths)[:-1], axis=1) for side in zip(*laws))
+    target, draft = (np.split(np.concatenate(side), np.cumsum(lengths)[:-1], axis=1) for side in zip(*distributions))
     return names, target, draft
 
 
 def one_hots(names, *sides):
     keep = [i for i, name in enumerate(names) if name.startswith("one-hot")]
-    return [names[i] for i in keep], *([table[keep] for table in laws] for laws in sides)
+    return [names[i] for i in keep], *([table[keep] for table in distributions] for distributions in sides)
 
 
-def random_laws(seed, scenarios, vocab_size, depth):
+def random_distributions(seed, scenarios, vocab_size, depth):
     rng = np.random.default_rng(seed)
     return [log_softmax(1.5 * rng.normal(size=(scenarios, vocab_size**n, vocab_size)), -1) for n in range(depth)]
 
@@ -110,8 +112,8 @@ def constant(probs, depth):
 
 
 def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EXACT, **kwargs):
-    law = joint_law(rule, target, draft, num_tokens=num_tokens, length=length, **kwargs)
-    error = np.abs(law - autoregressive(target, length)).max(-1)
+    distribution = joint_distribution(rule, target, draft, num_tokens=num_tokens, length=length, **kwargs)
+    error = np.abs(distribution - autoregressive(target, length)).max(-1)
     worst = error.argmax()  # a nan, if there is one
     assert error[worst] < tolerance, names[worst]
 
@@ -121,14 +123,14 @@ def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EX
 
 @pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)])
 @every_rule
-def test_emitted_tokens_have_the_targets_joint_law(rule, vocab_size, num_tokens, length):
+def test_emitted_tokens_have_the_targets_joint_distribution(rule, vocab_size, num_tokens, length):
     names, target, draft = grid(vocab_size)
     assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length)
 
 
 @pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)])
 @every_rule
-def test_a_draft_without_laws_is_one_hot(rule, vocab_size, num_tokens, length):
+def test_a_draft_without_distributions_is_one_hot(rule, vocab_size, num_tokens, length):
     names, target, draft = one_hots(*grid(vocab_size))
     assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length, one_hot=True)
 
@@ -155,7 +157,7 @@ def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
     return num_drafted
 
 
-@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @pytest.mark.parametrize("drafted", [drafted_per_prefix, drafted_until_told_to_stop])
 @every_rule
 def test_any_number_of_tokens_may_be_drafted(rule, drafted, one_hot):
@@ -171,7 +173,7 @@ def test_any_number_of_tokens_may_be_drafted(rule, drafted, one_hot):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
-@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_without_a_draft_the_target_is_drawn(rule, one_hot, num_tokens):
     _, target, draft = grid(3)
@@ -180,7 +182,7 @@ def test_without_a_draft_the_target_is_drawn(rule, one_hot, num_tokens):
     assert np.all(np.abs(rounds.last_SXDNV[..., 0, :] - np.exp(target[0])[:, :, None]) < EXACT)
 
 
-@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_padding_is_not_looked_at(rule, one_hot):
     rng, rows, num_tokens, vocab_size = np.random.default_rng(1), 500, 3, 4
@@ -193,11 +195,11 @@ def test_padding_is_not_looked_at(rule, one_hot):
     other_draft = np.where(padding[:, :-1, None], np.nan, draft)
     other_target = np.where(np.arange(num_tokens + 1)[None, :, None] > num_drafted[:, None, None], np.nan, target)
 
-    def laws(x):
+    def distributions(x):
         return None if one_hot else x
 
-    acceptance, residual = split(rule, tokens, num_drafted, laws(draft), target)
-    other_acceptance, other_residual = split(rule, other_tokens, num_drafted, laws(other_draft), other_target)
+    acceptance, residual = split(rule, tokens, num_drafted, distributions(draft), target)
+    other_acceptance, other_residual = split(rule, other_tokens, num_drafted, distributions(other_draft), other_target)
     np.testing.assert_array_equal(other_acceptance, acceptance)
     reachable = np.arange(num_tokens + 1) <= num_drafted[:, None]
     np.testing.assert_array_equal(other_residual[reachable], residual[reachable])
@@ -279,45 +281,47 @@ BROKEN = {
 }
 
 
-WITHOUT_LAWS = [name for name in BROKEN if name.startswith("TokenRule") or "stops" in name]
+WITHOUT_DISTRIBUTIONS = [name for name in BROKEN if name.startswith("TokenRule") or "stops" in name]
 
 
-@pytest.mark.parametrize("name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_LAWS])
+@pytest.mark.parametrize(
+    "name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_DISTRIBUTIONS]
+)
 def test_a_broken_rule_is_caught(name, one_hot):
-    target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
+    target, draft = random_distributions(3, 4, 3, 6), random_distributions(4, 4, 3, 6)
     if one_hot:
         draft = [log(np.eye(3)[table.argmax(-1)]) for table in draft]
-    law = joint_law(BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot)
-    assert np.abs(law - autoregressive(target, 3)).max() > BIASED
+    distribution = joint_distribution(BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot)
+    assert np.abs(distribution - autoregressive(target, 3)).max() > BIASED
 
 
 def test_a_mutant_that_mutates_nothing_is_exact():
-    target, draft = random_laws(3, 4, 3, 6), random_laws(4, 4, 3, 6)
+    target, draft = random_distributions(3, 4, 3, 6), random_distributions(4, 4, 3, 6)
     same = broken(BlockRule, residual=block_residual(take))
     assert_exact(same, "0123", target, draft, num_tokens=3, length=3)
 
 
 @rules_with_coins
-def test_the_laws_shown_must_be_those_drawn_from(rule):
-    target, raw = random_laws(5, 4, 3, 5), random_laws(6, 4, 3, 5)
+def test_the_distributions_shown_must_be_those_drawn_from(rule):
+    target, raw = random_distributions(5, 4, 3, 5), random_distributions(6, 4, 3, 5)
     draft = [log_softmax(2 * table, -1) for table in raw]
-    law = joint_law(rule, target, draft, num_tokens=2, length=3, shown=raw)
-    assert np.all(np.abs(law - autoregressive(target, 3)).max(-1) > BIASED)
+    distribution = joint_distribution(rule, target, draft, num_tokens=2, length=3, shown=raw)
+    assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
 
 
 @rules_with_coins
 def test_a_token_must_not_be_dropped_for_its_probability(rule):
-    target, draft = random_laws(7, 4, 3, 5), random_laws(8, 4, 3, 5)
+    target, draft = random_distributions(7, 4, 3, 5), random_distributions(8, 4, 3, 5)
     drop = [np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2) for m in range(3)]
-    law = joint_law(rule, target, draft, num_tokens=2, length=3, num_drafted=drop)
-    assert np.all(np.abs(law - autoregressive(target, 3)).max(-1) > BIASED)
+    distribution = joint_distribution(rule, target, draft, num_tokens=2, length=3, num_drafted=drop)
+    assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
 
 
-def test_an_argmax_draft_with_its_soft_law_is_biased():
+def test_an_argmax_draft_with_its_soft_distribution_is_biased():
     target, soft = constant([0.2, 0.3, 0.5], 2), constant([0.5, 0.3, 0.2], 2)
     drawn = constant([1.0, 0.0, 0.0], 2)
-    law = joint_law(TokenRule(), target, drawn, num_tokens=1, length=1, shown=soft)
-    np.testing.assert_allclose(law[0], [0.4, 0, 0.6], atol=EXACT)
+    distribution = joint_distribution(TokenRule(), target, drawn, num_tokens=1, length=1, shown=soft)
+    np.testing.assert_allclose(distribution[0], [0.4, 0, 0.6], atol=EXACT)
 
 
 # Values known in closed form.
@@ -342,11 +346,11 @@ def test_block_rule_step_by_step():
     q, p = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
     drafts = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32)
     num_drafted = np.full(4, 2, np.int32)
-    draft_laws, target_laws = (np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3)))
-    acceptance, residual = split(BlockRule(), drafts, num_drafted, draft_laws, target_laws)
+    draft_distributions, target_distributions = (np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3)))
+    acceptance, residual = split(BlockRule(), drafts, num_drafted, draft_distributions, target_distributions)
     with jax.enable_x64(True):
-        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BRV=draft_laws)
-        c = np.exp(BlockRule().prefix_weights(draft, jnp.asarray(target_laws)))
+        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
+        c = np.exp(BlockRule().prefix_weights(draft, jnp.asarray(target_distributions)))
     np.testing.assert_allclose(c, [[1, 0.5, 0.25], [1, 0.5, 1], [1, 1, 0.5], [1, 1, 1]], atol=EXACT)
     np.testing.assert_allclose(acceptance, [[0, 0.25], [0, 1], [1, 0.5], [1, 1]], atol=EXACT)
     np.testing.assert_allclose(residual[:, 1].sum(-1), [0, 0, 1 / 3, 1 / 3], atol=EXACT)  # A_1
@@ -382,7 +386,10 @@ def test_coupled_rule_accepts_as_often_as_two_races_agree():
 
 def test_block_rule_keeps_a_prefix_with_its_weight():
     num_tokens, scenarios = 3, 20
-    target, draft = random_laws(10, scenarios, 3, num_tokens + 1), random_laws(11, scenarios, 3, num_tokens)
+    target, draft = (
+        random_distributions(10, scenarios, 3, num_tokens + 1),
+        random_distributions(11, scenarios, 3, num_tokens),
+    )
     rounds = enumerate_round(BlockRule(), target, draft, num_tokens=num_tokens)
     joint = rounds.joint_SXDNV.sum(-1)[:, 0]  # [S, D, N]
     for i in range(1, num_tokens + 1):
@@ -397,7 +404,7 @@ def test_block_rule_keeps_a_prefix_with_its_weight():
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
 def test_block_rule_never_keeps_fewer_tokens(num_tokens):
-    target, draft = random_laws(12, 300, 3, num_tokens + 1), random_laws(13, 300, 3, num_tokens)
+    target, draft = random_distributions(12, 300, 3, num_tokens + 1), random_distributions(13, 300, 3, num_tokens)
     token, block = (
         enumerate_round(rule, target, draft, num_tokens=num_tokens).expected_accepted_SX
         for rule in (TokenRule(), BlockRule())
@@ -410,9 +417,9 @@ def test_block_rule_never_keeps_fewer_tokens(num_tokens):
 
 
 @every_rule
-def test_equal_laws_are_always_accepted(rule):
-    laws = random_laws(14, 20, 3, 4)
-    rounds = enumerate_round(rule, laws, laws, num_tokens=3)
+def test_equal_distributions_are_always_accepted(rule):
+    distributions = random_distributions(14, 20, 3, 4)
+    rounds = enumerate_round(rule, distributions, distributions, num_tokens=3)
     np.testing.assert_allclose(rounds.num_accepted_SXDN[..., 3], 1, atol=EXACT)
 
 

@@ -34,21 +34,21 @@ def some_keys(rows, keys=RoundKeys):
     return keys(rows_B=row_keys(20, ids, jnp.zeros_like(ids)), starts_B=3 + ids % 5)
 
 
-def draw_with(rule, keys, law_BV, *, node, depth):
-    return rule.sample(law_BV, keys, node=node, depth=depth)
+def draw_with(rule, keys, distribution_BV, *, node, depth):
+    return rule.sample(distribution_BV, keys, node=node, depth=depth)
 
 
-def drafted(draw, laws_KXV, rows):
+def drafted(draw, distributions_KXV, rows):
     """Draws K tokens per row: the index of each draft among all, its tokens and the distributions it was drawn from."""
-    num_tokens, _, vocab_size = laws_KXV.shape
+    num_tokens, _, vocab_size = distributions_KXV.shape
 
     def step(index_B, at):
-        offset, laws_XV = at
-        law_BV = laws_XV[index_B]
-        tokens_B = draw(law_BV, node=offset, depth=offset)
-        return index_B * vocab_size + tokens_B, (tokens_B, law_BV)
+        offset, distributions_XV = at
+        distribution_BV = distributions_XV[index_B]
+        tokens_B = draw(distribution_BV, node=offset, depth=offset)
+        return index_B * vocab_size + tokens_B, (tokens_B, distribution_BV)
 
-    index_B, rest = jax.lax.scan(step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), laws_KXV))
+    index_B, rest = jax.lax.scan(step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), distributions_KXV))
     return index_B, *(x.swapaxes(0, 1) for x in rest)
 
 
@@ -57,8 +57,10 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
     """Drafts and verifies one round in ROWS rows; counts [draft, n, appended token]."""
     num_tokens, _, vocab_size = draft_KXV.shape
     round_keys = some_keys(ROWS, keys)
-    index_B, tokens_BK, laws_BKV = drafted(functools.partial(draw_with, drafted_by, round_keys), draft_KXV, ROWS)
-    log_probs_BRV = None if one_hot else laws_BKV
+    index_B, tokens_BK, distributions_BKV = drafted(
+        functools.partial(draw_with, drafted_by, round_keys), draft_KXV, ROWS
+    )
+    log_probs_BRV = None if one_hot else distributions_BKV
     draft = Draft(tokens_BK=tokens_BK, num_drafted_B=stop_D[index_B], log_probs_BRV=log_probs_BRV)
     scored = [target_TXV[i][index_B // vocab_size ** (num_tokens - i)] for i in range(num_tokens + 1)]
     verdict = rule.verify(draft, Given(jnp.stack(scored, axis=1), draft), round_keys)
@@ -72,9 +74,9 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
     return jnp.bincount(cell_B, length=np.prod(shape)).reshape(shape), well_formed
 
 
-def side_by_side(laws):
+def side_by_side(distributions):
     """The one scenario's tables, [steps, X, V] float32, where short prefixes leave rows unused."""
-    tables = [table[0].astype(np.float32) for table in laws]
+    tables = [table[0].astype(np.float32) for table in distributions]
     return np.stack([np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables])
 
 
@@ -108,10 +110,10 @@ def enumerated(rule, target, draft, *, stop=None, one_hot=False):
     return without_withheld(rounds.joint_SXDNV[0, 0], stop)
 
 
-def p_value(counts, law):
+def p_value(counts, distribution):
     """Chi-square, with the rare cells pooled; 0 if something happened that cannot."""
-    np.testing.assert_allclose(law.sum(), 1, atol=1e-9)
-    expected, counts = law.ravel() * counts.sum(), counts.ravel()
+    np.testing.assert_allclose(distribution.sum(), 1, atol=1e-9)
+    expected, counts = distribution.ravel() * counts.sum(), counts.ravel()
     if np.any(counts[expected < 1e-9] > 0):
         return 0.0
     rare = expected < 10
@@ -124,7 +126,7 @@ def p_value(counts, law):
     return scipy.stats.chisquare(counts[keep], expected[keep], sum_check=False).pvalue
 
 
-def some_laws(seed, depth, vocab_size=VOCAB_SIZE):
+def some_distributions(seed, depth, vocab_size=VOCAB_SIZE):
     rng = np.random.default_rng(seed)
     return [log_softmax(1.2 * rng.normal(size=(1, vocab_size**n, vocab_size)), -1) for n in range(depth)]
 
@@ -134,8 +136,8 @@ def verify(rule, draft, target, keys):
     return rule.verify(draft, Given(target, draft), keys)
 
 
-def hostile_laws(rng, steps):
-    """Laws with excluded tokens, tokens near and below the least float32, and distributions of a single token."""
+def hostile_distributions(rng, steps):
+    """Distributions with excluded tokens, tokens near and below the least float32, and distributions of a single token."""
     shape = (FEW_ROWS, steps, WIDE_VOCAB_SIZE)
     logits = rng.normal(size=shape) * rng.choice([0.3, 2, 30], size=shape[:2] + (1,))
     logits = np.where(rng.random(shape) < 0.2, rng.choice([-15, -87.5, -104, -1e4], size=shape), logits)
@@ -144,21 +146,21 @@ def hostile_laws(rng, steps):
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
-def draft_each_row(rule, laws_BKV, keys):
+def draft_each_row(rule, distributions_BKV, keys):
     """Tokens [B, K] from distributions that differ by row."""
     draw = functools.partial(draw_with, rule, keys)
-    by_step = laws_BKV.swapaxes(0, 1), jnp.arange(laws_BKV.shape[1])
+    by_step = distributions_BKV.swapaxes(0, 1), jnp.arange(distributions_BKV.shape[1])
     return jax.lax.map(lambda at: draw(at[0], node=at[1], depth=at[1]), by_step).T
 
 
-TARGET, DRAFT = some_laws(0, NUM_TOKENS + 1), some_laws(1, NUM_TOKENS)
+TARGET, DRAFT = some_distributions(0, NUM_TOKENS + 1), some_distributions(1, NUM_TOKENS)
 ONE_HOT = [np.where(np.eye(VOCAB_SIZE)[table.argmax(-1)], 0, -np.inf) for table in DRAFT]
 FIRST, SECOND = np.arange(27) // 9, np.arange(27) // 3 % 3
 STOP = np.where(FIRST == 0, 1, np.where(SECOND == 1, 2, 3))  # decided by what is drafted
 
 SETTINGS = {
-    "laws": {"draft": DRAFT},
-    "laws, ragged": {"draft": DRAFT, "stop": STOP},
+    "distributions": {"draft": DRAFT},
+    "distributions, ragged": {"draft": DRAFT, "stop": STOP},
     "one-hot": {"draft": ONE_HOT, "one_hot": True},
     "nothing": {"draft": DRAFT, "stop": 0},
 }
@@ -169,7 +171,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @every_rule
-def test_verify_draws_the_enumerated_law(rule, setting):
+def test_verify_draws_the_enumerated_distribution(rule, setting):
     setting = SETTINGS[setting]
     assert p_value(count(rule, TARGET, **setting), enumerated(rule, TARGET, **setting)) > ALARM
 
@@ -216,8 +218,8 @@ def test_a_residual_without_mass_falls_back_to_the_target():
     refuses = broken(TokenRule, acceptance=lambda self, draft, target: jnp.zeros_like(draft.tokens_BK, jnp.float32))
     counts = count(refuses, TARGET, TARGET[:-1])
     assert counts[:, 1:].sum() == 0
-    law = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(TARGET[0][0])
-    assert p_value(counts[:, 0], law) > ALARM
+    distribution = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(TARGET[0][0])
+    assert p_value(counts[:, 0], distribution) > ALARM
 
 
 # The coupled rule: two races over the same noise.
@@ -255,7 +257,7 @@ def two_races(p, q):
     return joint
 
 
-def pairs_of_laws():
+def pairs_of_distributions():
     rng = np.random.default_rng(2)
     pairs = list(rng.dirichlet(np.full(5, 0.8), size=(40, 2)))
     return pairs + [
@@ -268,15 +270,15 @@ def pairs_of_laws():
     ]
 
 
-def test_the_law_of_two_races_has_the_two_laws_as_its_margins():
-    for p, q in pairs_of_laws():
+def test_the_distribution_of_two_races_has_the_two_distributions_as_its_margins():
+    for p, q in pairs_of_distributions():
         joint = two_races(p, q)
         np.testing.assert_allclose(joint.sum(1), p, atol=1e-12)
         np.testing.assert_allclose(joint.sum(0), q, atol=1e-12)
 
 
 def test_the_integral_of_two_races_by_quadrature():
-    for p, q in pairs_of_laws():
+    for p, q in pairs_of_distributions():
         knots = np.unique([0, *(p[q > 0] / q[q > 0]), 2.5])
         pieces = [
             scipy.integrate.quad(lambda r: overlap(p, q, r) ** -2, low, high, epsabs=1e-13)[0]
@@ -286,9 +288,9 @@ def test_the_integral_of_two_races_by_quadrature():
             np.testing.assert_allclose(integral_to(p, q, knot), integral, atol=1e-10)
 
 
-def test_coupled_rule_splits_the_law_of_two_races():
+def test_coupled_rule_splits_the_distribution_of_two_races():
     with np.errstate(divide="ignore"):
-        for p, q in pairs_of_laws():
+        for p, q in pairs_of_distributions():
             target, draft = [np.log(q)[None, None], np.log(np.tile(q, (1, len(q), 1)))], [np.log(p)[None, None]]
             rounds = enumerate_round(CoupledSplit(), target, draft, num_tokens=1)
             joint = rounds.joint_SXDNV[0, 0]
@@ -305,22 +307,22 @@ def count_pairs(target, draft, **kwargs):
 
 
 def test_coupled_rule_draws_two_races():
-    law = two_races(np.exp(DRAFT[0][0, 0]), np.exp(TARGET[0][0, 0]))
-    assert p_value(count_pairs(TARGET, DRAFT), law) > ALARM
-    assert p_value(count_pairs(TARGET, DRAFT, drafted_by=TokenRule()), law) < ALARM
+    distribution = two_races(np.exp(DRAFT[0][0, 0]), np.exp(TARGET[0][0, 0]))
+    assert p_value(count_pairs(TARGET, DRAFT), distribution) > ALARM
+    assert p_value(count_pairs(TARGET, DRAFT, drafted_by=TokenRule()), distribution) < ALARM
     p, q = np.array([0.6, 0.4, 0.0]), np.array([0.0, 0.3, 0.7])
     with np.errstate(divide="ignore"):
-        target, draft = ([np.log(x)[None, None], *laws[1:]] for x, laws in ((q, TARGET), (p, DRAFT)))
+        target, draft = ([np.log(x)[None, None], *distributions[1:]] for x, distributions in ((q, TARGET), (p, DRAFT)))
     assert p_value(count_pairs(target, draft), two_races(p, q)) > ALARM
 
 
 def test_coupled_rule_emits_the_targets_own_choices():
     rng, keys = np.random.default_rng(3), some_keys(FEW_ROWS)
-    target, laws = hostile_laws(rng, NUM_TOKENS + 1), hostile_laws(rng, NUM_TOKENS)
+    target, distributions = hostile_distributions(rng, NUM_TOKENS + 1), hostile_distributions(rng, NUM_TOKENS)
     own = np.asarray(draft_each_row(CoupledSplit(), target, keys))
     guesses = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS))
     tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(np.int32)
-    for log_probs in (None, laws):
+    for log_probs in (None, distributions):
         num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
         draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
         verdict = verify(CoupledSplit(), draft, target, keys)
@@ -343,9 +345,9 @@ VECTORS = [  # drafted, the target's argmax, emitted: as other implementations t
 ]
 
 
-@pytest.mark.parametrize("laws", ["none", "written out", "soft"])
+@pytest.mark.parametrize("distributions", ["none", "written out", "soft"])
 @every_rule
-def test_greedy_targets(rule, laws):
+def test_greedy_targets(rule, distributions):
     often = FEW_ROWS // len(VECTORS)
 
     def pad(vector, width, value):
@@ -362,7 +364,7 @@ def test_greedy_targets(rule, laws):
     draft = Draft(
         tokens_BK=tokens_BK,
         num_drafted_B=np.tile(np.array([len(row[0]) for row in VECTORS], np.int32), often),
-        log_probs_BRV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[laws],
+        log_probs_BRV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[distributions],
     )
     verdict = verify(rule, draft, one_hot(argmax_BT), some_keys(FEW_ROWS))
     np.testing.assert_array_equal(verdict.tokens_BT, emitted_BT)
@@ -371,24 +373,24 @@ def test_greedy_targets(rule, laws):
 
 @every_rule
 def test_no_room_for_a_draft(rule):
-    law = log_softmax(np.random.default_rng(7).normal(size=4))
-    target = np.tile(law, (ROWS, 1, 1)).astype(np.float32)
+    distribution = log_softmax(np.random.default_rng(7).normal(size=4))
+    target = np.tile(distribution, (ROWS, 1, 1)).astype(np.float32)
     draft = Draft(tokens_BK=np.zeros((ROWS, 0), np.int32), num_drafted_B=np.zeros(ROWS, np.int32))
     verdict = verify(rule, draft, target, some_keys(ROWS))
     assert verdict.tokens_BT.shape == (ROWS, 1)
     assert np.all(verdict.num_accepted_B == 0)
-    assert p_value(np.bincount(verdict.tokens_BT[:, 0], minlength=4), np.exp(law)) > ALARM
+    assert p_value(np.bincount(verdict.tokens_BT[:, 0], minlength=4), np.exp(distribution)) > ALARM
 
 
-@pytest.mark.parametrize("one_hot", [False, True], ids=["laws", "one-hot"])
+@pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_nothing_but_numbers_comes_out(rule, one_hot):
     rng, keys = np.random.default_rng(4), some_keys(FEW_ROWS)
-    target, laws = hostile_laws(rng, NUM_TOKENS + 1), hostile_laws(rng, NUM_TOKENS)
-    laws[::4] = target[::4, :NUM_TOKENS]
-    tokens = np.asarray(draft_each_row(rule, laws, keys))
+    target, distributions = hostile_distributions(rng, NUM_TOKENS + 1), hostile_distributions(rng, NUM_TOKENS)
+    distributions[::4] = target[::4, :NUM_TOKENS]
+    tokens = np.asarray(draft_each_row(rule, distributions, keys))
     num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
-    log_probs = None if one_hot else laws
+    log_probs = None if one_hot else distributions
     in_32, in_64 = (split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64))
     for acceptance, residual in (in_32, in_64):
         assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
@@ -405,14 +407,14 @@ def test_nothing_but_numbers_comes_out(rule, one_hot):
 
 
 @every_rule
-def test_equal_laws_are_accepted_whatever_the_noise(rule):
-    laws, keys = hostile_laws(np.random.default_rng(5), NUM_TOKENS + 1), some_keys(FEW_ROWS)
-    draft_laws, num_drafted = laws[:, :NUM_TOKENS], np.full(FEW_ROWS, NUM_TOKENS, np.int32)
-    tokens = np.asarray(draft_each_row(rule, draft_laws, keys))
-    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_laws)
-    assert np.all(verify(rule, draft, laws, keys).num_accepted_B == NUM_TOKENS)
+def test_equal_distributions_are_accepted_whatever_the_noise(rule):
+    distributions, keys = hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1), some_keys(FEW_ROWS)
+    draft_distributions, num_drafted = distributions[:, :NUM_TOKENS], np.full(FEW_ROWS, NUM_TOKENS, np.int32)
+    tokens = np.asarray(draft_each_row(rule, draft_distributions, keys))
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
+    assert np.all(verify(rule, draft, distributions, keys).num_accepted_B == NUM_TOKENS)
     if not isinstance(rule, CoupledSplit):
-        acceptance, residual = split(rule, tokens, num_drafted, draft_laws, laws, np.float32)
+        acceptance, residual = split(rule, tokens, num_drafted, draft_distributions, distributions, np.float32)
         assert np.all(acceptance == 1)
         assert np.all(residual[:, :NUM_TOKENS] == 0)
 
@@ -420,9 +422,9 @@ def test_equal_laws_are_accepted_whatever_the_noise(rule):
 def test_a_block_prefix_of_weight_one_is_kept_for_sure():
     rng = np.random.default_rng(6)
     shape = (FEW_ROWS, NUM_TOKENS, WIDE_VOCAB_SIZE)
-    laws = log_softmax(rng.normal(size=shape) * rng.uniform(0, 12, size=(FEW_ROWS, 1, 1)), -1)
+    distributions = log_softmax(rng.normal(size=shape) * rng.uniform(0, 12, size=(FEW_ROWS, 1, 1)), -1)
     best = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS + 1)).astype(np.int32)
     target = np.where(np.eye(WIDE_VOCAB_SIZE)[best], 0, -np.inf)
     num_drafted = np.full(FEW_ROWS, NUM_TOKENS, np.int32)
-    acceptance, _ = split(BlockRule(), best[:, :NUM_TOKENS], num_drafted, laws, target, np.float32)
+    acceptance, _ = split(BlockRule(), best[:, :NUM_TOKENS], num_drafted, distributions, target, np.float32)
     assert np.all(acceptance == 1)

@@ -82,7 +82,7 @@ def oracle(logits, *steps, dtype=np.float32):
     return x - np.log(np.exp(x).sum(-1, keepdims=True)), undecided
 
 
-def assert_same_law(actual, expected, undecided=None, atol=2e-5):
+def assert_same_distribution(actual, expected, undecided=None, atol=2e-5):
     actual, expected = np.asarray(actual), np.asarray(expected)
     if undecided is not None:
         actual, expected = actual[~undecided], expected[~undecided]
@@ -101,7 +101,7 @@ def test_each_warp_follows_its_rule(name, vocab_size):
     num_undecided = 0
     for value in values_of(name, vocab_size):
         expected, undecided = oracle(logits, (name, value))
-        assert_same_law(warped(chain(WARPS[name](value)), logits), expected, undecided)
+        assert_same_distribution(warped(chain(WARPS[name](value)), logits), expected, undecided)
         num_undecided += undecided.sum()
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
@@ -122,7 +122,9 @@ def test_chains_follow_the_rules_in_order(order, vocab_size):
         named = {"t": ("temperature", t), "k": ("top_k", k), "p": ("top_p", p), "m": ("min_p", m)}
         steps = [named[letter] for letter in order]
         expected, undecided = oracle(logits, *steps)
-        assert_same_law(warped(chain(*(WARPS[name](value) for name, value in steps)), logits), expected, undecided)
+        assert_same_distribution(
+            warped(chain(*(WARPS[name](value) for name, value in steps)), logits), expected, undecided
+        )
         num_undecided += undecided.sum()
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
@@ -134,9 +136,9 @@ def test_order_matters():
     assert (flattened_first > -np.inf).sum() == 3 and (filtered_first > -np.inf).sum() == 2
 
 
-def test_the_empty_chain_leaves_the_law_of_the_model():
+def test_the_empty_chain_leaves_the_distribution_of_the_model():
     logits = some_logits(130)
-    assert_same_law(warped(chain(), logits), oracle(logits)[0])
+    assert_same_distribution(warped(chain(), logits), oracle(logits)[0])
 
 
 @pytest.mark.parametrize(
@@ -181,10 +183,10 @@ def test_every_row_has_its_own_numbers(shape):
     assert together.shape == logits.shape and together.dtype == jnp.float32
     for b in range(4):
         alone = warped(chain(*(WARPS[name](column[b]) for name, column in columns.items())), logits[b : b + 1])
-        assert_same_law(together[b], alone[0], atol=1e-6)
+        assert_same_distribution(together[b], alone[0], atol=1e-6)
         expected, undecided = oracle(logits[b : b + 1], *((name, column[b]) for name, column in columns.items()))
         assert not undecided.any()
-        assert_same_law(together[b], expected[0])
+        assert_same_distribution(together[b], expected[0])
     sizes = np.asarray(together > -np.inf).reshape(4, -1, 130).sum(-1)
     assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()  # the rows do differ
 
@@ -196,7 +198,7 @@ def test_for_rows_gives_one_value_per_row_and_repeats_prompts():
     assert warp.warps[0].value.dtype == np.float32 and warp.warps[1].value.dtype == np.int32
 
 
-def test_for_rows_changes_no_law():
+def test_for_rows_changes_no_distribution():
     logits = some_logits(130)
     warp = chain(temperature(0.3), top_k(20), top_p(0.9), min_p(0.02))
     np.testing.assert_array_equal(warped(for_rows(warp, len(logits)), logits), warped(warp, logits))
@@ -220,8 +222,8 @@ def test_turning_numbers_does_not_recompile():
 
 @pytest.mark.parametrize("warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])])
 def test_greedy_breaks_ties_to_the_lowest_index(warp):
-    law = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))
-    np.testing.assert_array_equal(law, np.where(np.arange(4) == [[1], [0]], 0, -np.inf))
+    distribution = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))
+    np.testing.assert_array_equal(distribution, np.where(np.arange(4) == [[1], [0]], 0, -np.inf))
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 9e-6])
@@ -229,27 +231,27 @@ def test_greedy_never_divides(value):
     """Huge logits at temperature 0 or nearly 0 make neither NaN nor infinity, not even on the way."""
     logits = np.float32([[1e30, -1e30, 3e38, -np.inf], [-3e38, -1e30, -np.inf, -np.inf], [0, 1e-30, 0, 0]])
     with jax.debug_nans(True):
-        law = np.asarray(log_probs(chain(temperature(value)), logits))
-    np.testing.assert_array_equal(law, np.where(np.arange(4) == [[2], [1], [1]], 0, -np.inf))
+        distribution = np.asarray(log_probs(chain(temperature(value)), logits))
+    np.testing.assert_array_equal(distribution, np.where(np.arange(4) == [[2], [1], [1]], 0, -np.inf))
 
 
 def test_huge_logits_are_sampled_without_nan():
     warp = chain(temperature(0.3), top_k(3), top_p(0.9), min_p(0.1))
-    law = np.exp(warped(warp, np.float32([[1e30, 1e30, -1e30, 0]])))
-    np.testing.assert_allclose(law, [[0.5, 0.5, 0, 0]], atol=1e-6)
+    distribution = np.exp(warped(warp, np.float32([[1e30, 1e30, -1e30, 0]])))
+    np.testing.assert_allclose(distribution, [[0.5, 0.5, 0, 0]], atol=1e-6)
 
 
 def test_filters_after_greedy_keep_its_token():
-    law = warped(chain(temperature(0), top_k(2), top_p(0.5), min_p(0.3)), np.float32([[0, 2, 2, 1]]))
-    np.testing.assert_array_equal(law, np.where(np.arange(4) == 1, 0, -np.inf)[None])
+    distribution = warped(chain(temperature(0), top_k(2), top_p(0.5), min_p(0.3)), np.float32([[0, 2, 2, 1]]))
+    np.testing.assert_array_equal(distribution, np.where(np.arange(4) == 1, 0, -np.inf)[None])
 
 
 def test_bfloat16_logits_give_float32_log_probs():
     warp = chain(temperature(0.3), top_k(40), top_p(0.9), min_p(0.01))
     logits = jnp.asarray(some_logits(130), jnp.bfloat16)
-    law = warped(warp, logits)
-    assert law.dtype == jnp.float32
-    np.testing.assert_array_equal(law, warped(warp, logits.astype(jnp.float32)))
+    distribution = warped(warp, logits)
+    assert distribution.dtype == jnp.float32
+    np.testing.assert_array_equal(distribution, warped(warp, logits.astype(jnp.float32)))
 
 
 def test_float64_stays_float64():
@@ -258,9 +260,9 @@ def test_float64_stays_float64():
     expected, undecided = oracle(logits, *steps)
     assert not undecided.any()
     with jax.enable_x64(True):
-        law = warped(chain(*(WARPS[name](value) for name, value in steps)), logits)
-        assert law.dtype == jnp.float64
-        assert_same_law(law, expected, atol=1e-13)
+        distribution = warped(chain(*(WARPS[name](value) for name, value in steps)), logits)
+        assert distribution.dtype == jnp.float64
+        assert_same_distribution(distribution, expected, atol=1e-13)
 
 
 @pytest.mark.parametrize(

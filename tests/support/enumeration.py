@@ -13,7 +13,7 @@ which tokens were emitted before it. (As drawn, the coupled rule never looks at 
 withheld tokens, so it survives wrong distributions and tokens dropped for their value. Its split describes a
 drafter without such mistakes and cannot show that.)
 
-Laws are tables that see the *whole* prefix. ``laws[n]`` is ``[S, V**n, V]``, the log-probabilities after
+Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the log-probabilities after
 each prefix of length n, read as a number in base V; S counts independent scenarios, which share the
 few jitted calls of one fixed shape in which the rule is evaluated.
 """
@@ -32,13 +32,13 @@ import numpy as np
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions
 from specsamp.sampling.warp import chain
 
-Laws = Sequence[np.ndarray]
+Distributions = Sequence[np.ndarray]
 
 CHUNK = 4096  # rows per jitted call
 COMPILE_FAST = {"xla_backend_optimization_level": 0}  # small functions: compiling takes longer than running
 
 
-def autoregressive(target: Laws, length: int) -> np.ndarray:
+def autoregressive(target: Distributions, length: int) -> np.ndarray:
     """The target's own joint distribution of ``length`` tokens, ``[S, V**length]``."""
     joint = np.ones((target[0].shape[0], 1))
     for table in target[:length]:
@@ -46,16 +46,16 @@ def autoregressive(target: Laws, length: int) -> np.ndarray:
     return joint
 
 
-def joint_law(
+def joint_distribution(
     rule: Rule,
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     *,
     num_tokens: int,
     length: int,
     num_drafted: Sequence[np.ndarray] | None = None,
     one_hot: bool = False,
-    shown: Laws | None = None,
+    shown: Distributions | None = None,
     dtype: type = np.float64,
 ) -> np.ndarray:
     """The joint distribution of the first ``length`` tokens that rounds of ``rule`` emit, ``[S, V**length]``.
@@ -82,9 +82,9 @@ def joint_law(
             dtype=dtype,
         )
         for n in range(num_tokens + 1):
-            law = reached[m][..., None] * rounds.emitted(n)
+            distribution = reached[m][..., None] * rounds.emitted(n)
             end = min(m + n + 1, length)
-            reached[end] += law.reshape(scenarios, vocab_size**end, -1).sum(-1)
+            reached[end] += distribution.reshape(scenarios, vocab_size**end, -1).sum(-1)
     return reached[length]
 
 
@@ -117,13 +117,13 @@ class Rounds:
 
 def enumerate_round(
     rule: Rule,
-    target: Laws,
-    draft: Laws,
+    target: Distributions,
+    draft: Distributions,
     *,
     num_tokens: int,
     num_drafted: np.ndarray | None = None,
     one_hot: bool = False,
-    shown: Laws | None = None,
+    shown: Distributions | None = None,
     dtype: type = np.float64,
 ) -> Rounds:
     """One round from every prefix of ``target[0]``, whose length need not be zero.
@@ -144,8 +144,8 @@ def enumerate_round(
     num_drafts = vocab_size**num_tokens
     shape = (scenarios, prefixes, num_drafts)
 
-    def along_drafts(laws: Laws, steps: int) -> np.ndarray:  # [S, X, D, steps, V]
-        rows = [np.repeat(laws[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
+    def along_drafts(distributions: Distributions, steps: int) -> np.ndarray:  # [S, X, D, steps, V]
+        rows = [np.repeat(distributions[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
         stacked = np.stack(rows, axis=2) if rows else np.zeros((scenarios, prefixes * num_drafts, 0, vocab_size))
         return stacked.reshape(shape + (steps, vocab_size))
 

@@ -30,6 +30,7 @@ LEFT_OUT = {
     "matplotlib": "figures and notebooks",
     "jupytext": "notebooks",
     "sentencepiece": "tokenizers of the kind of SentencePiece",
+    "jinja2": "chat templates",
     "shellcheck": "the check of shell scripts",
     "libtpu": "programs compiled for TPUs",
 }

@@ -99,17 +99,19 @@ def near(table, seed, scale):
     return table + scale * jnp.asarray(np.random.default_rng(seed).normal(size=table.shape), jnp.float32)
 
 
-def joint_law(table, warp, prompt, length):
+def joint_distribution(table, warp, prompt, length):
     """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration."""
     vocab_size = table.shape[-1]
-    laws = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(table.shape)
-    laws /= laws.sum(-1, keepdims=True)
+    distributions = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(
+        table.shape
+    )
+    distributions /= distributions.sum(-1, keepdims=True)
     joint = np.zeros((vocab_size,) * length)
     for sequence in itertools.product(range(vocab_size), repeat=length):
         tokens = [vocab_size] * ORDER + list(prompt)
         probability = 1.0
         for token in sequence:
-            probability *= laws[tuple(tokens[-ORDER:])][token]
+            probability *= distributions[tuple(tokens[-ORDER:])][token]
             tokens.append(token)
         joint[sequence] = probability
     return joint
@@ -177,11 +179,11 @@ def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
     return loop(target=TableLM(vocab_size), drafter=drafter, rule=rule, **options)
 
 
-def chi_square(samples, law):
+def chi_square(samples, distribution):
     """Pearson's statistic of ``samples [N, L]`` against a joint distribution; returns (statistic, degrees)."""
-    cells = np.ravel_multi_index(samples.T, law.shape)
-    observed = np.bincount(cells, minlength=law.size)
-    expected = law.ravel() * len(samples)
+    cells = np.ravel_multi_index(samples.T, distribution.shape)
+    observed = np.bincount(cells, minlength=distribution.size)
+    expected = distribution.ravel() * len(samples)
     possible = expected > 0
     if observed[~possible].any():
         return np.inf, 1
@@ -208,13 +210,13 @@ def samples_for(degrees, groups):
 
 
 def p_value(groups, powered=True):
-    """The p-value of the worst of several (samples, law), corrected for their number.
+    """The p-value of the worst of several (samples, distribution), corrected for their number.
 
     Checks, unless ``powered`` is false, that a TV error of 0.01 in a single one of them would have been seen.
     """
     worst = 1.0
-    for samples, law in groups:
-        statistic, degrees = chi_square(samples, law)
+    for samples, distribution in groups:
+        statistic, degrees = chi_square(samples, distribution)
         seen = power(degrees, len(samples), len(groups))
         assert seen > POWER or not powered, f"power {seen} at TV {DETECTED_TV}: draw more"
         worst = min(worst, scipy.stats.chi2.sf(statistic, degrees))

@@ -4,6 +4,7 @@ pip install torch transformers
 PYTHONPATH=tests python -m support.golden_maker
 """
 
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -52,6 +53,7 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         "qwen2_window": t.Qwen2Config(
             **TINY, **grouped, use_sliding_window=True, sliding_window=5, max_window_layers=1
         ),
+        "mimo": t.Qwen2Config(**TINY, **grouped, rms_norm_eps=1e-5, rope_parameters=dict(rope_theta=64e4)),
         "qwen3": t.Qwen3Config(**TINY, **grouped, head_dim=16, tie_word_embeddings=True),
         "gpt2": t.GPT2Config(**GPT2),
         "gpt_neox": t.GPTNeoXConfig(**TINY, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
@@ -113,6 +115,19 @@ def make(config: transformers.PreTrainedConfig, seed: int, greedy: bool = True) 
     return golden.Golden(**content, logits_BTV=logits_BTV, greedy_BT=greedy_BT)
 
 
+def with_module(made: golden.Golden) -> golden.Golden:
+    """Turns a Qwen 2, which a MiMo is, into a MiMo with the tensors of its module; see test_mimo.py for what it computes."""
+    config = made.config | dict(architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
+    prefix, width = "model.mtp_layers.0", config["hidden_size"]
+    shapes = {
+        key.replace("model.layers.0", prefix): shape for key, shape in made.shapes.items() if "model.layers.0" in key
+    }
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes |= {f"{prefix}.{norm}.weight": (width,) for norm in norms}
+    shapes[f"{prefix}.input_proj.weight"] = (width, 2 * width)
+    return dataclasses.replace(made, config=config, shapes=made.shapes | shapes)
+
+
 def write(name: str, made: golden.Golden) -> None:
     arrays = dict(tokens_BT=made.tokens_BT, logits_BTV=made.logits_BTV, greedy_BT=made.greedy_BT)
     described = dict(config=json.dumps(made.config), shapes=json.dumps(made.shapes))
@@ -126,5 +141,5 @@ SEEDS = {}  # where greedy text would hang on a rounding; else 0
 if __name__ == "__main__":
     for name, config in configs().items():
         made = make(config, SEEDS.get(name, 0))
-        write(name, made)
+        write(name, with_module(made) if name == "mimo" else made)
         print(f"{name:16} logits of size {made.logits_BTV.std():.2f}, greedy {made.greedy_BT[0][:8]}")

@@ -9,6 +9,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from support.fakes import TableLM
 
@@ -66,6 +67,11 @@ def mtp(vocab_size, **changes):
     return FeatureHead(MTPConfig(**(shape | changes)))
 
 
+def medusa(vocab_size, num_heads, **changes):
+    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,), own_output=True)
+    return FeatureHead(MedusaConfig(num_heads=num_heads, **(shape | changes)))
+
+
 @dataclasses.dataclass(frozen=True)
 class ShowsTokens(LayeredTable):
     """Its hidden states are its tokens, ten times as large in each layer."""
@@ -110,7 +116,7 @@ class TableHead(FeatureHead):
         parts = before_BT, features_BTD[..., 0], embedded_BTD[..., 0]
         return jnp.stack([jnp.full_like(before_BT, UNKNOWN), *parts], axis=-1), cache
 
-    def logits(self, weights, features_BTD, of_target):
+    def logits(self, weights, features_BTD, of_target, offset=0):
         context = features_BTD[..., 1:].astype(jnp.int32)
         known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
         return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)

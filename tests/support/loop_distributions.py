@@ -3,7 +3,7 @@
 import numpy as np
 
 from specsamp.sampling.warp import chain, min_p, temperature, top_p
-from support.fakes import decode, joint_law, near, p_value, random_table, samples_for
+from support.fakes import decode, joint_distribution, near, p_value, random_table, samples_for
 
 V = 3
 TARGET = random_table(0, V)
@@ -12,30 +12,34 @@ FAR = random_table(2, V)
 PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 SAMPLES = samples_for(V**4 - 1, len(PROMPTS))  # of each prompt, four tokens long
 FULL = chain()
-NUCLEUS = chain(temperature(0.8), top_p(0.9))  # most of the time goes into its search: twice is enough
+NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
 
 
-def law_test(loop, draft, sampling, *, target=TARGET, length=4, prompts=PROMPTS, samples=None, powered=True, **options):
+def distribution_test(
+    loop, draft, sampling, *, target=TARGET, length=4, prompts=PROMPTS, samples=None, powered=True, **options
+):
     """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by default.
 
     Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form.
     """
-    laws = [joint_law(TARGET, sampling, prompt, length) for prompt in prompts]
-    samples = samples or max(samples_for(np.count_nonzero(law) - 1, len(laws)) for law in laws)
+    distributions = [joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts]
+    samples = samples or max(
+        samples_for(np.count_nonzero(distribution) - 1, len(distributions)) for distribution in distributions
+    )
     budgets = [length + i % 3 for i in range(len(prompts))]
     run = decode(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     emitted = run.emitted(length).reshape(len(prompts), samples, length)
-    return p_value(list(zip(emitted, laws)), powered)
+    return p_value(list(zip(emitted, distributions)), powered)
 
 
-def cut_at_stop(run, law, stop):
+def cut_at_stop(run, distribution, stop):
     """Samples and distribution of texts cut after ``stop``, both padded with ``stop``."""
-    length = law.ndim
+    length = distribution.ndim
     lengths = np.asarray(run.state.lengths_B) - run.prompt_lengths
     emitted = np.where(np.arange(length)[None, :] < lengths[:, None], run.emitted(length), stop)
-    cut = np.zeros_like(law)
-    for sequence in np.ndindex(law.shape):
+    cut = np.zeros_like(distribution)
+    for sequence in np.ndindex(distribution.shape):
         kept = sequence[: sequence.index(stop) + 1] if stop in sequence else sequence
-        cut[kept + (stop,) * (length - len(kept))] += law[sequence]
+        cut[kept + (stop,) * (length - len(kept))] += distribution[sequence]
     return emitted, cut

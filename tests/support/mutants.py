@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Sampler
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
 from specsamp.sampling import rejection
@@ -60,7 +60,7 @@ class BeforeWarping(Sampler):
         return super().__call__(logits_BV, node, **options)[0], jax.nn.log_softmax(logits_BV, axis=-1)
 
 
-class LawBeforeWarping(ModelDrafter):
+class DistributionBeforeWarping(ModelDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         return super().propose(weights, state, prefix, cache, BeforeWarping(**vars(sample)))
 
@@ -112,3 +112,46 @@ class ScoresWithANeighboursLength(Loop):
 class DraftsWithANeighboursLength(Loop):
     def draft(self, weights, request, state):
         return super().draft(weights, request, neighbours(state))
+
+
+# Of heads.
+
+
+class OfTheDraftVocabulary(TokenRule):
+    """The target is renormalised over the vocabulary of a head too: ids 0 and 2."""
+
+    def verify(self, draft, target, keys):
+        kept_V = jnp.asarray([0, -jnp.inf, 0])[None, None]
+        return super().verify(draft, dataclasses.replace(target, logits_BTV=target.logits_BTV + kept_V), keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAnotherLayer(FeatureDrafter):
+    """Reads one layer after the one that its head was made for."""
+
+    @property
+    def hidden_layers(self):
+        return tuple(layer + 1 for layer in super().hidden_layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTheWrongRow(FeatureDrafter):
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        after, cache = super().commit(weights, state, prefix, draft, verdict, output, cache)
+        wrong = dataclasses.replace(verdict, num_accepted_B=jnp.maximum(verdict.num_accepted_B - 1, 0))
+        stale = super().commit(weights, state, prefix, draft, wrong, output, cache)[0]
+        return dataclasses.replace(after, feature_BD=stale.feature_BD), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsItsOwnOutputs(FeatureDrafter):
+    """Reads the last true pair only: those before it stay as they were drafted."""
+
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        last_B = verdict.num_accepted_B
+        token_B1 = jnp.take_along_axis(verdict.tokens_BT, last_B[:, None], axis=1)
+        feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]
+        embedded_B1D = self.head.embed(weights.draft, token_B1)
+        start_B = prefix.lengths_B - 1 + last_B
+        returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
+        return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache

@@ -1,5 +1,6 @@
 """Corpora, tokenizers and windows: functions of the files, the seed and the step."""
 
+import json
 import types
 
 import numpy as np
@@ -226,3 +227,25 @@ def test_rows_that_do_not_mix():
         Mixture(Windows(STREAM, 7), generated_rows(5), 0.5)
     with pytest.raises(ValueError, match=r"must be in \[0, 1\]; got 1.5"):
         Mixture(Windows(STREAM, 8), generated_rows(5), 1.5)
+
+
+def test_conversations_of_a_jsonl_file(tmp_path):
+    """Each line is a text of its own, on a side of its own, and goes through the chat template."""
+    lines = [json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)]
+    corpus = read_corpus(write(tmp_path, {"talk.jsonl": "\n\n".join(lines)}), pattern="*.jsonl", held_out=0.3)
+    assert len(corpus.train) + len(corpus.held_out) == 20 and "talk.jsonl:1" in corpus.train | corpus.held_out
+    assert corpus.describe()["train_bytes"] == sum(len(text.line) for text in corpus.train.values())
+
+    def encode_chat(messages, *, complete):
+        assert complete
+        return [ord(messages[0]["content"]), 1]
+
+    speaks = types.SimpleNamespace(encode=LETTERS.encode, encode_chat=encode_chat, eos_id=0)
+    texts = [corpus.train.get("talk.jsonl:1") or corpus.held_out["talk.jsonl:1"], "b"]
+    assert token_stream(texts, speaks).tolist() == [0, 97, 1, 0, 98, 0]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "a"}', '{"messages": "a"}'])
+def test_lines_that_are_no_conversations(tmp_path, line):
+    with pytest.raises(ValueError, match="talk.jsonl, line 1: .* is no conversation"):
+        read_corpus(write(tmp_path, {"talk.jsonl": line}), pattern="*.jsonl")

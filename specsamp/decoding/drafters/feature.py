@@ -5,6 +5,9 @@ reads the true hidden states of all rows that the target scored: of the accepted
 made the features that the next draft begins with; the others are stale, as rejected tokens are to any cache. So
 whatever was drafted, or not, the head's cache is rewritten from true hidden states.
 
+Medusa heads (arXiv 2401.10774) read no tokens: their calls return what they are given and cost nothing, and each token
+is drawn by the head at its offset.
+
 The head's own distribution is sampled and handed to the rule. Tokens that a reduced vocabulary lacks have probability
 zero in it, which costs acceptance and biases nothing.
 """
@@ -41,6 +44,68 @@ class FeatureState:
     edge_BD: Array  # of the last token that was read of a prompt, whose pair waits for the next chunk
 
 
+def read_pairs(
+    target: LayeredModel,
+    head: FeatureHead,
+    weights: Weights,
+    tokens_BT: Array,
+    hidden: tuple[Array, ...],
+    cache: tuple[Any, Any],
+) -> tuple[Array, Array, Any]:
+    """Reads the pairs of whole texts, the first in slot 0.
+
+    Args:
+      hidden: what the target's layers returned for the texts.
+      cache: empty, of the target and of the head.
+
+    Returns:
+      The embedded tokens ``[B, T, D]``, the features ``[B, T-1, D]`` after every pair, and the head's cache.
+    """
+    start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
+    if head.config.own_embedding:
+        embedded_BTD = head.embed(weights.draft, tokens_BT)
+    else:
+        embedded_BTD, _ = target.embed(weights.target, tokens_BT, start_B, cache[0])
+    features_BTD = head.fuse(weights.draft, hidden)
+    returned_BTD, of_head = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+    return embedded_BTD, returned_BTD, of_head
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTokens(LanguageModel):
+    """Says of whole texts what drafts after each token would begin with; its weights are those of a pair.
+
+    After the first token of a text, which is no pair, it says nothing: all logits are zero.
+    """
+
+    target: LayeredModel
+    head: FeatureHead
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def init_cache(self, batch: int, slots: int) -> Any:
+        return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots)
+
+    def __call__(
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Any = None,
+    ) -> Output:
+        output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
+        _, returned_BTD, of_head = read_pairs(self.target, self.head, weights, tokens_BT, output.hidden, cache)
+        unembed = functools.partial(self.target.unembed_normed, weights.target)
+        logits_BTV = self.head.expand(weights.draft, self.head.logits(weights.draft, returned_BTD, unembed))
+        logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BTV], axis=1)
+        return Output(logits_BTV=logits_BTV, cache=(output.cache, of_head))
+
+
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(Drafter):
     """Drafts with ``head``, whose weights are ``weights.draft``.
@@ -60,6 +125,9 @@ class FeatureDrafter(Drafter):
     def __post_init__(self):
         if self.K < 1 or not 1 <= self.window <= MAX_WINDOW:
             raise ValueError(f"K must be at least 1 and window from 1 to {MAX_WINDOW}; got {self.K} and {self.window}")
+        most = self.head.config.max_tokens
+        if most is not None and self.K > most:
+            raise ValueError(f"K = {self.K}, but the head drafts {most} tokens at most: lower the draft length")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -68,6 +136,20 @@ class FeatureDrafter(Drafter):
     @property
     def weights_key(self) -> FeatureHead:
         return self.head
+
+    @property
+    def reader(self) -> FirstTokens:
+        return FirstTokens(self.target, self.head)
+
+    @property
+    def reader_depth(self) -> int:
+        return 1
+
+    def reader_weights(self, weights: Weights) -> Weights:
+        return weights
+
+    def with_models(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None) -> FeatureDrafter:
+        return dataclasses.replace(self, target=target, head=draft or self.head)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.target:
@@ -139,7 +221,7 @@ class FeatureDrafter(Drafter):
 
         def draw(carry: tuple, offset: Array | int) -> tuple:
             head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, warp_state = carry
-            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target)
+            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)
             logits_BV = head.expand(weights.draft, logits_BTV)[:, 0]
             tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
             if log_probs_BV is not None:

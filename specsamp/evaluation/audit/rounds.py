@@ -10,7 +10,8 @@ q(x) / p(x): every error that depends on this ratio alone moves probability betw
 and one for each position of a draft: they are accepted as often as p and q say.
 
 **Which tokens.** Under the token rule mistakes are tested at all positions of a draft. Under other rules only at the
-first position of each round: there the next token follows q under every lossless rule.
+first position of each round: there the next token follows q under every lossless rule. The same holds of heads, whose
+later tokens depend on where their round began.
 
 **Expected acceptance.** If all drafted tokens before it were accepted, a drafted token is accepted with probability
 ``sum_x min(q(x), p(x) / c)``. Under the token rule c = 1. Under the block rule c is the probability ``c_i`` of
@@ -80,7 +81,12 @@ class Rounds:
 
 def can_read(subject: Subject) -> bool:
     """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
-    return subject.drafter.reader is not None
+    return subject.drafter.reader is not None and any(_is_read(subject, prompt) for prompt in subject.prompts)
+
+
+def _is_read(subject: Subject, prompt: Sequence[int]) -> bool:
+    """Returns whether texts of a prompt are read, see `Drafter.reader_depth`."""
+    return subject.drafter.reader_depth is None or len(prompt) > 1
 
 
 def knows_acceptance(subject: Subject) -> bool:
@@ -109,7 +115,7 @@ def collect(
         texts = [
             ((*subject.prompts[one.prompt_index], *one.tokens), one.from_draft)
             for one in subject.decode(num_samples=samples, seed=seed)
-            if one.tokens
+            if one.tokens and _is_read(subject, subject.prompts[one.prompt_index])
         ]
         if not texts:
             break
@@ -140,7 +146,7 @@ def read(
     pair, rule = subject.pair, subject.rule
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(subject.drafter, slots)
-    longest = -(-max(map(len, from_draft)) // 8) * 8
+    longest, K = -(-max(map(len, from_draft)) // 8) * 8, subject.drafter.reader_depth or subject.drafter.K
     warps = (subject.sampling, subject.draft_sampling or subject.sampling, chain())
     total = None
     for number, (tokens_BT, lengths_B, indices) in enumerate(batches):
@@ -162,12 +168,12 @@ def read(
             counts_B,
             drafted_BN,
             tuple(for_rows(subject.full_warp(warp), rows) for warp in warps),
-            K=subject.drafter.K,
+            K=K,
             slots=slots,
             is_block=isinstance(rule, BlockRule),
             everywhere=isinstance(rule, TokenRule),
         )
-        batch = _sums(to_host(found), texts=int((counts_B > 0).sum()), K=subject.drafter.K)
+        batch = _sums(to_host(found), texts=int((counts_B > 0).sum()), K=K)
         total = batch if total is None else total + batch
     return total
 

@@ -23,7 +23,11 @@ UNREADABLE = "errors within a cell are not looked for: only a draft model has a 
 
 
 class BrokenOff(RuntimeError):
-    """A check could not be carried to its end."""
+    """A check could not be carried to its end; ``found`` holds those before it."""
+
+    def __init__(self, message: str, found: Audit):
+        super().__init__(message)
+        self.found = found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ def audit(
 
     Raises:
       ValueError: too few samples, or a distribution that leaves nothing to chance; raised before any check has run.
-      BrokenOff: a check broke off, for whatever reason: nothing is known of the pair.
+      BrokenOff: a value within a check was refused: the checks before it stand, nothing else is known of the pair.
     """
     exact = subject.cast("float32") or subject
     progress("reading the prompts")
@@ -155,7 +159,8 @@ def audit(
             try:
                 checks.append(run[name]())
             except ValueError as error:  # what was asked for has been checked by now
-                raise BrokenOff(f"the check {name!r} broke off: {error}") from error
+                found = Audit(settings=settings, checks=tuple(checks))
+                raise BrokenOff(f"the check {name!r} broke off: {error}", found) from error
     return Audit(settings=settings, checks=tuple(checks))
 
 

@@ -18,13 +18,13 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.teacher import next_logits
+from specsamp.evaluation.audit.teacher import full_warp, next_logits
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, chain, first_tokens, greedy, is_stateless
+from specsamp.sampling.warp import Warp, greedy, is_stateless
 
 # How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
 # bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
@@ -116,24 +116,24 @@ class Subject:
 
     def full_warp(self, warp: Warp) -> Warp:
         """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-        num_tokens = self.pair.num_tokens
-        return chain(warp) if num_tokens is None else chain(first_tokens(num_tokens), warp)
+        return full_warp(self.pair, warp)
 
     def cast(self, dtype: str) -> Subject | None:
         """Returns the same with models that compute in ``dtype``; None if the target has no dtype to choose."""
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
-        recast = in_dtype(self.pair.draft, dtype)
+        recast, head = in_dtype(self.pair.draft, dtype), self.pair.head and self.pair.head.in_dtype(dtype)
         draft = recast or self.pair.draft
-        if (target, draft) == (self.pair.target, self.pair.draft):
+        if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
-        drafter = self.drafter.with_models(target, draft)
-        pair = dataclasses.replace(self.pair, target=target, draft=draft)
+        pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
+        drafter = self.drafter.with_models(target, pair.draft_or_head)
         if dtype == "float32":
             # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
-            params = {"target_params": pair.target_params} | ({"draft_params": pair.draft_params} if recast else {})
-            pair = dataclasses.replace(pair, **jax.tree.map(lambda x: x.astype(dtype), params))
+            params = {"target_params": pair.target_params}
+            params |= {"draft_params": pair.draft_params} if recast or head else {}
+            pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
         return dataclasses.replace(self, pair=pair, drafter=drafter)
 
     @functools.cached_property
@@ -151,6 +151,11 @@ class Subject:
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
         """Returns how many of ``tokens`` tokens rounding may change; more has a probability below ``false_alarm``."""
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns an array in float32; ids stay integers."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:

@@ -24,7 +24,7 @@ from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.warp import Warp, for_rows, log_probs
+from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows, log_probs
 
 Array = jax.Array
 
@@ -111,6 +111,11 @@ def judge(
             for row, text in enumerate(rows)
         ]
     return judgements[: len(texts)]
+
+
+def full_warp(pair: Pair, warp: Warp) -> Warp:
+    """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
+    return chain(warp) if pair.num_tokens is None else chain(first_tokens(pair.num_tokens), warp)
 
 
 def padded_batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:

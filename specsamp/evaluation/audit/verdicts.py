@@ -77,11 +77,12 @@ def expected_acceptance(found: Rounds | None, *, false_alarm: float) -> Check:
 
 
 def both(first: Check, second: Check) -> Check:
-    """Joins two parts of one check: it fails if either does."""
+    """Joins two parts of one check: it fails if either does, and passes if one does and the other does not apply."""
     verdicts = (first.verdict, second.verdict)
+    worst = next(verdict for verdict in (Status.FAILED, Status.PASSED, Status.NOT_APPLICABLE) if verdict in verdicts)
     return Check(
         name=first.name,
-        verdict=Status.FAILED if Status.FAILED in verdicts else first.verdict,
+        verdict=worst,
         sentence="; ".join((first.sentence, second.sentence)),
         numbers=first.numbers | second.numbers,
         seen="; ".join(filter(None, (first.seen, second.seen))),

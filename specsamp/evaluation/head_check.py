@@ -1,0 +1,286 @@
+"""Checks that a head fits its target and is read as it was trained, since wrong features cost speed and nothing else.
+
+    found = check_head(pair, write_texts(pair, ["def fibonacci(n):"]), K=4)
+    print("\\n".join(found.sentences))
+
+Drafts begin at several places of a few texts. Each drafts K tokens as it would in decoding, from the target's true hidden
+states and then its own features, but reads the tokens of the text (teacher forcing). A drafted token is accepted with
+probability ``sum_x min(q(x), p(x))`` of the target's distribution q and the head's p. This is measured as the head is
+configured, and again for each other way in which its files could be meant: the layers before or after those it reads,
+what its configuration names as plausible (`HeadConfig.other_readings`), and other ids of a reduced vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.decoding.checks import Prompt, encode, integer
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
+from specsamp.decoding.generate import generate
+from specsamp.decoding.job import to_host
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Weights
+from specsamp.evaluation.audit.teacher import full_warp, padded_batches
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.interface import LayeredModel
+from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
+
+Array = jax.Array
+
+CONFIGURED = "as configured"
+STARTS = 16  # drafts per text, at most
+# Another reading is clearly better if it gains so much acceptance, a mean over positions, and so many standard errors.
+CLEAR_GAIN, CLEAR_ERRORS = 0.05, 4.0
+LOW = 0.2  # acceptance of the first position; heads that fit have more than a half
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Reading:
+    """The acceptance under one way to read a head.
+
+    Attributes:
+      name: what is read otherwise than configured.
+      hidden_layers: what is read of the target, as in `HeadConfig`.
+      acceptance_NK: float64, of each draft's positions, given that all tokens before were accepted.
+    """
+
+    name: str
+    hidden_layers: tuple[int, ...]
+    acceptance_NK: np.ndarray
+
+    @property
+    def by_position(self) -> list[float]:
+        """Returns the mean acceptance of each position."""
+        return self.acceptance_NK.mean(0).tolist()
+
+    def is_clearly_better(self, other: Reading) -> bool:
+        """Returns whether it gains more than noise over another reading of the same drafts."""
+        K = min(self.acceptance_NK.shape[1], other.acceptance_NK.shape[1])
+        gain_N = (self.acceptance_NK[:, :K] - other.acceptance_NK[:, :K]).mean(1)
+        error = gain_N.std() / np.sqrt(len(gain_N))
+        return bool(gain_N.mean() > max(CLEAR_GAIN, CLEAR_ERRORS * error))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class HeadCheck:
+    """What `check_head` found; the first reading is the configured one."""
+
+    readings: tuple[Reading, ...]
+
+    @property
+    def better(self) -> Reading | None:
+        """Returns the best of the readings that fit and are clearly better than the configured one; None: there is none."""
+        configured, *others = self.readings
+        fitting = [reading for reading in others if reading.by_position[0] >= LOW]
+        clear = [reading for reading in fitting if reading.is_clearly_better(configured)]
+        return max(clear, key=lambda reading: reading.acceptance_NK[:, 0].mean(), default=None)
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether the head is accepted more than a little, and no other reading is clearly better."""
+        return self.better is None and self.readings[0].by_position[0] >= LOW
+
+    @property
+    def sentences(self) -> list[str]:
+        """Returns what a user should know: the acceptance, and loudly what is wrong."""
+        configured, better = self.readings[0], self.better
+        told = [f"the head is accepted with {_percent(configured)} at positions 1, 2, ... ({_count(configured)})"]
+        if configured.by_position[0] < LOW:
+            told.append(
+                f"WARNING: THE HEAD DOES NOT FIT: {configured.by_position[0]:.0%} of its first tokens are accepted, where "
+                "heads that fit have more than half. Was it trained for this very target (a tuned model is another one "
+                "than its base), and on prompts like these (with the chat template)?"
+            )
+        if better is not None:
+            told.append(
+                f"WARNING: THE HEAD IS READ WRONGLY: with {better.name} it is accepted with {_percent(better)}: correct "
+                "its config.json"
+            )
+        return told
+
+
+def check_head(pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampling: Warp | None = None) -> HeadCheck:
+    """Measures the acceptance of a pair's head under each way to read it.
+
+    Args:
+      texts: token ids of texts like those that will be decoded, such as `write_texts` gives; at least one must be longer
+        than ``K + 2`` tokens.
+      K: tokens per draft.
+      sampling: the warp of both distributions; default none, temperature 1.
+
+    Raises:
+      ValueError: the pair has no head, or all texts are too short.
+    """
+    if pair.head is None:
+        raise ValueError("the pair has no head that could be checked")
+    K = integer("K", K, 1)
+    texts = [text for text in texts if len(text) >= K + 2]
+    if not texts:
+        raise ValueError(f"all texts are shorter than {K + 2} tokens, which a draft of {K} takes: give longer ones")
+    slots, batches = padded_batches(pair, texts)
+    weights = pair.weights(FeatureDrafter(pair.target, pair.head, 1), slots)
+    warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
+    ways = {CONFIGURED: _Way(head=pair.head, hidden_layers=pair.head.hidden_layers, params=pair.draft_params)}
+    ways |= _other_ways(pair.head, pair.draft_params)
+    layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
+    for number, (tokens_BT, _, indices) in enumerate(batches):
+        logits_BTV, hidden = _read_target(pair.target, pair.shards, weights.target, tokens_BT, layers, slots)
+        starts_BS, counts_BS = _starts([texts[i] for i in indices], K)
+        # The last batch is filled up with copies of the last text, which do not count.
+        counts_BS &= (number * len(indices) + np.arange(len(indices)) == indices)[:, None]
+        for name, way in ways.items():
+            prepared = weights.draft if name == CONFIGURED else way.head.fit_slots(way.head.prepare(way.params), slots)
+            acceptance_BSK = draft_acceptance(
+                pair.target,
+                way.head,
+                pair.shards,
+                weights.target,
+                prepared,
+                tuple(hidden[layers.index(layer)] for layer in way.hidden_layers),
+                logits_BTV,
+                tokens_BT,
+                jnp.asarray(starts_BS),
+                for_rows(warp, len(indices)),
+                K=min(K, way.head.config.max_tokens or K),
+                slots=slots,
+            )
+            found[name].append(np.asarray(to_host(acceptance_BSK), np.float64)[counts_BS])
+    return HeadCheck(
+        readings=tuple(
+            Reading(name=name, hidden_layers=way.hidden_layers, acceptance_NK=np.concatenate(found[name]))
+            for name, way in ways.items()
+        )
+    )
+
+
+def write_texts(
+    pair: Pair, prompts: Sequence[Prompt], *, tokens: int = 32, sampling: Warp | None = None, seed: int = 0
+) -> list[list[int]]:
+    """Returns prompts and what the target alone writes after them, as token ids."""
+    sampling = chain(temperature(1.0)) if sampling is None else sampling
+    made = generate(pair, prompts, tokens, draft_length=0, sampling=sampling, seed=seed)
+    return [[*prompt, *one.tokens] for prompt, one in zip(encode(pair, prompts), made, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Way:
+    """A way to read a head; the head's own ``hidden_layers`` are not heeded, so that programs are shared."""
+
+    head: FeatureHead
+    hidden_layers: tuple[int, ...]
+    params: Any
+
+
+def _other_ways(head: FeatureHead, params: Mapping[str, Any]) -> dict[str, _Way]:
+    """Returns the ways in which a head may have been meant, by what a reader calls them."""
+    config, ways = head.config, {}
+    for shift, name in ((-1, "the layers before those"), (1, "the layers after those")):
+        layers = tuple(layer + shift for layer in config.hidden_layers)
+        if all(0 <= layer <= config.target_layers for layer in layers):
+            ways[f"{name} it reads, {layers}"] = _Way(head=head, hidden_layers=layers, params=params)
+    for name, (fields, places) in config.other_readings().items():
+        other = dataclasses.replace(head, config=dataclasses.replace(config, **fields))
+        ways[name] = _Way(
+            head=other,
+            hidden_layers=config.hidden_layers,
+            params={key: params[places.get(key, key)] for key in params if places.get(key, key) is not None},
+        )
+    if config.draft_vocab_size is not None:
+        own_U = np.arange(config.draft_vocab_size, dtype=np.int32)
+        ids_U = np.asarray(to_host(params[DRAFT_IDS]))
+        for name, other_U in (
+            ("the offsets d2t ignored", own_U),
+            ("d2t as ids instead of offsets", ids_U - own_U),
+        ):
+            if other_U.min() >= 0 and len(set(other_U.tolist())) == len(own_U) and (other_U != ids_U).any():
+                ids = jax.device_put(jnp.asarray(other_U), params[DRAFT_IDS].sharding)
+                ways[name] = _Way(head=head, hidden_layers=config.hidden_layers, params=dict(params) | {DRAFT_IDS: ids})
+    return ways
+
+
+def _starts(texts: Sequence[Sequence[int]], K: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pairs that drafts begin with, evenly spaced, ``[B, S]``, and whether each counts."""
+    starts_BS = np.zeros((len(texts), STARTS), np.int32)
+    counts_BS = np.zeros(starts_BS.shape, bool)
+    for row, text in enumerate(texts):
+        chosen = np.unique(np.linspace(0, len(text) - 2 - K, STARTS).astype(np.int32))
+        starts_BS[row, : len(chosen)], counts_BS[row, : len(chosen)] = chosen, True
+    return starts_BS, counts_BS
+
+
+@functools.partial(jax.jit, static_argnames=("target", "shards", "layers", "slots"))
+def _read_target(
+    target: LayeredModel, shards: DataShards, weights: Any, tokens_BT: Array, layers: tuple[int, ...], slots: int
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns the target's logits after every token, and what its ``layers`` return."""
+
+    def read(weights, tokens_BT):
+        batch = len(tokens_BT)
+        start_B, cache = jnp.zeros((batch,), jnp.int32), target.init_cache(batch, slots)
+        output = target(weights, tokens_BT, start_B, cache, hidden_layers=layers)
+        return output.logits_BTV.astype(jnp.float32), output.hidden
+
+    return shards.map(read, (REPLICATED, BY_ROWS))(weights, tokens_BT)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "head", "shards", "K", "slots"))
+def draft_acceptance(
+    target: LayeredModel,
+    head: FeatureHead,
+    shards: DataShards,
+    target_weights: Any,
+    head_weights: Any,
+    hidden: tuple[Array, ...],
+    logits_BTV: Array,
+    tokens_BT: Array,
+    starts_BS: Array,
+    warp: Warp,
+    *,
+    K: int,
+    slots: int,
+) -> Array:
+    """Returns the acceptance ``[B, S, K]`` of drafts that begin with the pairs ``starts_BS``."""
+
+    def read(target_weights, head_weights, hidden, logits_BTV, tokens_BT, starts_BS, warp):
+        batch, starts = starts_BS.shape
+        of_target = functools.partial(target.unembed_normed, target_weights)
+        weights = Weights(target=target_weights, draft=head_weights)
+        empty = target.init_cache(batch, slots), head.init_cache(batch, slots)
+        embedded_BTD, returned_BTD, cache = read_pairs(target, head, weights, tokens_BT, hidden, empty)
+        # From here on every draft is a row of its own.
+        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, starts, axis=0), cache)
+        feature_R1D = rows_at(returned_BTD, starts_BS)
+        accepted = []
+        for offset in range(K):
+            if offset:
+                token_R1D = rows_at(embedded_BTD, starts_BS + 1 + offset)
+                feature_R1D, cache = head(head_weights, token_R1D, feature_R1D, (starts_BS + offset).reshape(-1), cache)
+            logits_R1U = head.logits(head_weights, feature_R1D, of_target, offset)
+            p_BSV = jnp.exp(log_probs(warp, head.expand(head_weights, logits_R1U).reshape(batch, starts, -1)))
+            at_BS1 = (starts_BS + 1 + offset)[..., None]
+            q_BSV = jnp.exp(log_probs(warp, jnp.take_along_axis(logits_BTV, at_BS1, axis=1)))
+            accepted.append(jnp.minimum(p_BSV, q_BSV).sum(-1))
+        return jnp.stack(accepted, axis=-1)
+
+    def rows_at(x_BTD, at_BS):
+        return jnp.take_along_axis(x_BTD, at_BS[..., None], axis=1).reshape(-1, 1, x_BTD.shape[-1])
+
+    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+    return shards.map(read, specs)(target_weights, head_weights, hidden, logits_BTV, tokens_BT, starts_BS, warp)
+
+
+def _percent(reading: Reading) -> str:
+    return ", ".join(f"{share:.0%}" for share in reading.by_position)
+
+
+def _count(reading: Reading) -> str:
+    return f"{len(reading.acceptance_NK)} drafts, teacher-forced"

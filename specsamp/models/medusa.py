@@ -1,0 +1,111 @@
+"""The heads of Medusa (Cai et al., arXiv 2401.10774): each predicts one of the tokens after the next, from one feature."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+
+from specsamp.models.heads import HeadConfig, HeadModule
+from specsamp.models.parameters import weight
+from specsamp.models.products import contract
+
+Array = jax.Array
+
+
+class Block(nn.Module):
+    """The parameters of one head. Its residual block adds nothing at first."""
+
+    config: MedusaConfig
+
+    def setup(self):
+        config, width = self.config, self.config.layer.width
+        zeros = nn.initializers.zeros
+        self.linear = self.param("linear", nn.with_logical_partitioning(zeros, ("features", "embed")), (width, width))
+        self.bias = None
+        if config.bias:
+            self.bias = self.param("bias", nn.with_logical_partitioning(zeros, ("embed",)), (width,))
+        self.output = None
+        if config.own_output:
+            self.output = weight(self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width)
+
+
+class Medusa(HeadModule):
+    """Several heads beside each other on the stream after the target's final norm.
+
+    They read no tokens and remember nothing, so a call returns the features that it was given. The head at an offset
+    makes the logits of the token at that offset of a draft: the target itself has predicted the token before the draft.
+    """
+
+    config: MedusaConfig
+
+    def setup(self):
+        self.head = [Block(self.config) for _ in range(self.config.num_heads)]
+
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        return hidden[0]
+
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, Any]:
+        return features_BTD, cache
+
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
+        return _one_of(self._add_residual, [(one.linear, one.bias) for one in self.head], offset, features_BTD)
+
+    def project(self, x_BTD: Array, offset: Array | int) -> Array:
+        return _one_of(self.multiply, [one.output for one in self.head], offset, x_BTD)
+
+    def _add_residual(self, parameters: tuple[Array, Array | None], x_BTD: Array) -> Array:
+        linear, bias = parameters
+        y_BTD = contract("BTX,XD->BTD", self.split(x_BTD), linear)
+        if bias is not None:
+            y_BTD = y_BTD + bias.astype(x_BTD.dtype)[None, None]
+        return x_BTD + nn.silu(y_BTD)
+
+
+def _one_of(run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Array | int, x: Array) -> Array:
+    """Returns ``run(parts[offset], x)``; the other parts are not read."""
+    if isinstance(offset, int):
+        return run(parts[offset], x)
+    return jax.lax.switch(offset, [functools.partial(run, part) for part in parts], x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """The shape of Medusa heads; of ``layer`` only width, vocabulary and dtype count.
+
+    Attributes:
+      num_heads: how many there are, and the most tokens that they draft.
+      bias: the linear layer of a residual block has a bias.
+    """
+
+    num_heads: int
+    bias: bool = True
+
+    module: ClassVar[type[HeadModule]] = Medusa
+    has_layer: ClassVar[bool] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1; got {self.num_heads}")
+        if self.hidden_layers != (self.target_layers,):
+            raise ValueError(
+                f"Medusa heads read the stream after the final norm, hidden_layers ({self.target_layers},); got "
+                f"{self.hidden_layers}"
+            )
+
+    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
+        """A first head that predicts what the target itself does: each is one token behind."""
+        if self.num_heads == 1:
+            return {}
+        last = self.num_heads - 1
+        places = {f"head_{k}": f"head_{k + 1}" for k in range(last)} | {f"head_{last}": None}
+        return {"every head one token earlier": ({"num_heads": last}, places)}
+
+    @property
+    def max_tokens(self) -> int:
+        return self.num_heads

@@ -1,0 +1,189 @@
+"""Chat templates: goldens written by hand from the public formats, and programs that are refused."""
+
+import json
+import shutil
+
+import pytest
+from etils import epath
+
+from specsamp import Pair, generate
+from specsamp.checkpoints.chat import ChatTemplate, read_chat_template
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.tokenizer import ByteTokenizer
+from specsamp.decoding.checks import encode
+from support import extras
+from support.fakes import CountingLM
+
+pytestmark = extras.needs("jinja2")
+
+# The formats of three families, in templates of our own.
+LLAMA3 = """{{ bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+QWEN3 = """{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content + '\\n\\n' %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+    {%- set turns = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in turns %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message.role == 'user' %}
+        {{- '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+BE_SHORT, ASK = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Why? "}
+ANSWER, MORE = {"role": "assistant", "content": "So."}, {"role": "user", "content": "Go on"}
+TALK = [BE_SHORT, ASK, ANSWER, MORE]
+TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
+
+
+def template(source):
+    return ChatTemplate(path="here.json", source=source, special_tokens=TOKENS)
+
+
+def test_llama_3():
+    assert template(LLAMA3).render(TALK) == (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe short.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nSo.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nGo on<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert template(LLAMA3).render([ASK], add_generation_prompt=False).endswith("Why?<|eot_id|>")
+
+
+def test_qwen_3():
+    thought = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
+    expected = (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhy? <|im_end|>\n"
+        "<|im_start|>assistant\nSo.<|im_end|>\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert template(QWEN3).render([BE_SHORT, ASK, thought, MORE]) == expected
+    assert template(QWEN3).render(TALK, enable_thinking=False) == expected + "<think>\n\n</think>\n\n"
+
+
+def test_mistral():
+    assert template(MISTRAL).render(TALK) == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
+    with pytest.raises(
+        ValueError, match="chat template of here.json does not take these messages: roles must alternate"
+    ):
+        template(MISTRAL).render([ASK, MORE])
+
+
+def test_what_templates_find_besides():
+    assert template("{{ messages | tojson }}").render([{"role": "user", "content": "<é>"}]) == (
+        '[{"role": "user", "content": "<é>"}]'
+    )
+    assert len(template("{{ strftime_now('%Y-%m-%d') }}").render([ASK])) == 10
+    text = "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 1 }}{% endfor %}"
+    with pytest.raises(ValueError, match="products of numbers only"):
+        template(text).render(TALK)
+    assert template(text.replace(" * 1", "")).render(TALK) == "su"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% for i in range(999999999) %}x{% endfor %}",
+        "{{ 'x' * 999999999 }}",
+        "{{ [0] * 999999999 }}",
+        "{% include '/etc/passwd' %}",
+        "{{ self._TemplateReference__context.environment.globals }}",
+        "{% no such tag %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_what_a_template_may_not_do(source):
+    with pytest.raises(ValueError, match="here.json"):
+        pytest.fail(repr(template(source).render([ASK])[:80]))
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], "a conversation without messages"),
+        ([{"role": "user"}], "message 0 has content = None; a text is wanted"),
+        ([ASK, "Why?"], "message 1 must be an object with role and content; got 'Why[?]'"),
+    ],
+)
+def test_messages_that_are_none(messages, message):
+    with pytest.raises(ValueError, match=message):
+        template(LLAMA3).render(messages)
+
+
+def write(folder, **content):
+    (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_where_templates_are_found(tmp_path):
+    place = epath.Path(tmp_path)
+    assert read_chat_template(place) is None
+    write(tmp_path, eos_token="</s>")
+    assert read_chat_template(place) is None
+    write(
+        tmp_path, chat_template="a", bos_token={"content": "<s>"}, eos_token="</s>", pad_token=None, add_bos_token=True
+    )
+    assert (read_chat_template(place).source, read_chat_template(place).special_tokens) == ("a", TOKENS)
+    write(tmp_path, chat_template=[{"name": "tools", "template": "b"}, {"name": "default", "template": "c"}])
+    assert read_chat_template(place).source == "c"
+    (tmp_path / "chat_template.jinja").write_text("d", encoding="utf-8")
+    assert read_chat_template(place).source == "d"
+    (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, chat_template=7)
+    with pytest.raises(ValueError, match="tokenizer_config.json has a chat_template that is int"):
+        read_chat_template(place)
+
+
+def test_conversations_as_prompts(original, tmp_path):
+    """Special tokens stand once, where the template puts them; a text beside a conversation stays a text."""
+    folder = shutil.copytree(original, tmp_path / "model")
+    write(folder, eos_token="<eos>", chat_template="{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}x")
+    tokenizer = open_checkpoint(folder).tokenizer
+    pair = Pair(target=CountingLM(vocab_size=304), target_params=(), tokenizer=tokenizer)
+    talk, text = encode(pair, [[ASK, ANSWER], "def"])
+    assert talk == [*tokenizer.encode("Why? "), 278, *tokenizer.encode("So."), 278, *tokenizer.encode("x")]
+    assert text == tokenizer.encode("def")
+    made = generate(pair, [[ASK, ANSWER]], 4, draft_length=0, stop=[])[0]
+    assert made.tokens == [talk[-1] + i for i in range(1, 5)]
+
+
+def test_conversations_without_a_template(original):
+    pair = Pair(target=CountingLM(vocab_size=304), target_params=(), tokenizer=open_checkpoint(original).tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        encode(pair, [[ASK]])
+    with pytest.raises(ValueError, match="bytes have no chat template"):
+        encode(Pair(target=CountingLM(), target_params=(), tokenizer=ByteTokenizer()), [[ASK]])
+    with pytest.raises(ValueError, match="a conversation needs a tokenizer"):
+        encode(Pair(target=CountingLM(), target_params=()), [[ASK]])

@@ -1,0 +1,80 @@
+"""The audit of heads: what is sound passes, and each mistake fails the check that is there for it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specsamp import Pair, TokenRule, chain, temperature
+from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.evaluation.audit import Settings, Status, Subject, audit
+from specsamp.evaluation.audit.run import UNREADABLE
+from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.transformer import TransformerLM
+from support import mutants
+from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
+from support.loop_distributions import TARGET, V
+
+PROMPTS = [[0], [1, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2, 2]]  # a prompt of one token drafts nothing at first
+COARSE = Settings(detect=0.1, rows=512)
+
+
+def subject(drafter=FeatureDrafter, rule=TokenRule()):
+    target, head = ShowsTokens(V), table_head(V)
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=TARGET)
+    drafter = drafter(target, head, 2)
+    sampling = chain(temperature(1.0))
+    return Subject(pair=pair, prompts=PROMPTS, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=24)
+
+
+def only(name, audited):
+    (check,) = audit(audited, dataclasses.replace(COARSE, checks=(name,))).checks
+    return check
+
+
+def test_a_sound_head_passes():
+    found = audit(subject(), dataclasses.replace(COARSE, checks=("greedy", "distribution", "acceptance")))
+    assert len(found.named(Status.PASSED)) == 3, found.summary
+    assert UNREADABLE not in found.summary
+    (acceptance,) = (check for check in found.checks if check.name == "acceptance")
+    numbers = acceptance.numbers
+    assert "verified_at_position_2" not in numbers, "later tokens depend on where their round began"
+    assert numbers["accepted_at_position_1"] == numbers["verified_at_position_1"] > 300, "one-token prompts were read"
+
+
+@pytest.mark.parametrize("mutant", [mutants.OfTheWrongRow, mutants.KeepsItsOwnOutputs, mutants.OfAnotherLayer])
+def test_wrong_features_show_as_acceptance(mutant):
+    assert only("acceptance", subject(mutant)).verdict is Status.FAILED
+
+
+def test_a_target_that_is_reduced_like_the_head_shows_in_the_distribution():
+    target, head = LayeredTable(V), eagle3(V, draft_vocab_size=2)
+    params = head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=params)
+    settings = dict(pair=pair, prompts=PROMPTS[1:], drafter=FeatureDrafter(target, head, 2), max_new_tokens=8)
+    broken = Subject(rule=mutants.OfTheDraftVocabulary(), sampling=chain(temperature(1.0)), **settings)
+    assert only("distribution", broken).verdict is Status.FAILED
+
+
+def test_a_head_is_recast_with_its_target():
+    shape = tiny(num_layers=3, positions="rotary", dtype="bfloat16")
+    target = TransformerLM(shape)
+    layer = dataclasses.replace(shape, num_layers=1)
+    config = Eagle3Config(layer=layer, target_layers=3, hidden_layers=(0, 1, 2), draft_vocab_size=8, own_output=True)
+    head = FeatureHead(config)
+
+    def zeros(model):
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, "bfloat16" if x.dtype == "float32" else x.dtype), shapes)
+
+    pair = Pair(target=target, target_params=zeros(target), head=head, draft_params=zeros(head))
+    drafter = FeatureDrafter(target, head, 2)
+    wide = Subject(pair=pair, prompts=[[1, 2]], drafter=drafter, sampling=chain()).cast("float32")
+    assert wide.pair.head == wide.drafter.head and wide.drafter.head.config.layer.dtype == "float32"
+    wide.drafter.check(wide.pair.target, None, wide.pair.draft_params)
+    assert wide.pair.draft_params["fc"].dtype == jnp.float32 and wide.pair.draft_params[DRAFT_IDS].dtype == jnp.int32
+    again = wide.cast("bfloat16")
+    assert again.pair.head.config == config and again.cast("bfloat16") is again

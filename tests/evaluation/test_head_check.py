@@ -1,0 +1,202 @@
+"""The check of heads: a head that fits is not accused, and each mistake in reading one is named."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Pair
+from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.evaluation.head_check import _read_target, check_head, draft_acceptance, write_texts
+from specsamp.models.heads import DRAFT_IDS
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.warp import chain, for_rows, temperature
+from support.fakes import ORDER, decode
+from support.heads import LAYERS, WIDTH, LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
+from support.loop_distributions import TARGET as TABLE
+
+V, TARGET = 6, LayeredTable(6)
+# The next token depends on the one before the last alone: all that a head needs is in the features of its pair.
+FOLLOWS_VV = 3.0 * np.random.default_rng(0).normal(size=(V + 1, V))
+PROMPTS = [[0, 1], [2, 3], [4, 5], [5, 1, 3]]
+
+
+def target_params(ids=range(V)):
+    """The table of a target that prefers ``ids``."""
+    table = FOLLOWS_VV + np.where(np.isin(np.arange(V), list(ids)), 0, -6)[None]
+    return jnp.asarray(np.broadcast_to(table[:, None], (V + 1,) * ORDER + (V,)), jnp.float32)
+
+
+def fitted(head, ids=range(V)):
+    """A pair whose head says what its target does: its layer adds nothing, and its output is solved for.
+
+    Norms have scales of their own for each entry, so that one is not as good as another.
+    """
+    table, rng = target_params(ids), np.random.default_rng(1)
+    params = jax.tree.map(lambda x: x, head.init(jax.random.key(0)))
+
+    def rough(path, x):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name:
+            return jnp.exp(jnp.asarray(rng.normal(size=x.shape), jnp.float32))
+        return 0 * x if "['attention']['output']" in name or "['down']" in name else x
+
+    params = jax.tree.map_with_path(rough, params)
+    if "fc" in params:  # of what it joins, the hidden state alone, which is last in EAGLE-1 and first elsewhere
+        fc = np.zeros(params["fc"].shape, np.float32)
+        place = (
+            slice(WIDTH, None)
+            if fc.shape[0] == 2 * WIDTH and not getattr(head.config, "hidden_first", False)
+            else slice(WIDTH)
+        )
+        fc[place] = np.eye(WIDTH)
+        params["fc"] = jnp.asarray(fc)
+    if head.config.draft_vocab_size is not None:
+        params[DRAFT_IDS] = jnp.asarray(list(ids), jnp.int32)
+    tokens = jnp.arange(V)[None]
+    _, hidden = _read_target(TARGET, DataShards(), table, tokens, head.hidden_layers, V)
+    weights = head.prepare(params)
+    features = head.fuse(weights, hidden)[0][:, None]  # every token is a text
+    embedded = TARGET.embed(table, tokens, None, None)[0][0][:, None]
+    returned, _ = head(weights, embedded, features, jnp.zeros(V, jnp.int32), head.init_cache(V, 4))
+    normed_VD = np.asarray(head._apply("normed", weights, returned, 0))[:, 0]
+    output_UD = np.linalg.lstsq(normed_VD, np.asarray(table[0, :V, 0][:, list(ids)]), rcond=None)[0].T
+    if "output" in params:
+        params["output"] = jnp.asarray(output_UD, jnp.float32)
+    else:
+        params["head_0"] = dict(params["head_0"]) | {"output": jnp.asarray(output_UD, jnp.float32)}
+    return Pair(target=TARGET, target_params=table, head=head, draft_params=params)
+
+
+def read_otherwise(pair, params=None, **fields):
+    """The pair with its head read wrongly: other fields, or other parameters."""
+    head = dataclasses.replace(pair.head, config=dataclasses.replace(pair.head.config, **fields))
+    return dataclasses.replace(pair, head=head, draft_params=params or pair.draft_params)
+
+
+LAYERS_READ = {"hidden_layers": (1, 2, 4)}
+HEADS = {
+    "eagle3": lambda: fitted(eagle3(V, **LAYERS_READ)),
+    "residual": lambda: fitted(eagle3(V, norm_before_residual=True, **LAYERS_READ)),
+    "eagle1": lambda: fitted(eagle1(V, own_output=True)),
+    "mtp": lambda: fitted(mtp(V, own_output=True, hidden_first=True, hidden_layers=(LAYERS - 1,))),
+    "medusa": lambda: fitted(medusa(V, 3)),
+    "reduced": lambda: fitted(eagle3(V, draft_vocab_size=3, **LAYERS_READ), ids=(0, 1, 3)),
+    "first": lambda: fitted(eagle3(V, draft_vocab_size=3, **LAYERS_READ), ids=(0, 1, 2)),
+}
+
+
+def swap(params, one, other):
+    return dict(params) | {one: params[other], other: params[one]}
+
+
+def later(params):
+    """A first head that says what the target itself does."""
+    return dict(params) | {"head_0": params["head_2"], "head_1": params["head_0"]}
+
+
+MISTAKES = {
+    "layers too high": ("eagle3", lambda p: read_otherwise(p, hidden_layers=(2, 3, 5)), "the layers before"),
+    "layers too low": ("eagle3", lambda p: read_otherwise(p, hidden_layers=(0, 1, 3)), "the layers after"),
+    "a missing norm": ("mtp", lambda p: read_otherwise(p, hidden_layers=(LAYERS,)), "the layers before"),
+    "swapped norms": (
+        "residual",
+        lambda p: read_otherwise(p, swap(p.draft_params, "attention_norm", "hidden_norm")),
+        "the norms of token and feature swapped",
+    ),
+    "another residual": (
+        "residual",
+        lambda p: read_otherwise(p, norm_before_residual=False),
+        "norm_before_residual = True",
+    ),
+    "another order": ("mtp", lambda p: read_otherwise(p, hidden_first=False), "the hidden state first"),
+    "swapped norms of a module": (
+        "mtp",
+        lambda p: read_otherwise(p, swap(p.draft_params, "token_norm", "hidden_norm")),
+        "the norms of token and hidden state swapped",
+    ),
+    "heads too late": ("medusa", lambda p: read_otherwise(p, later(p.draft_params)), "every head one token earlier"),
+    "ids taken for offsets": (
+        "reduced",
+        lambda p: read_otherwise(p, dict(p.draft_params) | {DRAFT_IDS: jnp.asarray([0, 2, 5])}),
+        "d2t as ids instead of offsets",
+    ),
+    "offsets that mean nothing": (
+        "first",
+        lambda p: read_otherwise(p, dict(p.draft_params) | {DRAFT_IDS: jnp.asarray([1, 3, 5])}),
+        "the offsets d2t ignored",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return {name: make() for name, make in HEADS.items()}
+
+
+@pytest.fixture(scope="module")
+def texts(pairs):
+    return write_texts(pairs["eagle3"], PROMPTS, tokens=20)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_fits_is_not_accused(pairs, texts, name):
+    found = check_head(pairs[name], texts, K=1)
+    assert found.readings[0].by_position[0] > 0.95 and found.fits
+    assert len(found.sentences) == 1 and "WARNING" not in found.sentences[0]
+    assert len(found.readings) > 1, "nothing else was tried"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_mistake_is_named(pairs, texts, mistake):
+    name, make, expected = MISTAKES[mistake]
+    found = check_head(make(pairs[name]), texts, K=1)
+    assert not found.fits and found.better.name.startswith(expected)
+    assert f"WARNING: THE HEAD IS READ WRONGLY: with {expected}" in found.sentences[-1]
+
+
+def test_a_head_of_another_target_is_said_loudly(pairs, texts):
+    pair = pairs["eagle3"]
+    wrong = -3 * pair.draft_params["output"]
+    found = check_head(read_otherwise(pair, dict(pair.draft_params) | {"output": wrong}), texts, K=2)
+    assert not found.fits and found.readings[0].by_position[0] < 0.1
+    assert found.sentences[1].startswith("WARNING: THE HEAD DOES NOT FIT: ")
+
+
+def test_the_acceptance_is_that_of_decoding():
+    """Of a head that is right about the first token and often about the second, from its cache and own features."""
+    target, head, params = ShowsTokens(3), table_head(3), TABLE
+    sampling, K = chain(temperature(1.0)), 2
+    loop = Loop(target=target, drafter=FeatureDrafter(target, head, K), rule=TokenRule())
+    run = decode(loop, params, params, [[2, 1, 2, 1]], 28, sampling, samples=400)
+    stats = run.state.stats
+    decoded_K = (
+        np.asarray(stats.accepted_BT.sum(0))[::-1].cumsum()[::-1][1 : K + 1]
+        / np.asarray(stats.num_verified_BK.sum(0))[:K]
+    )
+    tokens_BT = run.state.tokens_BS[:200, :32]
+    logits_BTV, hidden = _read_target(target, DataShards(), params, tokens_BT, head.hidden_layers, 32)
+    starts_BS = jnp.broadcast_to(jnp.arange(2, 28), (200, 26))
+    arguments = (target, head, DataShards(), params, params, hidden, logits_BTV, tokens_BT, starts_BS)
+    forced_BSK = draft_acceptance(*arguments, for_rows(sampling, 200), K=K, slots=32)
+    forced_K = np.asarray(forced_BSK).mean((0, 1))
+    assert forced_K[0] == pytest.approx(1) and 0.5 < forced_K[1] < 0.95
+    np.testing.assert_allclose(forced_K, decoded_K, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"texts": [[1, 2]]}, "all texts are shorter than 6 tokens"),
+        ({"K": 0}, "K must be an integer >= 1"),
+    ],
+)
+def test_what_cannot_be_checked(pairs, texts, change, message):
+    with pytest.raises(ValueError, match=message):
+        check_head(pairs["eagle3"], **({"texts": texts, "K": 4} | change))
+    with pytest.raises(ValueError, match="the pair has no head"):
+        check_head(dataclasses.replace(pairs["eagle3"], head=None, draft_params=None), texts)
