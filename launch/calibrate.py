@@ -51,6 +51,7 @@ class Scale:
     repeats: int
 
 
+USELESS = 0.5  # relative error of steps that were left out
 ON_TPU = Scale(read_bytes=2**29, turns=200, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
 ON_CPU = Scale(read_bytes=2**23, turns=20, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
 
@@ -95,12 +96,15 @@ def main() -> None:
     found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
     fitted = [(step, found.milliseconds(step["work"])) for step in steps]
     entry.show([measured_table(reached, rate, launch, sizes, collectives, fitted)], console)
+    hiding = f", overlap {found.overlap:g} ({found.least_overlap:g} at least)" if collectives else ""
     console.print(
         f"{found.efficiency:.0%} of the rate, {found.call_ms:.3f} ms per call, {found.sequence_us:.2f} us per layer and "
         f"sequence, collectives of {found.collective_us:.1f} us + {found.hop_us:.1f} us per hop + {found.wire:.2f} x the "
-        f"time of their bytes, overlap {found.overlap:g} ({found.least_overlap:g} at least); steps that were left out within "
-        f"{math.expm1(found.error):.0%}"
+        f"time of their bytes{hiding}; steps that were left out within {math.expm1(found.error):.0%}"
     )
+    if found.error > math.log1p(USELESS):
+        told = "these numbers are of little use: leave the devices idle, and run again"
+        console.print(f"Steps that were left out are off by more than {USELESS:.0%}: {told}", style="bold red")
     if chip not in CHIPS:
         console.print(f"{chip} is no TPU: compile reports are of TPUs and will refuse this calibration")
     document = {

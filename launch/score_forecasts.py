@@ -130,7 +130,10 @@ def show(batches: Sequence[Batch], console: Any) -> None:
     for batch in batches:
         for kind, open, chance in (("bands", False, batch.chance), ("ranges from all hidden to all added", True, None)):
             outcomes = [one.outcome for one in batch.entries if one.outcome and one.band.open == open]
-            console.print(f"{kind} frozen {batch.date}: {ledger.standing(outcomes).verdict(chance)}", soft_wrap=True)
+            console.print(
+                f"{kind} frozen {batch.date} at {batch.commit[:7]}: {ledger.standing(outcomes).verdict(chance)}",
+                soft_wrap=True,
+            )
 
 
 def scores_table(batches: Sequence[Batch]) -> Table:

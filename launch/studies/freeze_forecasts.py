@@ -8,6 +8,7 @@ them. They are added to the ledger as a batch of its own: what is frozen is not 
 No compiler is asked; the milliseconds come from shapes and `specsamp.tpu.calibration`.
 """
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -66,7 +67,7 @@ def main() -> None:
         target = known_models(config)["target"].config
         chips = draft_devices(config, known_models(config), math.prod(setting.sizes))
         band = forecast(setting, target, draft_shape(config), chips)
-        forecasts.append({"setting": setting, "forecast": band, "scores": []})
+        forecasts.append({"setting": setting, "forecast": dataclasses.replace(band, worlds=()), "scores": []})
     rows = [(one["setting"].name, str(one["forecast"])) for one in forecasts]
     entry.show([Table(title="Frozen forecasts", header=("", "ms of a round"), rows=rows)], console)
     frozen = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit}

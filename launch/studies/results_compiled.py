@@ -190,6 +190,13 @@ def backtest(documents: Documents) -> str:
         )
         for name, found in documents["tpu_backtest"]["summaries"].items()
     ]
+    summaries = documents["tpu_backtest"]["summaries"]
+    every = [
+        summaries["all steps, layout left out"],
+        *(s for name, s in summaries.items() if name.startswith("not fitted")),
+    ]
+    covered, total = (sum(found[name] for found in every) for name in ("covered", "rows"))
+    rows.append(("all of these, steps by layout", total, "", "", f"{covered} of {total}", ""))
     return table(("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%"), rows)
 
 

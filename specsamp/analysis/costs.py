@@ -30,11 +30,13 @@ class Costs(Protocol):
     Attributes:
       error: the relative standard error of a round's time; 0 if it is known exactly.
       edges: the same costs in the cheapest and in the dearest case, where more is open than an error of a clock.
-      open: no value between the edges is likelier than another, and each edge is a world of its own to compare in.
+      worlds: the same costs in several cases, of which one is true: a speedup is compared within each.
+      open: no value between the edges is likelier than another.
     """
 
     error: float
     edges: tuple[Costs, ...]
+    worlds: tuple[Costs, ...]
     open: bool
 
     def round_ms(self, draft_length: int, batch: int, context: int | None) -> float:
@@ -69,12 +71,13 @@ class CostTable:
       error: the relative standard error of a round's time.
       products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
         ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
-      edges, open: see `Costs`.
+      edges, worlds, open: see `Costs`.
     """
 
     rounds: tuple[Round, ...]
     error: float = 0.0
     edges: tuple[CostTable, ...] = ()
+    worlds: tuple[CostTable, ...] = ()
     open: bool = False
     products_ms: tuple[tuple[int, float], ...] = ()
 
@@ -126,6 +129,7 @@ class PerCall:
     draft_ms: float
     error: float = 0.0
     edges: tuple[Costs, ...] = ()
+    worlds: tuple[Costs, ...] = ()
     open: bool = False
 
     def __post_init__(self):
@@ -162,6 +166,7 @@ class Roofline:
     default_context: int = 1024
     error: float = 0.0
     edges: tuple[Costs, ...] = ()
+    worlds: tuple[Costs, ...] = ()
     open: bool = False
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:

@@ -103,9 +103,9 @@ def make_plan(
         ms = round_ms * rounds / batch
         both_clocks = costs.error * math.sqrt(2) if K else 0.0
         cases_ms = [case.round_ms(K, batch, context) * rounds / batch for case in cases]
-        gains = [plain_ms / ms]
-        if costs.open:
-            gains = [case.round_ms(0, batch, context) / batch / at for case, at in zip(cases, cases_ms)]
+        rounds_ms = [(one.round_ms(0, batch, context), one.round_ms(K, batch, context)) for one in costs.worlds]
+        gains = [plain / (drafted * rounds) for plain, drafted in rounds_ms]
+        gains += [] if costs.open else [plain_ms / ms]
         forecasts.append(
             Forecast(
                 draft_length=K,

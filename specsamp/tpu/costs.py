@@ -61,12 +61,13 @@ def read_report(report: dict[str, Any]) -> Report:
 
 
 def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) -> CostTable:
-    """Returns the costs of rounds from estimates with bands: their values, and as edges what the bands end with."""
+    """Returns the costs of rounds from estimates with bands: their values, the bands' ends as edges, and their worlds."""
 
-    def of(edge: str) -> CostTable:
-        times = [getattr(band, edge) for band in bands]
+    def of(times: Sequence[float]) -> CostTable:
         return CostTable(
             rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True))
         )
 
-    return dataclasses.replace(of("likely"), edges=(of("least"), of("most")), open=bands[0].open)
+    likely, *edges = (of([getattr(band, name) for band in bands]) for name in ("likely", "least", "most"))
+    worlds = tuple(of(times) for times in zip(*(band.worlds for band in bands), strict=True))
+    return dataclasses.replace(likely, edges=tuple(edges), worlds=worlds, open=bands[0].open)

@@ -34,6 +34,7 @@ KINDS = {
     "TPU7x": "v7x",
 }
 DOUBLINGS = 6  # of a loop that is too short for the clock
+MOST_SECONDS = 20.0  # of one measurement, on a machine whose clocks do not settle
 LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
 
 
@@ -65,11 +66,11 @@ def seconds_per_turn(run: Callable[[int], jax.Array], turns: int, repeats: int =
 
     Args:
       run: runs so many turns on the devices; it is compiled once for all numbers of turns.
-      turns: doubled, up to `DOUBLINGS` times, until what twice as many take longer hardly depends on the clock: three of
-        four times are at least three quarters of the median.
+      turns: doubled, up to `DOUBLINGS` times, until what twice as many take longer hardly depends on the clock (three of
+        four times are at least three quarters of the median), or until `MOST_SECONDS` have passed.
 
     Raises:
-      ValueError: in the end one of four times is still not positive.
+      ValueError: in the end the median is still not positive.
     """
     jax.block_until_ready(run(1))
 
@@ -78,15 +79,15 @@ def seconds_per_turn(run: Callable[[int], jax.Array], turns: int, repeats: int =
         jax.block_until_ready(run(count))
         return time.perf_counter() - start
 
-    for _ in range(DOUBLINGS):
+    began, doubled = time.perf_counter(), 0
+    while True:
         longer = [seconds(2 * turns) - seconds(turns) for _ in range(repeats)]
         median, lower = float(np.median(longer)), np.percentile(longer, 25)
-        if lower > 0.75 * median > 0:
+        is_late = time.perf_counter() - began > MOST_SECONDS
+        if lower > 0.75 * median > 0 or is_late or doubled == DOUBLINGS:
             break
-        turns *= 2
-    else:
-        turns //= 2
-    if lower > 0:
+        turns, doubled = 2 * turns, doubled + 1
+    if median > 0:
         return median / turns
     raise ValueError(f"the times of loops of {turns} turns scatter too much: leave this machine idle, and run again")
 

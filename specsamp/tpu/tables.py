@@ -131,9 +131,9 @@ def _per_token(report: Report, rate: float, own: Calibration | None) -> tuple[st
 def faster(found: Band) -> str:
     """Formats how much faster one program is than another."""
     least, most = two_digits(found.least), two_digits(found.most)
-    if found.open and least != most:
-        return f"{least}x to {most}x"
-    return f"{two_digits(found.likely)}x"
+    if least == most:
+        return f"{least}x"
+    return f"{least}x to {most}x" if found.open else f"{two_digits(found.likely)}x ({least} to {most})"
 
 
 def basis(open: bool, own: Calibration | None = None) -> str:

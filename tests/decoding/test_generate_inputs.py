@@ -34,7 +34,7 @@ def test_pairs_that_do_not_belong_together():
     [
         (dict(prompts=[]), "no prompts"),
         (dict(prompts="text"), r"write \[prompt\]"),
-        (dict(prompts=[1, 2]), "prompt 0 must be a text or a list of token ids; got 1"),
+        (dict(prompts=[1, 2]), "prompt 0 must be a text, a list of token ids or a list of messages; got 1"),
         (dict(prompts=[[1.7]]), r"prompt 0\[0\] must be an integer .* got 1.7"),
         (dict(prompts=["a", ""]), "prompt 1 is empty"),
         (dict(prompts=[[1, 300]]), r"prompt 0\[1\] must be an integer >= 0 and below 257; got 300"),
@@ -169,7 +169,7 @@ def test_objects_that_are_no_models_are_refused():
         ([b"ab"], "prompt 0 is bytes: give a text"),
         ({"a": 1}, "prompts must be a list of prompts"),
         ({"a", "b"}, "prompts must be a list of prompts"),
-        ([{1: 2}], "prompt 0 must be a text or a list"),
+        ([{1: 2}], "prompt 0 must be a text, a list of token ids or a list of messages"),
         (["a", "\ud800"], "prompt 1 is no valid Unicode"),
     ],
 )

@@ -380,7 +380,7 @@ def test_a_training_without_its_target_ends_with_a_message(tmp_path):
 
 def test_unknown_kinds_of_training_fail():
     with pytest.raises(
-        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, tiny_target, tiny_draft"
+        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, head, tiny_target, tiny_draft"
     ):
         python_pair.get_config("huge")
 

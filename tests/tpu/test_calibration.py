@@ -192,11 +192,24 @@ def test_two_digits():
     assert [two_digits(number) for number in shown] == list(shown.values())
 
 
-def test_a_ratio_of_open_bands_compares_within_each_world():
-    slow, fast = (Band(least=a, likely=b, most=c, open=True) for a, b, c in ((6, 10, 20), (2, 4, 10)))
+def test_a_ratio_compares_within_each_world():
+    slow, fast = (Band(least=a, likely=b, most=c, open=True, worlds=(a, c)) for a, b, c in ((6, 10, 20), (2, 4, 10)))
     assert (ratio(slow, fast).least, ratio(slow, fast).most) == (2, 3)
-    closed = dataclasses.replace(slow, open=False)
-    assert ratio(closed, dataclasses.replace(fast, open=False)).least == 2.5
+    closed, other = (dataclasses.replace(band, open=False) for band in (slow, fast))
+    assert (ratio(closed, other).least, ratio(closed, other).likely, ratio(closed, other).most) == (2, 2.5, 3)
+    bare = [dataclasses.replace(band, worlds=()) for band in (closed, other)]
+    assert ratio(*bare).least == ratio(*bare).most == 2.5
+    halved = slow / 2
+    assert halved.worlds == (3, 10) and halved.most == 10
+
+
+def test_published_speedups_of_a_pair_lie_within():
+    """Rounds of Chen et al., none of them fitted; the two edges alone would hold none of the seven."""
+    chinchilla = {row.model: row.work() for row in published() if row.chip == "v4"}
+    target, draft, plain_ms = chinchilla["Chinchilla 70B"], chinchilla["draft 4B"], 14.1
+    for K, measured in ROUNDS_MS.items():
+        found = ratio(estimate("v4", target), estimate("v4", target, *[draft] * K))
+        assert found.least < plain_ms / measured < found.most, K
 
 
 def test_hops_and_wires():
