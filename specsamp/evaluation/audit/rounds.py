@@ -46,7 +46,9 @@ from specsamp.sampling.warp import Warp, chain, for_rows, log_probs
 
 Array = jax.Array
 
-BIN_EDGES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)  # of log2(q / p)
+# Edges of log2(q / p). None is 0: where draft and target are equal, rounding would say on which side a token lies, and a
+# compiler may compute the ratio twice.
+BIN_EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
 MOST_BATCHES = 64  # calls of `generate`
 
 
