@@ -117,7 +117,7 @@ class Batch:
 
 
 def digest(batch: Mapping[str, Any]) -> str:
-    """Returns a digest of what is frozen of a batch as JSON: all but the scores."""
+    """Returns a digest of what is frozen of a batch as JSON: date, commit, chance, settings and forecasts."""
     frozen = [batch["frozen"], batch["chance"], [[one["setting"], one["forecast"]] for one in batch["forecasts"]]]
     return hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def read_ledger(document: Mapping[str, Any]) -> tuple[Batch, ...]:
     """Reads a ledger.
 
     Raises:
-      ValueError: a forecast was edited after it was frozen.
+      ValueError: a forecast was edited after it was frozen, or a score has no time that could be.
     """
     batches = []
     for batch in document["batches"]:
@@ -135,6 +135,9 @@ def read_ledger(document: Mapping[str, Any]) -> tuple[Batch, ...]:
             raise ValueError(
                 f"the forecasts of {date} (commit {commit[:12]}) are not as they were frozen: restore them with git"
             )
+        for one in (one for forecast in batch["forecasts"] for one in forecast["scores"]):
+            if not 0 < one.get("measured_ms", 1.0) < math.inf:
+                raise ValueError(f"a score of {date} says measured_ms = {one['measured_ms']!r}: restore it with git")
         entries = [
             Entry(setting=Setting(**one["setting"]), band=Band(**one["forecast"]), scores=tuple(one["scores"]))
             for one in batch["forecasts"]

@@ -108,13 +108,16 @@ def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """Reads a table of measurements: ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``.
 
     Raises:
-      ValueError: a row lacks a condition or has one that nobody knows; the message names both.
+      ValueError: a row lacks a condition or has one that nobody knows, and the message names both; or it is no table.
     """
-    models = {name: _shape(name, fields) for name, fields in document["models"].items()}
     rows = []
-    for group in document["groups"]:
-        shared = {name: value for name, value in group.items() if name != "rows"}
-        rows += [_row(shared | row, models) for row in group["rows"]]
+    try:
+        models = {name: _shape(name, fields) for name, fields in document["models"].items()}
+        for group in document["groups"]:
+            shared = {name: value for name, value in group.items() if name != "rows"}
+            rows += [_row(shared | row, models) for row in group["rows"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no table of measurements ({type(error).__name__}: {error})") from error
     return tuple(rows)
 
 
@@ -141,15 +144,20 @@ def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
     for name in numbers:
         if isinstance(row[name], bool) or not isinstance(row[name], (int, float)) or not 0 < row[name] < math.inf:
             raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
+    for name in ("tokens", "sequences"):
+        if row.get(name) is not None and not row[name] > 0:
+            raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
     if not 0 <= row.get("live", 0.5) <= 1:
         raise ValueError(f"{where}: live must be a share, from 0 to 1; got {row['live']!r}")
-    for name in ("source", "software", "date"):
+    for name in ("source", "software", "date", "url"):
         if not isinstance(row[name], str) or not row[name].strip():
             raise ValueError(f"{where}: {name} must say something; got {row[name]!r}")
-    if not re.fullmatch(r"\d{4}(-\d{2})?(-\d{2})?", row["date"]):
+    if not re.fullmatch(r"\d{4}(-(0[1-9]|1[0-2])(-[0-3]\d)?)?", row["date"]):
         raise ValueError(f"{where}: date must be a year, or a year and a month, as 2025-04; got {row['date']!r}")
     if row["batch"] % row["data"]:
         raise ValueError(f"{where}: batch {row['batch']} does not divide over data {row['data']}")
+    if not isinstance(row["slice"], str) or not re.fullmatch(r"\d+(x\d+)*", row["slice"]):
+        raise ValueError(f"{where}: slice must be the chips along each axis, as 4x4; got {row['slice']!r}")
     if math.prod(int(size) for size in row["slice"].split("x")) != row["tensor"] * row["data"]:
         raise ValueError(f"{where}: tensor {row['tensor']} x data {row['data']} are not the chips of {row['slice']}")
     axes = tuple(row["axes"]) if row.get("axes") else None

@@ -252,5 +252,11 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be a finite number >= 0; got {value!r}")
         if name in shares and value > 1:
             raise TypeError(f"{name} must be at most 1; got {value!r}")
-    if not numbers["efficiency"]:
-        raise TypeError("efficiency must be above 0; got 0")
+    for name in ("efficiency", "error"):
+        if not numbers[name]:
+            raise TypeError(f"{name} must be above 0; got 0")
+    if numbers["least_overlap"] > numbers["overlap"]:
+        raise TypeError(f"least_overlap {numbers['least_overlap']:g} is above the overlap, {numbers['overlap']:g}")
+    for name in ("points", "layouts"):
+        if not isinstance(numbers[name], int) or numbers[name] < 0:
+            raise TypeError(f"{name} must be an integer >= 0; got {numbers[name]!r}")

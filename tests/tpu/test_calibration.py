@@ -244,6 +244,10 @@ def test_rows_without_conditions_are_refused(field):
         (dict(tensor=8), "tensor 8 x data 1 are not the chips of 4x4"),
         (dict(live=1.5), "live must be a share, from 0 to 1; got 1.5"),
         (dict(colour="red"), "colour is no condition"),
+        (dict(slice="4xa"), "slice must be the chips along each axis, as 4x4; got '4xa'"),
+        (dict(tokens=-3), "tokens must be a positive number; got -3"),
+        (dict(date="2025-13"), "date must be a year"),
+        (dict(weights=["int8"]), "this is no table of measurements .TypeError"),
     ],
 )
 def test_wrong_conditions_are_named(changes, message):

@@ -117,7 +117,10 @@ def test_a_slice_may_be_turned():
 def test_what_is_no_calibration_is_refused():
     damaged = document()
     del damaged["calibration"]["wire"]
-    for wrong in ({"cells": []}, document(sizes="no"), damaged):
+    crossed, sure = document(), document()
+    crossed["calibration"] |= {"overlap": 0.5, "least_overlap": 0.9}
+    sure["calibration"]["error"] = 0
+    for wrong in ({"cells": []}, document(sizes="no"), damaged, crossed, sure):
         with pytest.raises(ValueError, match="mine.json is no calibration of launch/calibrate.py"):
             read_calibration(wrong, "v5e:2x2", "mine.json")
 
