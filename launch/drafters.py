@@ -18,7 +18,7 @@ from specsamp.models.interface import LanguageModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Word:
-    """What a word means: commands ask it, and do not compare words.
+    """Meaning of a word: commands ask it, and do not compare words.
 
     Attributes:
       make: returns the drafter, of the configuration, the target, the pair's draft model or head, and K.

@@ -34,7 +34,7 @@ MIMO = "MiMoForCausalLM"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """How the files of a kind of heads name their tensors."""
+    """Names of tensors in the files of a kind of heads."""
 
     names: Mapping[str, str]  # see tensor_names.py
     beside: re.Pattern  # names of tensors that are read apart, or are no parameters of the head

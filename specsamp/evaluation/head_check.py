@@ -71,7 +71,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCheck:
-    """What `check_head` found; the first reading is the configured one."""
+    """Findings of `check_head`; the first reading is the configured one."""
 
     readings: tuple[Reading, ...]
 
