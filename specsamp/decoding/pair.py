@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a conversation, up to where an answer begins; raises ValueError without a chat template."""
+        """Returns the ids of a conversation, up to where an answer begins; raises ValueError without a chat template."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 

@@ -97,7 +97,7 @@ class HeadConfig:
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens that it drafts; None: it goes on with features of its own for as long as it is asked to."""
+        """Returns the most tokens that it drafts; None: it goes on with features of its own for as long as it is asked to."""
         return None
 
 

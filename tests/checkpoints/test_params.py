@@ -1,4 +1,4 @@
-"""What tells the values of parameters from others: the same on every mesh and with rows of padding."""
+"""Digests that tell the values of parameters from others: the same on every mesh and with rows of padding."""
 
 import jax
 import jax.numpy as jnp

@@ -72,7 +72,7 @@ def read_pairs(
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstTokens(LanguageModel):
+class FirstTokenReader(LanguageModel):
     """Says of whole texts what drafts after each token would begin with; its weights are those of a pair.
 
     After the first token of a text, which is no pair, it says nothing: all logits are zero.
@@ -138,8 +138,8 @@ class FeatureDrafter(Drafter):
         return self.head
 
     @property
-    def reader(self) -> FirstTokens:
-        return FirstTokens(self.target, self.head)
+    def reader(self) -> FirstTokenReader:
+        return FirstTokenReader(self.target, self.head)
 
     @property
     def reader_depth(self) -> int:
