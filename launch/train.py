@@ -74,8 +74,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
             "a draft is distilled from a target: give --config.target, the folder of its training or a pair"
         )
     target = run.open_target(config.target) if "target" in config else None
-    open_first = run.open_trained_head if "head" in config else run.open_trained
-    first = open_first(config.init) if config.get("init") else None
+    first = open_first(config, target) if config.get("init") else None
     task = make_task(config, model, target)
     data = config.data
     corpus = read_corpus(
@@ -148,6 +147,13 @@ def make_teacher(config: ConfigDict, task: Task, target: run.TrainedModel | None
     size = config.head.draft_vocab_size
     ids_U = most_frequent(windows.stream, task.target.vocab_size, size) if size else None
     return task.teacher(target.params, ids_U)
+
+
+def open_first(config: ConfigDict, target: run.TrainedModel | None) -> run.TrainedModel:
+    """Reads what training begins with: a run of the same kind, or a head that was exported or published."""
+    if "head" in config:
+        return run.open_first_head(config.init, target.config)
+    return run.open_trained(config.init)
 
 
 def sizes_of(target: run.TrainedModel) -> dict[str, int]:
@@ -276,7 +282,8 @@ def check_first(
       ValueError: it has read what this run is judged by, or is of another tokenizer or model.
     """
     check_split(config.data.held_out, corpus, first)
-    if JsonTokenizer(first.folder / "tokenizer.json", config.data.eos).to_json() != tokenizer.to_json():
+    own = first.folder / "tokenizer.json"  # a head that was exported has none: its target's is checked
+    if own.exists() and JsonTokenizer(own, config.data.eos).to_json() != tokenizer.to_json():
         raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     params = {name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS}

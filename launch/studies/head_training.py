@@ -2,7 +2,7 @@
 
     python launch/studies/head_training.py --run=runs/head --pair=python --output=runs/python_head.json
 
-A run that began with the parameters of another (``--config.init``) goes on with that one's curve.
+A run that began with another head (``--config.init``) goes on with that one's curve.
 
 Acceptance at position i is that of a token of the head's own distribution after i - 1 drafted tokens, where these are the
 text's: what the target would accept, summed over the vocabulary, with nothing drawn. The pair's draft model, which
@@ -20,8 +20,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import held_out_windows, read_corpus, standard_library
 from specsamp.training.eagle import TrainHead
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.log import read_metrics
-from specsamp.training.run import TrainedModel, open_trained_head, without_paths
+from specsamp.training.run import held_out_curve, open_trained_head, without_paths
 from specsamp.training.task import Distill
 
 _RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
@@ -51,15 +50,12 @@ def main() -> None:
         head = evaluate(task, params, teacher, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)
         model = Distill(TransformerLM(drafting.draft.config), target)
         draft = evaluate(model, drafting.draft_params, pair.target_params, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)
-    runs = [trained]
-    while init := runs[0].run_config()["init"]:
-        runs.insert(0, open_trained_head(init))
-    curve = curve_of(runs)
+    curve = held_out_curve(trained.folder, trained.step)
     document = {
         "pair": _PAIR.value,
         "weights": fingerprint(_PAIR.value, "head"),
         "head": pair.head.config,
-        "training": [{"config": without_paths(run.run_config()), "step": run.step} for run in runs],
+        "training": {"config": without_paths(config), "step": trained.step},
         "curve": curve,
         "held_out": {"files": len(corpus.held_out), "windows": len(rows), "head": head, "draft_model": draft},
     }
@@ -70,21 +66,6 @@ def main() -> None:
 def trainable(task: TrainHead) -> dict:
     """Returns the shapes of what a task trains."""
     return jax.eval_shape(task.init, jax.random.key(0))
-
-
-def curve_of(runs: list[TrainedModel]) -> list[dict]:
-    """Returns what was measured on held-out text by the tokens seen, over runs of which each began with the last."""
-    curve, seen = [], 0
-    for number, run in enumerate(runs):
-        config = run.run_config()
-        tokens = config["train"]["batch"] * config["data"]["length"]
-        for record in read_metrics(run.folder / "metrics.jsonl"):
-            if "held_out/loss" not in record or record["step"] > run.step:
-                continue
-            measured = {key.removeprefix("held_out/"): x for key, x in record.items() if key.startswith("held_out/")}
-            curve.append({"run": number, "step": record["step"], "tokens": seen + record["step"] * tokens} | measured)
-        seen += run.step * tokens
-    return curve
 
 
 def table(curve: list[dict], head: dict, draft: dict) -> Table:

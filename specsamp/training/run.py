@@ -18,6 +18,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import storage
+from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
@@ -142,6 +143,58 @@ class PairTarget(TrainedModel):
 
     def _provenance(self) -> dict:
         return storage.read_json(self.folder / "pair.json").get("provenance", {}).get("target", {})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExportedHead(TrainedModel):
+    """A head of a folder that other programs read too, with what training.json remembers of its run."""
+
+    def run_config(self) -> dict:
+        return _exported(self.folder).get("config", {})
+
+    def made_from(self, name: str) -> dict:
+        return _exported(self.folder)[name]
+
+
+def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> TrainedModel:
+    """Reads the head that a training begins with: of a run, or one that was exported or published.
+
+    Raises:
+      FileNotFoundError, ValueError: as `open_trained_head`; or as `open_head`.
+    """
+    if (storage.place(folder) / "run.json").exists():
+        return open_trained_head(folder)
+    checkpoint = open_head(folder, target, dtype="float32")
+    params = read_head(checkpoint, FeatureHead(checkpoint.config))
+    place = storage.place(folder)
+    step = _exported(place).get("step", 0)
+    return ExportedHead(folder=place, config=checkpoint.config, params=params, step=step)
+
+
+def held_out_curve(folder: str | os.PathLike, last_step: int | None = None) -> list[dict]:
+    """Returns what was measured on held-out text by the tokens seen, over a run of a head and those it began with.
+
+    Args:
+      last_step: of the run; default all that it logged.
+    """
+    folder = storage.place(folder)
+    if not (folder / "run.json").exists():
+        return _exported(folder).get("curve", [])
+    config = read_config(folder)
+    curve = held_out_curve(config["init"]) if config.get("init") else []
+    number, seen = (curve[-1]["run"] + 1, curve[-1]["tokens"]) if curve else (0, 0)
+    tokens = config["train"]["batch"] * config["data"]["length"]
+    for record in read_metrics(folder / "metrics.jsonl"):
+        if "held_out/loss" not in record or (last_step is not None and record["step"] > last_step):
+            continue
+        measured = {key.removeprefix("held_out/"): x for key, x in record.items() if key.startswith("held_out/")}
+        curve.append({"run": number, "step": record["step"], "tokens": seen + record["step"] * tokens} | measured)
+    return curve
+
+
+def _exported(folder: epath.Path) -> dict:
+    """Reads what an exported head remembers of its training; nothing, where another program wrote it."""
+    return storage.read_json(folder / "training.json") if (folder / "training.json").exists() else {}
 
 
 def open_target(name: str | os.PathLike) -> TrainedModel:
