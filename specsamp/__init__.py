@@ -18,11 +18,14 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
+from specsamp.serving.log import CompletionLog
+from specsamp.serving.queue import generate_many
 
 __all__ = [
     "BlockRule",
     "Chunk",
     "Completion",
+    "CompletionLog",
     "CoupledRule",
     "Draft",
     "Drafter",
@@ -43,6 +46,7 @@ __all__ = [
     "Verdict",
     "chain",
     "generate",
+    "generate_many",
     "greedy",
     "load_pair",
     "min_p",

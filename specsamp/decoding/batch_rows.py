@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.state import DecodeState, Request
+from specsamp.decoding.state import DecodeState, Finish, Request
 
 Array = jax.Array
+
+NOWHERE = -1
 
 
 def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
@@ -28,7 +30,8 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     Args:
       state: of a loop, between two runs.
       rows: of the same loop, N rows; they may have fewer slots than ``state``.
-      at: N different places within a data shard: the first N / shards of them in the first shard, and so on.
+      at: N different places within a data shard: the first N / shards of them in the first shard, and so on; `NOWHERE`
+        for a row that is left out.
 
     Raises:
       ValueError: a place that does not exist or occurs twice, another number of rows, or rows with more slots.
@@ -55,6 +58,16 @@ def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShar
     return _read(state, _places(at, len(state.lengths_B), shards), shards)
 
 
+def end(state: DecodeState, is_ended_B: Array) -> DecodeState:
+    """Ends the rows of ``is_ended_B`` that are still running, as if they had met a stop token."""
+    return dataclasses.replace(state, finish_B=_end(state.finish_B, is_ended_B))
+
+
+@jax.jit
+def _end(finish_B: Array, is_ended_B: Array) -> Array:
+    return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(jnp.int32)
+
+
 def _fit_request(new: Request, old: Request) -> Request:
     """Returns ``new`` with as many columns of stop ids as ``old``, whose columns it overwrites."""
     missing = old.stop_ids_BN.shape[1] - new.stop_ids_BN.shape[1]
@@ -79,9 +92,10 @@ def _places(at: Sequence[int], batch: int, shards: DataShards) -> Array:
         raise ValueError(
             f"give at least one row per data shard, the same number for each of {shards.count}; got {at!r}"
         )
-    if (places < 0).any() or (places >= per_shard).any():
+    if (places < NOWHERE).any() or (places >= per_shard).any():
         raise ValueError(f"rows must lie in [0, {per_shard}), counted within a data shard; got {at!r}")
-    if any(len(set(group.tolist())) < len(group) for group in places.reshape(shards.count, -1)):
+    groups = [group[group != NOWHERE].tolist() for group in places.reshape(shards.count, -1)]
+    if any(len(set(group)) < len(group) for group in groups):
         raise ValueError(f"a row occurs twice in {at!r}")
     return jnp.asarray(places)
 
@@ -89,8 +103,9 @@ def _places(at: Sequence[int], batch: int, shards: DataShards) -> Array:
 def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
     def write(old: Array, new: Array) -> Array:
         for n in range(len(at_N)):
-            zero = jnp.zeros((), at_N.dtype)
-            old = jax.lax.dynamic_update_slice(old, new[n : n + 1], (at_N[n],) + (zero,) * (old.ndim - 1))
+            row, start = new[n : n + 1], (jnp.maximum(at_N[n], 0),) + (jnp.zeros((), at_N.dtype),) * (old.ndim - 1)
+            row = jnp.where(at_N[n] == NOWHERE, jax.lax.dynamic_slice(old, start, row.shape), row)
+            old = jax.lax.dynamic_update_slice(old, row, start)
         return old
 
     return jax.tree.map(write, tree, rows)

@@ -17,6 +17,7 @@ from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.stops import Stops
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
@@ -208,23 +209,32 @@ def _memory_of_devices() -> int | None:
     return None if limit is None else limit * len(devices)
 
 
-def stop_ids(pair: Pair, stop: Sequence[int | str] | None) -> frozenset[int]:
-    """Returns the ids of the stop tokens; the pair's by default, or the tokenizer's end of text."""
+def stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
+    """Returns what ends texts; the pair's stop tokens by default, or the tokenizer's end of text.
+
+    A string ends a text wherever it is written, in whatever tokens. One that is never written, such as the name of a
+    special token, stands for the token.
+    """
     if stop is None and pair.stop is not None:
-        return frozenset(integers("the pair's stop", pair.stop, 0, pair.target.vocab_size))
+        return Stops(frozenset(integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
     if stop is None:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
-        return frozenset() if eos is None else frozenset([eos])
+        return Stops() if eos is None else Stops(frozenset([eos]))
     if isinstance(stop, str) or not hasattr(stop, "__len__"):
         raise ValueError(f"stop must be a list; for one, write [stop]; got {stop!r}")
-    ids = []
+    ids, texts = [], []
     for entry in stop:
-        if isinstance(entry, str):
-            if pair.tokenizer is None:
-                raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
-            token = pair.tokenizer.token_id(entry)
-            if token is None:
-                raise ValueError(f"the stop text {entry!r} is not one token; stop on a single token instead")
-            entry = token
-        ids.append(integer("a stop id", entry, 0, pair.target.vocab_size))
-    return frozenset(ids)
+        if not isinstance(entry, str):
+            ids.append(integer("a stop id", entry, 0, pair.target.vocab_size))
+            continue
+        if pair.tokenizer is None:
+            raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
+        if not entry:
+            raise ValueError("a stop text is empty: it would end every text before it began; leave it out")
+        token = pair.tokenizer.token_id(entry)
+        written = "" if token is None else pair.tokenizer.decode([token])
+        if token is None or entry in written:
+            texts.append(entry)
+        if token is not None and (entry not in written or entry == written):  # it ends the row without a delay
+            ids.append(integer("a stop id", token, 0, pair.target.vocab_size))
+    return Stops(frozenset(ids), tuple(texts))

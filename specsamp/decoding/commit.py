@@ -47,6 +47,9 @@ def append(
             jax.nn.log_softmax(target.logits_BTV, axis=-1), jnp.maximum(tokens_BT, 0)[..., None], axis=-1
         )[..., 0]
         state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
+    if state.rounds_BS is not None:
+        begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
+        state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
     return dataclasses.replace(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),

@@ -5,7 +5,7 @@
 Everything is checked before anything is compiled (`specsamp.decoding.checks`). Prompt lengths and
 budgets are rounded up to buckets; within them they are data, as are sampling parameters, seeds and stop
 tokens. A program is compiled once per pair of buckets, number of prompts and samples, drafter, rule,
-chain of warps (not their numbers) and ``return_log_probs``, and kept on disk between processes
+chain of warps (not their numbers), ``return_log_probs`` and stops that are strings or not, and kept on disk between processes
 (`use_compilation_cache`).
 """
 
@@ -16,13 +16,12 @@ import pathlib
 from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 from absl import logging
 
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.job import Job, to_host
+from specsamp.decoding.job import Job
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.state import Finish
@@ -65,7 +64,9 @@ def generate(
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
         share both share their noise: give each its own seed or ``prompt_ids``.
-      stop: token ids or texts that are one token each; default the pair's, or the tokenizer's end of text.
+      stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
+        tokens, or the tokenizer's end of text. Strings are looked for every few rounds: what was decoded beyond one
+        is dropped, and counted in `Completion.dropped` alone.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the target's log-probability of each token.
       prompt_ids: the prompts' indices in your data set, if this call handles a part of it: a completion
@@ -97,7 +98,7 @@ def generate(
         return_log_probs=return_log_probs,
         prompt_ids=prompt_ids,
     )
-    return job.completions(job.run(job.prefill()))
+    return job.decode()
 
 
 def stream(
@@ -179,26 +180,23 @@ def _cache_folder() -> pathlib.Path | None:
 
 
 def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
-    state = job.prefill()
-    rows = job.rows
-    starts = np.repeat(job.lengths_B, job.num_samples)[:rows]
-    shown, ended = starts.copy(), [False] * rows
-    texts = [None if job.pair.tokenizer is None else TextStream(job.pair.tokenizer) for _ in range(rows)]
+    state, tokenizer = job.prefill(), job.pair.tokenizer
+    shown, ended = [0] * job.rows, [False] * job.rows
+    streams = [None if tokenizer is None else TextStream(tokenizer, job.stops) for _ in range(job.rows)]
     while not all(ended):
         state = job.run(state, rounds_per_chunk)
-        shown_parts = (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B)
-        tokens_BS, from_draft_BS, lengths_B, finish_B = map(np.array, to_host(shown_parts))  # copies: it is donated
-        for row in range(rows):
-            finish = None if finish_B[row] == Finish.RUNNING else Finish(int(finish_B[row])).name.lower()
-            if ended[row] or (finish is None and lengths_B[row] == shown[row]):
+        texts = job.texts(state, range(job.rows))
+        if job.stops.texts:
+            state = job.end(state, texts)
+        for row, text in enumerate(texts):
+            finish = None if text.finish == Finish.RUNNING else text.finish.name.lower()
+            if ended[row] or (finish is None and len(text.tokens) == shown[row]):
                 continue
-            new = slice(shown[row], lengths_B[row])
-            whole = job.before_stop(tokens_BS[row, starts[row] : lengths_B[row]].tolist())
             yield Chunk(
                 **job.row_index(row),
-                text=None if texts[row] is None else texts[row].push(whole, finish is not None),
-                tokens=tokens_BS[row, new].tolist(),
-                from_draft=from_draft_BS[row, new].tolist(),
+                text=None if streams[row] is None else streams[row].push(text.tokens, finish is not None),
+                tokens=text.tokens[shown[row] :],
+                from_draft=text.from_draft[shown[row] :],
                 finish=finish,
             )
-            shown[row], ended[row] = lengths_B[row], finish is not None
+            shown[row], ended[row] = len(text.tokens), finish is not None

@@ -15,32 +15,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from specsamp.decoding import checks
+from specsamp.decoding import batch_rows, checks
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.decoding.state import DecodeState, Finish, Request, Weights
+from specsamp.decoding.stops import Stops
 
 SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
+ROUNDS_PER_LOOK = 8  # between two looks for strings that end texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked call: static loop, arrays, and the way back to completions."""
+    """A checked call: static loop, what is asked of each row, and the way back to completions.
+
+    Row r is sample ``r % num_samples`` of prompt ``r // num_samples``.
+    """
 
     pair: Pair
     method: Method
     loop: Loop
     weights: Weights
-    request: Request
-    tokens_BP: jax.Array
-    lengths_B: np.ndarray
-    rows: int  # that were asked for; any beyond are idle
+    prompts: tuple[tuple[int, ...], ...]  # token ids
+    request: Request  # one row for each sample of each prompt
     slots: int
     num_samples: int
-    stop_ids: frozenset[int]
+    stops: Stops
 
     @classmethod
     def create(
@@ -55,13 +58,16 @@ class Job:
         num_samples: int = 1,
         return_log_probs: bool = False,
         prompt_ids: Sequence[int] | None = None,
+        batch: int | None = None,
     ) -> Job:
         """Checks the arguments of `generate` and makes arrays of them.
+
+        Args:
+          batch: rows that are decoded at a time; default all of them.
 
         Raises:
           ValueError: before compilation, naming the value and the fix.
         """
-        loop = method.loop(pair, keep_log_probs=return_log_probs)
         token_lists = checks.encode(pair, prompts)
         lengths = [len(tokens) for tokens in token_lists]
         limits = checks.limits(pair, method.drafter, lengths, max_new_tokens)
@@ -70,12 +76,11 @@ class Job:
         ids = range(len(lengths)) if prompt_ids is None else checks.integers("prompt_ids", prompt_ids, 0)
         if len(ids) != len(lengths):
             raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
-        stop_ids = checks.stop_ids(pair, stop)
-        padded_length = bucket(max(lengths))
-        if pair.target.max_positions is not None:
-            padded_length = min(padded_length, pair.target.max_positions)
-        slots = _slots(pair, loop, padded_length, max(limit - length for limit, length in zip(limits, lengths)))
-        checks.memory(loop, rows=len(lengths) * num_samples, slots=slots)
+        stops = checks.stops(pair, stop)
+        loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=bool(stops.texts))
+        budget = max(limit - length for limit, length in zip(limits, lengths))
+        slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
+        checks.memory(loop, rows=len(lengths) * num_samples if batch is None else batch, slots=slots)
         request = Request.create(
             sampling=method.sampling,
             draft_sampling=method.draft_sampling,
@@ -83,71 +88,134 @@ class Job:
             seed=seed,
             prompt_ids=ids,
             num_samples=num_samples,
-            stop_ids=stop_ids,
+            stop_ids=stops.ids,
             num_tokens=pair.num_tokens,
         )
-        tokens_BP = jnp.stack([_padded(tokens, padded_length) for tokens in token_lists])
-        lengths_B = np.asarray(lengths, np.int32)
-        idle = -len(lengths) % pair.shards.count  # prompts, so that all shards are equal
-        if idle:
-            request = request.with_idle_rows(idle * num_samples)
-            tokens_BP, lengths_B = (x[np.minimum(np.arange(len(x) + idle), len(x) - 1)] for x in (tokens_BP, lengths_B))
         return cls(
             pair=pair,
             method=method,
             loop=loop,
             weights=pair.weights(method.drafter, slots),
+            prompts=tuple(map(tuple, token_lists)),
             request=request,
-            tokens_BP=tokens_BP,
-            lengths_B=lengths_B,
-            rows=len(lengths) * num_samples,
             slots=slots,
             num_samples=num_samples,
-            stop_ids=stop_ids,
+            stops=stops,
         )
+
+    @property
+    def rows(self) -> int:
+        """The rows that are asked for."""
+        return len(self.prompts) * self.num_samples
 
     def prefill(self) -> DecodeState:
-        """Reads the prompts."""
-        return self.loop.prefill(
-            self.weights,
-            self.request,
-            self.tokens_BP,
-            jnp.asarray(self.lengths_B),
-            slots=self.slots,
-            num_samples=self.num_samples,
+        """Reads all prompts; idle rows are added until all data shards have as many."""
+        idle = -len(self.prompts) % self.pair.shards.count
+        return self.read(
+            [*self.prompts, *[self.prompts[-1]] * idle],
+            self.request.with_idle_rows(idle * self.num_samples),
+            self.num_samples,
         )
 
-    def run(self, state: DecodeState, max_rounds: int = np.iinfo(np.int32).max) -> DecodeState:
-        """Decodes for ``max_rounds`` rounds, or until all rows have ended; ``state`` is donated."""
-        return self.loop.run(self.weights, state, max_rounds)
+    def read(self, prompts: Sequence[Sequence[int]], request: Request, num_samples: int = 1) -> DecodeState:
+        """Reads some prompts, padded to the bucket of the longest, for the rows of ``request``."""
+        lengths = [len(tokens) for tokens in prompts]
+        tokens_BP = np.zeros((len(prompts), _padded_length(self.pair, lengths)), np.int32)
+        for row, tokens in zip(tokens_BP, prompts):
+            row[: len(tokens)] = tokens
+        arrays = jnp.asarray(tokens_BP), jnp.asarray(lengths, jnp.int32)
+        return self.loop.prefill(self.weights, request, *arrays, slots=self.slots, num_samples=num_samples)
+
+    def run(self, state: DecodeState, max_rounds: int = np.iinfo(np.int32).max, min_running: int = 1) -> DecodeState:
+        """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
+        return self.loop.run(self.weights, state, max_rounds, min_running)
+
+    def texts(self, state: DecodeState, rows: Sequence[int | None]) -> list[RowText | None]:
+        """Brings to the host what has been written so far, and finds the strings that end a text.
+
+        Args:
+          rows: of the job, one for each row of ``state``, or None for an idle one; further rows are left out.
+        """
+        parts = (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B, state.log_probs_BS)
+        tokens_BS, from_draft_BS, lengths_B, finish_B, log_probs_BS = to_host(parts)
+        rounds_BS, stats = to_host((state.rounds_BS, state.stats))
+        texts = []
+        for place, row in enumerate(rows):
+            if row is None:
+                texts.append(None)
+                continue
+            emitted = slice(len(self.prompts[row // self.num_samples]), int(lengths_B[place]))
+            text = RowText(
+                tokens=tokens_BS[place, emitted].tolist(),
+                from_draft=from_draft_BS[place, emitted].tolist(),
+                log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
+                finish=Finish(int(finish_B[place])),
+                stats=RowStats.of(stats, place),
+            )
+            if self.stops.texts:
+                count = self.stops.count(self.pair.tokenizer, text.tokens)
+                if count is not None:
+                    text = text.cut(count, rounds_BS[place, emitted].tolist(), self.loop.drafter.max_accepted)
+            texts.append(text)
+        return texts
+
+    def decode(self) -> list[Completion]:
+        """Decodes all rows together, and looks for strings that end texts every few rounds."""
+        state, rounds = self.prefill(), ROUNDS_PER_LOOK if self.stops.texts else np.iinfo(np.int32).max
+        while True:
+            state = self.run(state, rounds)
+            texts = self.texts(state, range(self.rows))
+            if all(text.finish != Finish.RUNNING for text in texts):
+                return [self.completion(row, text) for row, text in enumerate(texts)]
+            state = self.end(state, texts)
+
+    def end(self, state: DecodeState, texts: Sequence[RowText | None]) -> DecodeState:
+        """Ends the rows whose text has met a string that ends it; other rows of ``state`` stay as they are."""
+        is_ended_B = np.zeros(len(state.lengths_B), bool)
+        is_ended_B[: len(texts)] = [text is not None and text.finish == Finish.STOP for text in texts]
+        return batch_rows.end(state, is_ended_B)
 
     def row_index(self, row: int) -> dict[str, int]:
         """Returns which prompt and which of its samples a row is."""
         return {"prompt_index": row // self.num_samples, "sample_index": row % self.num_samples}
 
-    def before_stop(self, tokens: list[int]) -> list[int]:
-        """Returns emitted tokens without the stop token at their end."""
-        return tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
-
-    def completions(self, state: DecodeState) -> list[Completion]:
-        """Returns the results of the rows that were asked for, on the host."""
-        state = to_host(
-            dataclasses.replace(state, cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=())
-        )
-        return [self._completion(state, row) for row in range(self.rows)]
-
-    def _completion(self, state: DecodeState, row: int) -> Completion:
-        emitted = slice(self.lengths_B[row // self.num_samples], state.lengths_B[row])
-        tokens = state.tokens_BS[row, emitted].tolist()
+    def completion(self, row: int, text: RowText) -> Completion:
+        """Returns the result of a row that has ended."""
+        tokenizer = self.pair.tokenizer
         return Completion(
             **self.row_index(row),
-            text=None if self.pair.tokenizer is None else self.pair.tokenizer.decode(self.before_stop(tokens)),
-            tokens=tokens,
-            from_draft=state.from_draft_BS[row, emitted].tolist(),
-            log_probs=None if state.log_probs_BS is None else state.log_probs_BS[row, emitted].tolist(),
-            finish=Finish(int(state.finish_B[row])).name.lower(),
+            text=None if tokenizer is None else self.stops.text(tokenizer, text.tokens),
+            tokens=text.tokens,
+            from_draft=text.from_draft,
+            log_probs=text.log_probs,
+            finish=text.finish.name.lower(),
             exact=self.method.exact,
-            stats=RowStats.of(state.stats, row),
+            row_independent=self.method.row_independent,
+            stats=text.stats,
+            dropped=text.dropped,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowText:
+    """What a row has written, on the host."""
+
+    tokens: list[int]
+    from_draft: list[bool]
+    log_probs: list[float] | None
+    finish: Finish
+    stats: RowStats
+    dropped: int = 0
+
+    def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
+        """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
+        return RowText(
+            tokens=self.tokens[:count],
+            from_draft=self.from_draft[:count],
+            log_probs=None if self.log_probs is None else self.log_probs[:count],
+            finish=Finish.STOP,
+            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth),
+            dropped=len(self.tokens) - count,
         )
 
 
@@ -169,14 +237,15 @@ def bucket(size: int) -> int:
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
+def _padded_length(pair: Pair, lengths: Sequence[int]) -> int:
+    """Returns the bucket of the longest prompt; never more than the model has positions."""
+    padded = bucket(max(lengths))
+    return padded if pair.target.max_positions is None else min(padded, pair.target.max_positions)
+
+
 def _slots(pair: Pair, loop: Loop, padded_length: int, budget: int) -> int:
     """Slots for any prompt and budget of the same buckets; never many more than the model has positions."""
     longest = padded_length + bucket(budget)
     if pair.target.max_positions is not None:
         longest = max(min(longest, pair.target.max_positions), padded_length)
     return -(-max(longest + loop.headroom, loop.window) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-
-
-def _padded(values: Sequence[int], size: int) -> jax.Array:
-    """Returns ``values`` as int32, filled up with zeros to ``size``."""
-    return jnp.asarray(list(values) + [0] * (size - len(values)), jnp.int32)

@@ -49,6 +49,7 @@ class Loop:
         used at all, so on a TPU the autoregressive loop is faster when it feeds one known token again
         (2); elsewhere it is not (1).
       keep_log_probs: record the target's log-probabilities of what is emitted.
+      keep_rounds: record where rounds begin, so that texts can be cut and counted afterwards.
       shards: how rows are split over devices.
     """
 
@@ -57,6 +58,7 @@ class Loop:
     rule: Rule
     window: int = 1
     keep_log_probs: bool = False
+    keep_rounds: bool = False
     shards: DataShards = DataShards()
 
     @property

@@ -33,7 +33,12 @@ class Method:
         """Returns whether rule and drafter are lossless."""
         return self.rule.exact and self.drafter.exact
 
-    def loop(self, pair: Pair, *, keep_log_probs: bool = False) -> Loop:
+    @property
+    def row_independent(self) -> bool:
+        """Returns whether a text is the one it would be alone, whatever is decoded beside it."""
+        return self.drafter.row_independent or self.rule.draft_independent
+
+    def loop(self, pair: Pair, *, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
         """Returns the loop that decodes with ``pair`` this way on the platform at hand."""
         return Loop(
             target=pair.target,
@@ -41,5 +46,6 @@ class Method:
             rule=self.rule,
             window=decode_window(),
             keep_log_probs=keep_log_probs,
+            keep_rounds=keep_rounds,
             shards=pair.shards,
         )

@@ -48,6 +48,7 @@ def first_state(
         finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
         from_draft_BS=empty(bool),
         log_probs_BS=empty(jnp.float32) if loop.keep_log_probs else None,
+        rounds_BS=empty(jnp.int32) if loop.keep_rounds else None,
         cache=copy(cache),
         drafter_state=copy(drafter_state),
         stats=Stats.zeros(batch * num_samples, loop.drafter.max_accepted),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from specsamp.decoding.state import Stats
 
@@ -47,6 +48,32 @@ class RowStats:
             accepted_counts=tuple(stats.accepted_BT[row].tolist()),
         )
 
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[int], from_draft: Sequence[bool], depth: int) -> RowStats:
+        """Counts the rounds of a text that may have been cut anywhere, as the loop would have, had it cut there.
+
+        Args:
+          rounds: per token, 1 + the tokens drafted in the round that it is the first of, else 0.
+          from_draft: per token, whether it had been drafted.
+          depth: the most tokens of a draft that can be accepted.
+        """
+        begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
+        counts, drafted, reached, accepted_counts = 0, 0, [0] * depth, [0] * (depth + 1)
+        for begin, end in zip(begins, begins[1:]):
+            is_whole = not from_draft[end - 1]  # the last token of a whole round is the target's
+            verified = min(rounds[begin] - 1, end - begin)
+            counts += 1
+            drafted += rounds[begin] - 1 if is_whole else verified
+            reached = [n + (at < verified) for at, n in enumerate(reached)]
+            accepted_counts[end - begin - is_whole] += 1
+        return cls(
+            rounds=counts,
+            emitted=len(rounds),
+            drafted=drafted,
+            reached=tuple(reached),
+            accepted_counts=tuple(accepted_counts),
+        )
+
     def __add__(self, other: RowStats) -> RowStats:
         def add(a, b):
             return tuple(x + y for x, y in zip(a, b, strict=True))
@@ -66,13 +93,15 @@ class Completion:
 
     prompt_index: int
     sample_index: int
-    text: str | None  # without the stop token; None if the pair has no tokenizer
-    tokens: list[int]  # the stop token included
+    text: str | None  # without the stop token or the stop text; None if the pair has no tokenizer
+    tokens: list[int]  # the stop token included, or those of the stop text
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
     finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
     exact: bool  # whether rule and drafter are lossless
+    row_independent: bool  # whether it is the text that this prompt has alone, whatever is decoded beside it
     stats: RowStats
+    dropped: int = 0  # tokens that were decoded beyond a stop text; nothing else counts them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,8 @@ class DecodeState:
     drafter_state: Any
     stats: Stats
     request: Request | None = None  # None only inside the loop, which closes over it
+    # int32, at the first token that a round emitted: 1 + the tokens it had drafted; elsewhere 0.
+    rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specsamp.decoding.pair import Tokenizer
+from specsamp.decoding.stops import Stops
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -14,19 +15,22 @@ class TextStream:
 
     A tokenizer's text of a prefix need not be a prefix of its text: the last character may lack bytes,
     and a tokenizer that falls back to bytes then shows the whole run of bytes as unknown. What may still
-    change is held back until it agrees with what has been shown. (A text that ends inside a character is
-    the exception: its last piece shows what is left.)
+    change is held back until it agrees with what has been shown, and so is what may be the beginning of a
+    string that ends the text. (A text that ends inside a character is the exception: its last piece shows
+    what is left.)
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, stops: Stops = Stops()):
         self._tokenizer = tokenizer
+        self._stops = stops
         self._shown = ""
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
         """Returns the text that is new in ``tokens``, all tokens so far; everything if ``finished``."""
-        text = self._tokenizer.decode(tokens)
+        text = self._stops.text(self._tokenizer, tokens)
         if not finished:
             text = text.rstrip(INCOMPLETE)
+            text = text[: len(text) - self._stops.held_back(text)]
             if not text.startswith(self._shown):
                 return ""
         new, self._shown = text[len(self._shown) :], text

@@ -25,6 +25,7 @@ class CoupledRule:
 
     exact = True
     trees = False
+    draft_independent = True
 
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0

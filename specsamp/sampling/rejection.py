@@ -44,6 +44,7 @@ class RejectionRule(abc.ABC):
 
     exact = True
     trees = False
+    draft_independent = False
 
     @abc.abstractmethod
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:

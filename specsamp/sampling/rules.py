@@ -115,10 +115,12 @@ class Rule(Protocol):
     Attributes:
       exact: whether what is emitted follows the target's distribution.
       trees: whether it verifies drafts with ``parents_BK``; the loop does not score such drafts yet.
+      draft_independent: whether the text is the same whatever was drafted.
     """
 
     exact: bool
     trees: bool
+    draft_independent: bool
 
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0

@@ -27,6 +27,7 @@ class SyntheticAcceptance:
     rate: float
     exact = False
     trees = False
+    draft_independent = False
 
     def __post_init__(self):
         if not 0 <= self.rate <= 1:

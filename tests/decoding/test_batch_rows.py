@@ -77,7 +77,7 @@ def test_the_request_of_a_caller_survives_donation():
 
 @pytest.mark.parametrize(
     "at, message",
-    [([2], r"\[0, 2\)"), ([-1], r"\[0, 2\)"), ([0, 0], "occurs twice"), ([], "at least one"), ([0, 1], "1 rows for 2")],
+    [([2], r"\[0, 2\)"), ([-2], r"\[0, 2\)"), ([0, 0], "occurs twice"), ([], "at least one"), ([0, 1], "1 rows for 2")],
 )
 def test_places_that_do_not_exist(at, message):
     with pytest.raises(ValueError, match=message):

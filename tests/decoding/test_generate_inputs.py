@@ -61,7 +61,7 @@ def test_pairs_that_do_not_belong_together():
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
         (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
         (dict(stop=[-1]), "a stop id must be .* got -1"),
-        (dict(stop=["ab"]), "'ab' is not one token"),
+        (dict(stop=[""]), "a stop text is empty"),
         (dict(stop="a"), r"write \[stop\]"),
         (dict(num_samples=0), "num_samples must be an integer >= 1 .* got 0"),
         (dict(prompt_ids=[1, 2]), "2 prompt_ids for 1 prompts"),

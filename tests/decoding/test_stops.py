@@ -1,0 +1,69 @@
+"""Strings that end texts: wherever they begin, the same text, tokens and counts as if decoding had stopped there."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import BlockRule, ModelDrafter, NgramDrafter, NoDrafter, chain, generate, stream, temperature
+from specsamp.checkpoints.tokenizer import ByteTokenizer
+from specsamp.decoding.results import RowStats
+from specsamp.decoding.stops import Stops
+from support.fakes import TableLM, counting_pair, decode, table_loop
+from support.loop_distributions import NEAR, TARGET, V
+
+
+def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
+    (row,) = generate(counting_pair(), ["c"], 20, draft_length=4, stop=["gh", "zz"])
+    assert (row.text, row.tokens, row.finish) == ("def", list(b"defgh"), "stop")
+    assert (row.stats.rounds, row.stats.emitted, row.stats.accepted) == (1, 5, 4)
+    assert row.dropped == 15, "the look came after all rounds of the budget"
+    (other,) = generate(counting_pair(), ["c"], 20, draft_length=3, stop=["gh"])
+    assert (other.text, other.tokens, other.stats.rounds, other.stats.accepted) == ("def", list(b"defgh"), 2, 4)
+
+
+def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
+    rows = generate(counting_pair(), ["c", "c"], [20, 3], draft_length=2, stop=["hi", "fgh", "g"])
+    assert [(row.text, row.finish) for row in rows] == [("def", "stop"), ("def", "length")]
+    assert rows[1].dropped == 0
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_stream_shows_nothing_that_a_stop_takes_back(rounds):
+    chunks = list(stream(counting_pair(), ["c"], 20, draft_length=1, stop=["fghi", "fx"], rounds_per_chunk=rounds))
+    shown = "".join(chunk.text for chunk in chunks)
+    assert shown == "de" and chunks[-1].finish == "stop"
+    assert sum((chunk.tokens for chunk in chunks), []) == list(b"defghi")
+
+
+def test_what_only_looked_like_a_stop_is_shown():
+    chunks = list(stream(counting_pair(), ["c"], 6, draft_length=1, stop=["fgx"], rounds_per_chunk=1))
+    assert "".join(chunk.text for chunk in chunks) == "defghi" and chunks[-1].finish == "length"
+
+
+def test_where_a_string_ends_is_found_in_the_fewest_tokens():
+    stops, tokenizer = Stops(texts=("\u00e9t", "ab")), ByteTokenizer()
+    tokens = tokenizer.encode("x \u00e9t\u00e9 ab")
+    assert stops.count(tokenizer, tokens) == 5 and stops.text(tokenizer, tokens) == "x "
+    assert stops.count(tokenizer, tokens[:4]) is None and stops.held_back("x \u00e9") == 1
+
+
+@pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])
+def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
+    """A budget of n tokens and a text cut after n: the same rounds, so the same counts; drafts vary in length."""
+    loop = table_loop(BlockRule(), drafter, keep_rounds=True)
+    draft = NEAR if drafter.K == 3 else None
+
+    def run(budget):
+        return decode(loop, TARGET, draft, [[1, 2], [0]], budget, chain(temperature(0.9)), samples=4, slots=40).state
+
+    whole = run(20)
+    for budget in (20, 11, 7, 1):
+        state = run(budget)
+        for row in range(8):
+            start = (2, 1)[row // 4]
+            rounds, from_draft = (
+                np.asarray(x[row, start : start + budget]) for x in (whole.rounds_BS, whole.from_draft_BS)
+            )
+            counted = RowStats.of_rounds(rounds.tolist(), from_draft.tolist(), loop.drafter.max_accepted)
+            assert counted == RowStats.of(state.stats, row), (budget, row)
+    assert jnp.any(whole.stats.drafted_B > 0) == (drafter.K > 0)

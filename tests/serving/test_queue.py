@@ -1,0 +1,212 @@
+"""Many prompts over few rows: each text is the one that its prompt has alone, and rows are seldom idle."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from specsamp import (
+    BlockRule,
+    CompletionLog,
+    CoupledRule,
+    NgramDrafter,
+    chain,
+    generate,
+    generate_many,
+    temperature,
+    top_p,
+)
+from specsamp.decoding.loop import Loop
+from support.fakes import counting_pair, table_pair
+
+PAIR = table_pair()
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
+BUDGETS = [5, 21, 9, 30, 1, 13, 17]
+VALUES = np.linspace(0.5, 1.2, len(PROMPTS)).tolist()
+
+
+def by_row(completions):
+    return {(row.prompt_index, row.sample_index): row for row in completions}
+
+
+def queue(order=range(7), **options):
+    """Decodes the prompts in some order; a prompt keeps its id, budget and temperature."""
+    prompts, budgets, values = ([of[i] for i in order] for of in (PROMPTS, BUDGETS, VALUES))
+    sampling = chain(temperature(values), top_p(0.9))
+    options = dict(rule=BlockRule(), num_samples=2, prompt_ids=list(order)) | options
+    return generate_many(PAIR, prompts, budgets, sampling=sampling, **options)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What each prompt gets by itself."""
+    rows = []
+    for index, (prompt, budget, value) in enumerate(zip(PROMPTS, BUDGETS, VALUES)):
+        sampling = chain(temperature(value), top_p(0.9))
+        given = dict(sampling=sampling, num_samples=2, prompt_ids=[index], rule=BlockRule())
+        rows += [dataclasses.replace(row, prompt_index=index) for row in generate(PAIR, [prompt], budget, **given)]
+    return by_row(rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(rows=1), dict(rows=3), dict(rows=3, rounds_per_slice=1), dict(rows=5, refill=2), dict(rows=99)],
+    ids=str,
+)
+def test_a_text_is_the_one_that_its_prompt_has_alone(alone, options):
+    """Tokens, end and counts, for any number of rows, of slices, and of rows that are refilled at once."""
+    done = list(queue(**options))
+    assert len(done) == 2 * len(PROMPTS) and by_row(done) == alone
+
+
+def test_a_text_does_not_depend_on_the_order(alone):
+    order = [3, 6, 0, 5, 1, 4, 2]
+    done = {(order[row.prompt_index], row.sample_index): row.tokens for row in queue(order, rows=3)}
+    assert done == {key: row.tokens for key, row in alone.items()}
+
+
+@pytest.mark.parametrize("options", [dict(rule=CoupledRule()), dict(drafter=NgramDrafter(K=2)), dict(draft_length=0)])
+def test_other_rules_and_drafters(options):
+    shared = dict(sampling=chain(temperature(0.9)), **options)
+    together = generate(PAIR, PROMPTS, BUDGETS, **shared)
+    assert by_row(generate_many(PAIR, PROMPTS, BUDGETS, rows=2, **shared)) == by_row(together)
+
+
+def test_completions_say_when_neighbours_matter():
+    """A scheduler over rows; under the coupled rule a text is the same whatever was drafted."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Scheduler(NgramDrafter):
+        row_independent = False
+
+    def said(rule):
+        (row,) = generate_many(PAIR, [[1]], 2, drafter=Scheduler(K=2), rule=rule)
+        return row.row_independent
+
+    assert (said(BlockRule()), said(CoupledRule())) == (False, True)
+    assert all(row.row_independent for row in queue(rows=3))
+
+
+def test_rows_are_busy_while_prompts_wait():
+    """Budgets from 1 to 60 at random: fixed batches wait for their longest text, the queue does not."""
+    budgets = np.random.default_rng(0).integers(1, 61, 96).tolist()
+    prompts = [[1 + index % 11] for index in range(96)]
+    work = generate_many(PAIR, prompts, budgets, rows=8, draft_length=0)
+    done = by_row(work)
+    assert len(done) == 96 and work.usage.busy == sum(budgets)
+    fixed = sum(max(budgets[first : first + 8]) for first in range(0, 96, 8))
+    assert work.usage.occupancy > 0.95 and work.usage.rounds < 0.7 * fixed
+
+
+def test_short_and_long_prompts_of_known_buckets_compile_nothing():
+    def run(lengths, budget):
+        return list(generate_many(PAIR, [[1] * length for length in lengths], budget, rows=2))
+
+    def programs():
+        return Loop.run_request._cache_size(), Loop.prefill._cache_size()
+
+    run([3, 20, 5], 9)
+    compiled = programs()
+    run([24, 1, 17, 16, 9], 12)
+    assert programs() == compiled
+    run([3, 30], 9)
+    assert programs() == (compiled[0], compiled[1] + 1), "the control: another bucket"
+
+
+def test_strings_end_texts_and_their_rows_take_the_next_prompt():
+    prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
+    options = dict(draft_length=3, stop=stop)
+    together = generate(counting_pair(), prompts, budgets, **options)
+    work = generate_many(counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, **options)
+    done = by_row(work)
+    assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
+    for row in together:
+        cut = done[row.prompt_index, 0]
+        assert dataclasses.replace(cut, dropped=0) == dataclasses.replace(row, dropped=0)
+        assert cut.dropped <= 3 + 1
+    assert work.usage.rounds < 12
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
+    path = tmp_path / "logs" / "texts.jsonl"
+    first = queue(rows=3, log=path)
+    seen = [next(first) for _ in range(5)]
+    first.close()
+    with open(path, "a", encoding="utf-8") as file:
+        file.write('{"prompt_index": 6, "samp')  # the line at which it was killed
+    second = queue(rows=2, log=path)
+    done = list(second)
+    assert done[:5] == seen and by_row(done) == alone
+    assert second.usage.busy == sum(row.stats.rounds for row in done[5:])
+    third = queue(rows=2, log=path)
+    assert by_row(third) == alone and third.usage.rounds == 0
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 1 + len(alone)
+
+
+def test_the_log_of_another_call_is_refused(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    list(queue(rows=3, log=CompletionLog(path, {"weights": "a"})))
+    content = path.read_text(encoding="utf-8")
+    for options, message in (
+        (dict(seed=1), "another call: .*seed was 0, is 1"),
+        (dict(order=range(6)), "prompts was 7, is 6"),
+        (dict(rule=CoupledRule()), r"rule was 'BlockRule\(\)', is 'CoupledRule\(\)'"),
+        (dict(log=CompletionLog(path, {"weights": "b"})), "weights was 'a', is 'b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            queue(**dict(log=CompletionLog(path, {"weights": "a"})) | options)
+    assert path.read_text(encoding="utf-8") == content
+    path.write_text("no log\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="is no file of completions"):
+        queue(log=path)
+    path.write_text("\n".join([content.splitlines()[0], json.dumps({"text": "a"}), ""]), encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 is no completion .*remove the line"):
+        queue(log=CompletionLog(path, {"weights": "a"}))
+
+
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
+    path = tmp_path / "texts.jsonl"
+    first = queue(rows=3, log=path)
+    next(first)
+    written = path.read_bytes()
+
+    class Full:
+        def __init__(self, *arguments):
+            self.file = open_before(*arguments)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def tell(self):
+            return self.file.tell()
+
+        def write(self, line):
+            self.file.write(line[:7])
+            self.file.flush()
+            raise OSError(28, "No space left on device")
+
+        def truncate(self, size):
+            self.file.truncate(size)
+
+    open_before = open
+    monkeypatch.setattr("builtins.open", lambda *args: Full(*args) if args[0] == path else open_before(*args))
+    with pytest.raises(OSError, match="No space left"):
+        list(first)
+    assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(rows=0), "rows must be"),
+        (dict(refill=0), "refill must be"),
+        (dict(rounds_per_slice=0), "rounds_per_slice"),
+    ],
+)
+def test_numbers_that_make_no_queue(options, message):
+    with pytest.raises(ValueError, match=message):
+        queue(**options)
