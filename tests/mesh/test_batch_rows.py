@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import generate, generate_many
 from specsamp.decoding import batch_rows
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.loop import Loop
@@ -66,25 +67,15 @@ def prefill(loop, weights, first, rows=ROWS):
     return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS, chunk=2)
 
 
-def decoded(pair):
-    """Two rows are replaced in the middle of a run: where they lie within each data shard, and all tokens."""
-    loop, weights = setting(pair)
-    state = loop.run(weights, prefill(loop, weights, 0), 2)
-    shards = pair.shards.count
-    places = [0, 1] if shards == 1 else [0, 0]  # rows 0 and 1, or the first row of each of two shards
-    state = loop.insert(state, prefill(loop, weights, 100, rows=2), places)
-    state = loop.run(weights, state, 1000)
-    return np.asarray(state.tokens_BS)[:, : 3 + BUDGET], [0, 1] if shards == 1 else [0, ROWS // 2]
-
-
-@pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])
-def test_rows_that_are_replaced_on_a_mesh_have_the_tokens_of_one_device(pair, data, model):
-    alone, places = decoded(pair)
+@pytest.mark.parametrize("data, model, refill", [(2, 2, 1), (1, 4, 2)])
+def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, data, model, refill):
+    """Budgets differ, so that a shard has a free row while the other has none."""
+    prompts, budgets = [[i, 3 * i, 7] for i in range(1, 10)], [3, 12, 5, 9, 1, 12, 7, 2, 11]
+    call = dict(drafter=Feature(), sampling=chain(temperature(1.0)))
+    alone = [row.tokens for row in generate(pair, prompts, budgets, **call)]
     mesh = make_mesh(data, model, devices=jax.devices()[: data * model])
-    tokens, at = decoded(shard(pair, mesh))
-    np.testing.assert_array_equal(tokens[at], alone[places])
-    kept = sorted(set(range(ROWS)) - {*at, *places})
-    np.testing.assert_array_equal(tokens[kept], alone[kept])
+    done = list(generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call))
+    assert [row.tokens for row in sorted(done, key=lambda row: row.prompt_index)] == alone
 
 
 @pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])

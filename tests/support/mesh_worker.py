@@ -11,7 +11,18 @@ import sys
 import jax
 import numpy as np
 
-from specsamp import NgramDrafter, Pair, TransformerLM, chain, generate, greedy, stream, temperature, top_p
+from specsamp import (
+    NgramDrafter,
+    Pair,
+    TransformerLM,
+    chain,
+    generate,
+    generate_many,
+    greedy,
+    stream,
+    temperature,
+    top_p,
+)
 from specsamp.analysis.draft_length import choose_draft_length
 from specsamp.analysis.timing import of_first_process
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
@@ -59,6 +70,12 @@ def decode(folder: pathlib.Path) -> None:
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
     results["rows over both, streamed"] = [streamed[key] for key in sorted(streamed)]
+    log = folder / f"queue{jax.process_index()}.jsonl"  # hosts have disks of their own: the first one's counts
+    for is_known in (False, True):
+        work = generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
+        done = {(row.prompt_index, row.sample_index): row.tokens for row in work}
+        assert (work.usage.rounds == 0) == is_known and log.exists() == (jax.process_index() == 0)
+    results["queue"] = [done[key] for key in sorted(done)]
     if jax.process_index() == 0:
         np.save(folder / "decoded.npy", results, allow_pickle=True)
 
