@@ -15,6 +15,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.penalties import ban, bias, penalties
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
@@ -44,12 +45,15 @@ __all__ = [
     "TransformerConfig",
     "TransformerLM",
     "Verdict",
+    "ban",
+    "bias",
     "chain",
     "generate",
     "generate_many",
     "greedy",
     "load_pair",
     "min_p",
+    "penalties",
     "stream",
     "temperature",
     "top_k",

@@ -53,8 +53,8 @@ def first_state(
         drafter_state=copy(drafter_state),
         stats=Stats.zeros(batch * num_samples, loop.drafter.max_accepted),
         request=request,
-        warp_state=request.sampling.init(tokens_RP, lengths_B),
-        draft_warp_state=request.draft_sampling.init(tokens_RP, lengths_B),
+        warp_state=request.sampling.init(tokens_RP, lengths_B, loop.target.vocab_size),
+        draft_warp_state=request.draft_sampling.init(tokens_RP, lengths_B, loop.target.vocab_size),
     )
 
 

@@ -45,7 +45,7 @@ class Warp:
     as invalid where none does. Every number is one for all rows or one per row; tables shared by rows have no place yet.
     """
 
-    def init(self, tokens_BP: Array, lengths_B: Array) -> Any:
+    def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () where there is none."""
         return ()
 
@@ -102,27 +102,27 @@ def temperature(value: float | Sequence[float]) -> Temperature:
     def valid(v):
         return (v >= 0) & (v <= np.finfo(np.float32).max)
 
-    return Temperature(_checked("temperature", value, np.float32, valid, "must be >= 0 and finite"))
+    return Temperature(checked("temperature", value, np.float32, valid, "must be >= 0 and finite"))
 
 
 def top_k(value: int | Sequence[int]) -> TopK:
     """Keeps the ``value`` (>= 1) most probable tokens, and all that tie with the last of them."""
-    return TopK(_checked("top_k", value, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
+    return TopK(checked("top_k", value, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
 def top_p(value: float | Sequence[float]) -> TopP:
     """Keeps the nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv 1904.09751)."""
-    return TopP(_checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]"))
+    return TopP(checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]"))
 
 
 def min_p(value: float | Sequence[float]) -> MinP:
     """Keeps tokens at least ``value`` in [0, 1] times as probable as the most probable one."""
-    return MinP(_checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]"))
+    return MinP(checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]"))
 
 
 def first_tokens(count: int) -> FirstTokens:
     """Excludes token ids from ``count`` (>= 1) on: the padding of a vocabulary."""
-    return FirstTokens(_checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
+    return FirstTokens(checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
 def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
@@ -171,8 +171,8 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
 class Chain(Warp):
     warps: tuple[Warp, ...]
 
-    def init(self, tokens_BP: Array, lengths_B: Array) -> Any:
-        states = tuple(warp.init(tokens_BP, lengths_B) for warp in self.warps)
+    def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
+        states = tuple(warp.init(tokens_BP, lengths_B, vocab_size) for warp in self.warps)
         return () if is_stateless(states) else states
 
     def advance(self, state: Any, tokens_B: Array) -> Any:
@@ -198,7 +198,7 @@ class Temperature(Warp):
     value: Array  # [] or [B]
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
-        value = _per_row(self.value, logits)
+        value = per_row(self.value, logits)
         is_greedy = value < GREEDY_BELOW
         return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
 
@@ -208,7 +208,7 @@ class TopK(Warp):
     value: Array  # [] or [B] int32
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
-        k = _per_row(self.value, logits)
+        k = per_row(self.value, logits)
         bits = _ordered_bits(logits)
         lowest, highest = bits.min(-1, keepdims=True), bits.max(-1, keepdims=True)
         threshold = _smallest(lambda t: jnp.sum(bits > t, axis=-1, keepdims=True) < k, lowest, highest)
@@ -220,7 +220,7 @@ class TopP(Warp):
     value: Array  # [] or [B]
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
-        p = _per_row(self.value, logits)
+        p = per_row(self.value, logits)
         probs = jax.nn.softmax(logits, axis=-1)
         bits = _ordered_bits(probs)
 
@@ -238,7 +238,7 @@ class MinP(Warp):
     value: Array  # [] or [B]
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
-        floor = logits.max(-1, keepdims=True) + jnp.log(_per_row(self.value, logits))
+        floor = logits.max(-1, keepdims=True) + jnp.log(per_row(self.value, logits))
         return jnp.where(logits >= floor, logits, -jnp.inf)
 
 
@@ -248,10 +248,11 @@ class FirstTokens(Warp):
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.where(tokens < _per_row(self.value, logits), logits, -jnp.inf)
+        return jnp.where(tokens < per_row(self.value, logits), logits, -jnp.inf)
 
 
-def _checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
+def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
+    """Returns a number of a warp, or one per row, as an array; raises ValueError with what it must be."""
     if isinstance(value, jax.core.Tracer):
         return value
     given = np.asarray(value)
@@ -262,7 +263,7 @@ def _checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], An
     return np.minimum(given, np.iinfo(dtype).max).astype(dtype) if dtype == np.int32 else given.astype(dtype)
 
 
-def _per_row(value: Array, logits: Array) -> Array:
+def per_row(value: Array, logits: Array) -> Array:
     """Reshapes ``[]`` or ``[B]`` to broadcast against ``[B, ..., V]``; never widens the dtype."""
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.floating):

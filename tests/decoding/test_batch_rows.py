@@ -123,7 +123,7 @@ class NeverTwice(Warp):
 
     weight: jax.Array
 
-    def init(self, tokens_BP, lengths_B):
+    def init(self, tokens_BP, lengths_B, vocab_size):
         return jnp.take_along_axis(tokens_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
 
     def advance(self, state, tokens_B):
@@ -165,7 +165,7 @@ class DeadEnd(Warp):
 
     weight: jax.Array
 
-    def init(self, tokens_BP, lengths_B):
+    def init(self, tokens_BP, lengths_B, vocab_size):
         return jnp.zeros_like(lengths_B)
 
     def advance(self, state, tokens_B):

@@ -388,7 +388,7 @@ def test_the_number_of_samples_that_is_asked_for_is_enough():
 
 @register_warp
 class Remembers(Warp):
-    def init(self, tokens_BP, lengths_B):
+    def init(self, tokens_BP, lengths_B, vocab_size):
         return lengths_B
 
     def __call__(self, logits, state=()):

@@ -99,9 +99,15 @@ def near(table, seed, scale):
     return table + scale * jnp.asarray(np.random.default_rng(seed).normal(size=table.shape), jnp.float32)
 
 
-def joint_distribution(table, warp, prompt, length):
-    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration."""
+def joint_distribution(table, warp, prompt, length, penalised=None):
+    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration.
+
+    Args:
+      penalised: a function of logits ``[V]``, prompt and text, whose result is warped; for warps with a state.
+    """
     vocab_size = table.shape[-1]
+    if penalised is not None:
+        return _joint_of_contexts(table, warp, prompt, length, penalised)
     distributions = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(
         table.shape
     )
@@ -114,6 +120,18 @@ def joint_distribution(table, warp, prompt, length):
             probability *= distributions[tuple(tokens[-ORDER:])][token]
             tokens.append(token)
         joint[sequence] = probability
+    return joint
+
+
+def _joint_of_contexts(table, warp, prompt, length, penalised):
+    vocab_size, logits = table.shape[-1], np.asarray(table, np.float64)
+    joint = np.ones((vocab_size,) * length)
+    for size in range(length):
+        for text in itertools.product(range(vocab_size), repeat=size):
+            context = ([vocab_size] * ORDER + [*prompt, *text])[-ORDER:]
+            row = jnp.asarray(penalised(logits[tuple(context)], prompt, text))[None]
+            probs = np.exp(np.asarray(log_probs(warp, row), np.float64))[0]
+            joint[text] *= (probs / probs.sum()).reshape((-1,) + (1,) * (length - size - 1))
     return joint
 
 

@@ -17,13 +17,24 @@ LIKELY = chain(temperature(0.8), min_p(0.1))
 
 
 def distribution_test(
-    loop, draft, sampling, *, target=TARGET, length=4, prompts=PROMPTS, samples=None, powered=True, **options
+    loop,
+    draft,
+    sampling,
+    *,
+    target=TARGET,
+    length=4,
+    prompts=PROMPTS,
+    samples=None,
+    powered=True,
+    expected=None,
+    **options,
 ):
     """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by default.
 
-    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form.
+    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form. ``expected``: the
+    distribution of each prompt; default that of ``sampling``.
     """
-    distributions = [joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts]
+    distributions = expected or [joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts]
     samples = samples or max(
         samples_for(np.count_nonzero(distribution) - 1, len(distributions)) for distribution in distributions
     )

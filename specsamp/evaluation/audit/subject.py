@@ -90,7 +90,8 @@ class Subject:
         if self.drafter.K == 0:
             raise ValueError("nothing is drafted, so there is nothing to audit: give a drafter and a draft_length >= 1")
         for name, warp in (("sampling", self.sampling), ("draft_sampling", self.draft_sampling)):
-            if warp is not None and not is_stateless(warp.init(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))):
+            one, vocab_size = jnp.ones(1, jnp.int32), self.pair.target.vocab_size
+            if warp is not None and not is_stateless(warp.init(one[None], one, vocab_size)):
                 raise ValueError(
                     f"{name} depends on the text before each token, which the audit's own distributions do not follow: "
                     f"audit the pair without {type(warp).__name__}"

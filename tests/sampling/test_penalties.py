@@ -1,0 +1,105 @@
+"""Penalties and biases: their formulas, and the distribution of whole texts under every rule, by enumeration."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import BlockRule, CoupledRule, ModelDrafter, TokenRule, chain, generate, temperature
+from specsamp.sampling.penalties import Penalties, ban, bias, penalties
+from specsamp.sampling.warp import log_probs, register_warp
+from support.fakes import FALSE_ALARM, TableLM, joint_distribution, table_loop, table_pair
+from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
+
+REPETITION, PRESENCE, FREQUENCY = 1.4, 0.3, 0.4
+SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), temperature(1.2))
+
+
+def penalised(logits, prompt, text):
+    """By the formulas, for one context."""
+    logits = logits.copy()
+    for token in range(len(logits)):
+        if token in prompt or token in text:
+            logits[token] = logits[token] / REPETITION if logits[token] > 0 else logits[token] * REPETITION
+        logits[token] -= PRESENCE * (token in text) + FREQUENCY * text.count(token)
+    logits[1] += 0.8
+    return logits
+
+
+@functools.cache
+def expected(length=3):
+    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, penalised) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "rule, drafter",
+    [
+        (TokenRule(), ModelDrafter(TableLM(V), 2)),
+        (BlockRule(), ModelDrafter(TableLM(V), 2)),
+        (CoupledRule(), ModelDrafter(TableLM(V), 2)),
+    ],
+    ids=str,
+)
+def test_texts_follow_the_penalised_distribution(rule, drafter):
+    """A drafted position depends on the drafted tokens before it, in the draft and in the target."""
+    assert distribution_test(table_loop(rule, drafter), NEAR, SAMPLING, length=3, expected=expected()) > FALSE_ALARM
+
+
+@register_warp
+class ForgetsDrafts(Penalties):
+    """The control: what was drafted or emitted is not counted."""
+
+    def advance(self, state, tokens_B):
+        return state
+
+
+def test_the_control_is_seen():
+    numbers = (np.float32(x) for x in (REPETITION, PRESENCE, FREQUENCY))
+    forgetful = chain(ForgetsDrafts(*numbers), bias({1: 0.8}), temperature(1.2))
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
+    few = dict(length=3, samples=50_000, powered=False)
+    assert distribution_test(loop, NEAR, forgetful, expected=expected(), **few) < FALSE_ALARM
+
+
+def test_a_draft_that_follows_the_same_penalties_is_accepted():
+    """Of a draft equal to the target; one without its penalties is not always."""
+    pair, prompts = table_pair(), [[1, 2, 3], [4]]
+    sampling = chain(penalties(1.5, 0.5, [0.2, 1.0]), temperature(0.8))
+
+    def accepted(**options):
+        drafter = ModelDrafter(pair.target, 3)
+        same = type(pair)(
+            target=pair.target, target_params=pair.target_params, draft=pair.target, draft_params=pair.target_params
+        )
+        return [
+            row.stats.acceptance_rate
+            for row in generate(same, prompts, 24, sampling=sampling, drafter=drafter, **options)
+        ]
+
+    assert accepted() == [1, 1]
+    assert min(accepted(draft_sampling=chain(temperature(0.8)))) < 1
+
+
+def test_biases_exclude_and_favour():
+    logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
+    probs = np.exp(np.asarray(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV)))[0]
+    np.testing.assert_allclose(probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6)
+    assert probs[0] == probs[3] == 0
+    assert len(ban(range(5)).warps) == 8, "padded, so that the number of biases seldom compiles"
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: penalties(repetition=0.0), "repetition must be > 0 and finite; got 0.0"),
+        (lambda: penalties(presence=np.nan), "presence must be finite"),
+        (lambda: penalties(frequency=[0.1, np.inf]), "frequency must be finite"),
+        (lambda: ban([-1]), "a biased token must be an id >= 0; got -1"),
+        (lambda: bias({2: np.inf}), "a bias must be finite, or -inf; got inf"),
+        (lambda: bias({2.5: 1.0}), "a biased token must be an id >= 0, as one number or one per row; got 2.5"),
+    ],
+)
+def test_numbers_that_are_none(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
