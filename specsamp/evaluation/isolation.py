@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 import secrets
@@ -54,7 +53,8 @@ class IsolationError(RuntimeError):
 class Limits:
     """What one program may use."""
 
-    seconds: float = 5.0  # of the wall clock, its start included, and of computation
+    seconds: float = 10.0  # of the wall clock, its start included
+    cpu_seconds: int = 5  # of computation, by process
     memory_mib: int = 1024  # of addresses, by process
     processes: int = 16  # threads included
     files: int = 64  # open ones
@@ -221,7 +221,6 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
         tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
     ):
         request = dataclasses.asdict(limits) | {
-            "seconds": math.ceil(limits.seconds),
             "walls": walls,
             "bytes": len(source),
             "report": jail_report,
@@ -291,7 +290,7 @@ def _judge(told: bytes, word: bytes, exceeded: str, code: int, limits: Limits, o
     if told.startswith(b"refused"):
         raise IsolationError(told.decode().partition("\n")[2])
     if exceeded == "timeout" or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
-        return "timeout", f"longer than {limits.seconds} s"
+        return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
     if exceeded == "output":
         return "output", f"more than {limits.output_kib} KiB"
     if not told.startswith(READY):

@@ -222,9 +222,8 @@ def restrict_files(readable: list[str], work: str) -> None:
 
 def set_limits(request: dict[str, Any], own_user: bool) -> None:
     """Limits what the program can use; processes only where no others of the same user are counted."""
-    seconds = request["seconds"]
     limits = {
-        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second one cannot be caught
         resource.RLIMIT_AS: 2 * (request["memory_mib"] << 20,),
         resource.RLIMIT_FSIZE: 2 * (request["file_mib"] << 20,),
         resource.RLIMIT_NOFILE: 2 * (request["files"],),
