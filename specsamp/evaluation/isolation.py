@@ -136,15 +136,20 @@ open("own", "w").write("")
 
 @functools.cache
 def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
-    """Finds out, by trying, which of ``walls`` can be built and what a program within them cannot reach."""
-    missing = {wall: "only Linux has it" for wall in walls if sys.platform != "linux"}
-    for wall in set(walls) - set(missing):
+    """Finds out, by trying, which of ``walls`` can be built and what a program within them cannot reach.
+
+    Raises:
+      IsolationError: no program runs at all.
+    """
+    if sys.platform != "linux":
+        return Isolation(walls=(), missing=dict.fromkeys(walls, "only Linux has it"), by=dict.fromkeys(ASPECTS, ""))
+    missing, limits = {}, Limits()
+    for wall in walls:
         try:
-            _run("", Limits(), (wall,))
+            _run("", limits, (wall,))
         except IsolationError as error:
             missing[wall] = str(error)
     walls = tuple(wall for wall in walls if wall not in missing)
-    limits = Limits()
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         probe = PROBE.format(
             port=server.getsockname()[1],
@@ -154,9 +159,12 @@ def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
             memory=limits.memory_mib,
         )
         outcome = _run(probe, limits, walls)
-    if not outcome.passed:
-        missing["a program"] = f"one that only looks around did not run within the walls ({outcome.detail})"
-        return Isolation(walls=walls, missing=missing, by=dict.fromkeys(ASPECTS, ""))
+    if not outcome.passed:  # such as where nobody may not read the Python that root has in its home
+        why = f"a program that only looks around fails within the walls ({outcome.detail})"
+        if not walls:
+            raise IsolationError(why)
+        found = describe(walls[1:])
+        return dataclasses.replace(found, missing={**missing, walls[0]: why, **found.missing})
     reached = json.loads(outcome.output)
     by = {name: " and ".join(how for how in ways if how in (*walls, "limits")) for name, ways in ASPECTS.items()}
     return Isolation(walls=walls, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
@@ -196,6 +204,7 @@ def run_all(
     Args:
       workers: programs at a time; default one per core.
     """
+    isolation = describe() if isolation is None else isolation  # once, not in every thread
     one = functools.partial(run, limits=limits, isolation=isolation, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         yield from pool.map(one, programs)

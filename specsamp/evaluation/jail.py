@@ -22,7 +22,6 @@ import signal
 import struct
 import sys
 import types
-from typing import Any
 
 NOBODY = 65534
 WORK = "/program"  # the working folder, within the namespaces
@@ -57,7 +56,13 @@ REFUSED = {
     **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
     **{"fremovexattr": (199, 16), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218)},
     **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "shmget": (29, 194)},
-    **{"msgget": (68, 186), "semget": (64, 190), "io_uring_setup": (425, 425), "pidfd_open": (434, 434)},
+    **{
+        "msgget": (68, 186),
+        "semget": (64, 190),
+        "mq_open": (240, 180),
+        "io_uring_setup": (425, 425),
+        "pidfd_open": (434, 434),
+    },
     **{"pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "open_tree": (428, 428), "move_mount": (429, 429)},
     **{"fsopen": (430, 430), "mount_setattr": (442, 442), "fchmodat2": (452, 452), "setxattrat": (463, 463)},
     **{"removexattrat": (466, 466)},
@@ -88,7 +93,7 @@ def main() -> None:
     end_as(first)
 
 
-def be_program(request: dict[str, Any], source: bytearray, is_root: bool) -> None:
+def be_program(request: dict, source: bytearray, is_root: bool) -> None:
     """Gives up privileges, builds the walls of a single process, and runs the program."""
     walls, wall = request["walls"], "namespaces"
     try:
@@ -131,7 +136,7 @@ def run(source: str, word: int, report: int) -> None:
     leave(0)
 
 
-def refuse(request: dict[str, Any], wall: str, error: OSError) -> None:
+def refuse(request: dict, wall: str, error: OSError) -> None:
     """Reports that a wall cannot be built, and ends the process."""
     os.write(request["report"], f"refused\n{wall}: {error}".encode())
     os._exit(1)
@@ -220,7 +225,7 @@ def restrict_files(readable: list[str], work: str) -> None:
     os.close(rules)
 
 
-def set_limits(request: dict[str, Any], own_user: bool) -> None:
+def set_limits(request: dict, own_user: bool) -> None:
     """Limits what the program can use; processes only where no others of the same user are counted."""
     limits = {
         resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second one cannot be caught
@@ -287,7 +292,7 @@ def syscall(*arguments: int | bytes | None) -> int:
     return checked(libc.syscall(*map(_word, arguments)))
 
 
-def _word(argument: int | bytes | None) -> Any:
+def _word(argument: int | bytes | None) -> ctypes.c_long | bytes | None:
     return ctypes.c_long(argument) if isinstance(argument, int) else argument
 
 

@@ -15,7 +15,7 @@ class ProgramTask:
     """A task of programs.
 
     Attributes:
-      prompt_is_code: a program begins with its prompt.
+      prompt_is_code: a program begins with its prompt, rather than with its completion.
       ks: answers of which one must pass, for pass@k; those above the number of answers are left out.
       insist: run programs although this machine does not isolate them.
     """

@@ -43,7 +43,7 @@ def load_gsm8k(source: str = GSM8K) -> Prompts:
 
 
 def load_mbpp(source: str = MBPP, *, insist: bool = False) -> ProgramTask:
-    """Reads tasks with their tests; the sanitized edition calls the text ``prompt``."""
+    """Reads tasks with their tests, which are shown in the prompt; the sanitized edition calls the text ``prompt``."""
     problems = []
     for record in read_records(source, {"task_id": int, "test_list": list}, key="task_id"):
         text = record.get("text", record.get("prompt"))
@@ -58,4 +58,5 @@ def load_mbpp(source: str = MBPP, *, insist: bool = False) -> ProgramTask:
                 reference=f"{record.get('test_setup_code') or ''}\n{tests}",
             )
         )
-    return ProgramTask(name="mbpp", problems=problems, stop=('\n"""', "\nassert", "\nprint", "\nif"), insist=insist)
+    stop = ('\n"""', "\nassert", "\nprint", "\nif")
+    return ProgramTask(name="mbpp", problems=problems, stop=stop, prompt_is_code=False, insist=insist)

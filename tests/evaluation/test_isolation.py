@@ -174,6 +174,19 @@ def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
         run("x = 1", isolation=walls)
 
 
+def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch):
+    """As where root has Python in its home, which nobody may not read."""
+    fallback, run_it = describe(FALLBACK), isolation._run
+
+    def run_within(program, limits, walls):
+        return run_it("import _no_such" if program and "namespaces" in walls else program, limits, walls)
+
+    monkeypatch.setattr(isolation, "_run", run_within)
+    found = describe.__wrapped__()
+    assert (found.walls, found.by) == (fallback.walls, fallback.by)
+    assert "namespaces" in found.missing
+
+
 def test_other_systems_have_no_walls(monkeypatch):
     monkeypatch.setattr(isolation.sys, "platform", "darwin")
     found = describe.__wrapped__()
