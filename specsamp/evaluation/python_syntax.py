@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import codeop
+import dataclasses
 import enum
 import warnings
+from collections.abc import Sequence
+
+from specsamp.checkpoints.pair import load_prompts
+from specsamp.evaluation.task import Answer, Problem
 
 
 class ParseResult(enum.Enum):
@@ -52,3 +57,23 @@ def parse(text: str) -> ParseResult:
         return ParseResult.INCOMPLETE if "incomplete input" in str(error.msg) else ParseResult.ERROR
     except (ValueError, RecursionError, MemoryError):  # a null byte; nesting too deep
         return ParseResult.ERROR
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PythonSyntax:
+    """Prompts of a pair that writes Python, scored by the share of completions that parse."""
+
+    problems: Sequence[Problem]
+    name: str = "python"
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 128
+
+    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
+        return {"parses": sum(parses(problem.prompt, one.text, one.ended) for one in answers) / len(answers)}
+
+
+def load(pair: str = "python") -> PythonSyntax:
+    """Reads the prompts that come with a pair; see `load_prompts`."""
+    return PythonSyntax(
+        problems=[Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))]
+    )

@@ -1,0 +1,317 @@
+"""Runs untrusted programs in isolation: without network, with files that are not theirs out of reach, and with limits.
+
+    print("\\n".join(describe().sentences))
+    outcome = run("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
+
+What a machine offers differs (a container may forbid namespaces), so `describe` tries it with a program that attempts
+all it should not be able to do. Where it reaches a network or others' files nothing runs, unless the caller insists.
+A program passes if it reaches its end: the harness then reports a word that is drawn anew for each run and lies unread
+in a pipe until then. A program that is written against this very harness could look for the pipe. That would make its
+score wrong; it would not lead out of the walls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO
+
+READY = b"ready\n"  # the first line of a report: the walls stand
+JAIL = pathlib.Path(__file__).with_name("jail.py")
+WALLS = ("namespaces", "landlock", "system calls")
+# What must be out of a program's reach, and the walls that see to it.
+ASPECTS = {
+    "network": ("namespaces", "system calls"),
+    "files": ("namespaces", "landlock"),
+    "processes": ("namespaces", "system calls"),
+    "memory": ("limits",),
+}
+NEEDED = ("network", "files")
+SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/nix/store")
+ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class IsolationError(RuntimeError):
+    """Says that a program was not run, since it could not be isolated."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use."""
+
+    seconds: float = 10.0  # of the wall clock, its start included
+    cpu_seconds: int = 5  # of computation, by process
+    memory_mib: int = 1024  # of addresses, by process
+    processes: int = 16  # threads included
+    files: int = 64  # open ones
+    file_mib: int = 4  # size of a file; all of them together have four times as much
+    output_kib: int = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+      status: "passed", "failed" (an exception, or an end before the last line), "timeout", "memory", "output" (more
+        than allowed) or "killed" (by a signal).
+      detail: the exception, the signal or the limit.
+      seconds: of the wall clock.
+      output: what it printed, up to the limit.
+    """
+
+    status: str
+    detail: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """How programs are isolated on this machine.
+
+    Attributes:
+      walls: those of `WALLS` that can be built.
+      missing: why the others cannot, by name.
+      by: by aspect of `ASPECTS`, what isolates it; empty: nothing does.
+    """
+
+    walls: tuple[str, ...]
+    missing: dict[str, str]
+    by: dict[str, str]
+
+    @property
+    def suffices(self) -> bool:
+        """Returns whether programs may run without the caller's insisting."""
+        return all(self.by[aspect] for aspect in NEEDED)
+
+    @property
+    def sentences(self) -> list[str]:
+        """Returns what a user should know: how each aspect is isolated, and which walls are missing."""
+        told = [f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()]
+        return told + [f"without {wall}: {why}" for wall, why in self.missing.items()]
+
+
+# A program that says what it could do. It is told of a server, a file and a process outside.
+PROBE = """
+import json, os, socket, time
+def can(attempt):
+    try:
+        attempt()
+    except (OSError, MemoryError):
+        return False
+    return True
+def count():
+    for _ in range({processes}):
+        if os.fork() == 0:
+            time.sleep(0.5)
+            os._exit(0)
+print(json.dumps({{
+    "network": can(lambda: socket.create_connection(("127.0.0.1", {port}), 1)),
+    "files": any([can(lambda: open({file!r})), can(lambda: open({file!r}, "a")), can(lambda: os.chmod({file!r}, 0o600))]),
+    "processes": can(lambda: os.kill({pid}, 0)) or can(count),
+    "memory": can(lambda: bytearray({memory} << 20)),
+}}))
+open("own", "w").write("")
+"""
+
+
+@functools.cache
+def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
+    """Finds out, by trying, which of ``walls`` can be built and what a program within them cannot reach.
+
+    Raises:
+      IsolationError: no program runs at all.
+    """
+    if sys.platform != "linux":
+        return Isolation(walls=(), missing=dict.fromkeys(walls, "only Linux has it"), by=dict.fromkeys(ASPECTS, ""))
+    missing, limits = {}, Limits()
+    for wall in walls:
+        try:
+            _run("", limits, (wall,))
+        except IsolationError as error:
+            missing[wall] = str(error)
+    walls = tuple(wall for wall in walls if wall not in missing)
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
+        probe = PROBE.format(
+            port=server.getsockname()[1],
+            file=file.name,
+            pid=os.getpid(),
+            processes=limits.processes,
+            memory=limits.memory_mib,
+        )
+        outcome = _run(probe, limits, walls)
+    if not outcome.passed:  # such as where nobody may not read the Python that root has in its home
+        why = f"a program that only looks around fails within the walls ({outcome.detail})"
+        if not walls:
+            raise IsolationError(why)
+        found = describe(walls[1:])
+        return dataclasses.replace(found, missing={**missing, walls[0]: why, **found.missing})
+    reached = json.loads(outcome.output)
+    by = {name: " and ".join(how for how in ways if how in (*walls, "limits")) for name, ways in ASPECTS.items()}
+    return Isolation(walls=walls, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
+
+
+def run(
+    program: str, limits: Limits = Limits(), *, isolation: Isolation | None = None, insist: bool = False
+) -> Outcome:
+    """Runs one program in a process of its own, with everything that it started ended when it returns.
+
+    Args:
+      isolation: default `describe`.
+      insist: run it although this machine isolates too little.
+
+    Raises:
+      IsolationError: network or files are not isolated, and the caller does not insist.
+    """
+    isolation = describe() if isolation is None else isolation
+    if not (isolation.suffices or insist):
+        raise IsolationError(
+            "generated programs are not run, since this machine does not isolate them: "
+            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; or insist"
+        )
+    return _run(program, limits, isolation.walls)
+
+
+def run_all(
+    programs: Iterable[str],
+    limits: Limits = Limits(),
+    *,
+    workers: int | None = None,
+    isolation: Isolation | None = None,
+    insist: bool = False,
+) -> Iterator[Outcome]:
+    """Runs programs side by side, as `run` does, and yields their outcomes in order.
+
+    Args:
+      workers: programs at a time; default one per core.
+    """
+    isolation = describe() if isolation is None else isolation  # once, not in every thread
+    one = functools.partial(run, limits=limits, isolation=isolation, insist=insist)
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        yield from pool.map(one, programs)
+
+
+def readable() -> list[str]:
+    """Returns the folders that a program may read: Python's own and the system's libraries."""
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    chosen: list[str] = []
+    for path in sorted({*SYSTEM_FOLDERS, *prefixes, *map(os.path.realpath, prefixes)}, key=len):
+        if os.path.exists(path) and not any(pathlib.Path(path).is_relative_to(parent) for parent in chosen):
+            chosen.append(path)
+    return chosen
+
+
+def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
+    """Runs a program within walls; raises IsolationError if one of them cannot be built."""
+    source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
+    begin = time.monotonic()
+    report, jail_report = os.pipe()
+    with (
+        open(report, "rb", buffering=0) as reports,
+        tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
+    ):
+        request = dataclasses.asdict(limits) | {
+            "walls": walls,
+            "bytes": len(source),
+            "report": jail_report,
+            "folder": os.path.realpath(folder),
+            "readable": readable(),
+        }
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-u", str(JAIL), json.dumps(request)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=(jail_report,),
+                start_new_session=True,
+                env=ENVIRONMENT,
+            )
+        finally:
+            os.close(jail_report)
+        with process:
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has ended, and the report says why
+                    _write(process.stdin, source + word)
+                told, output, why = _follow(reports, process.stdout, begin + limits.seconds, limits.output_kib << 10)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            while walls and reports.read(1 << 16):  # until the last process has ended, and with it the report
+                pass
+    seconds = time.monotonic() - begin
+    status, detail = _judge(told, word, why, code, limits, output)
+    return Outcome(status=status, detail=detail, seconds=seconds, output=output.decode("utf-8", "replace"))
+
+
+def _write(pipe: IO[bytes], content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[pipe.write(view) :]
+
+
+def _follow(reports: IO[bytes], outputs: IO[bytes], deadline: float, most: int) -> tuple[bytes, bytes, str]:
+    """Reads report and output until the program has reported or ended, and returns both, and what it exceeded."""
+    report, output = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(reports, selectors.EVENT_READ, report)
+        selector.register(outputs, selectors.EVENT_READ, output)
+        while len(output) <= most and not report.partition(READY)[2]:
+            ready = selector.select(max(deadline - time.monotonic(), 0))
+            if not ready:
+                return bytes(report), bytes(output), "timeout"
+            for key, _ in ready:
+                read = os.read(key.fd, 1 << 16)
+                key.data.extend(read)
+                if not read:
+                    selector.unregister(key.fileobj)
+            if reports not in (key.fileobj for key in selector.get_map().values()):
+                break
+    os.set_blocking(outputs.fileno(), False)
+    while len(output) <= most and (read := outputs.read(1 << 16)):  # what was printed before the end
+        output.extend(read)
+    return bytes(report), bytes(output[:most]), "output" if len(output) > most else ""
+
+
+def _judge(told: bytes, word: bytes, exceeded: str, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
+    """Returns status and detail."""
+    if told.startswith(b"refused"):
+        raise IsolationError(told.decode().partition("\n")[2])
+    if exceeded == "timeout" or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+        return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
+    if exceeded == "output":
+        return "output", f"more than {limits.output_kib} KiB"
+    if not told.startswith(READY):
+        raise IsolationError(f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}")
+    told = told.removeprefix(READY)
+    if told == word:
+        return "passed", ""
+    kind, _, detail = told.decode("utf-8", "replace").partition("\n")
+    if kind == "memory":
+        return "memory", f"more than {limits.memory_mib} MiB"
+    if kind == "failed":
+        return "failed", detail
+    if code > 128:
+        return "killed", signal.strsignal(code - 128) or f"signal {code - 128}"
+    return "failed", f"ended with exit status {code} before its last line"

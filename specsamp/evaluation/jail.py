@@ -1,0 +1,308 @@
+"""Builds walls around one untrusted program and runs it: the script that `isolation` starts, of the standard library.
+
+    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run`
+
+Three processes: this one, which the caller can kill; the first of the new namespaces, whose end ends all that the
+program has started; and the program. Each wall is refused with an OSError where the kernel has none:
+
+- ``namespaces`` of users, processes, network and mounts. The root is a new one in memory with Python and the system's
+  libraries, which cannot be written to, and a working folder. Root becomes nobody; no privileges are needed.
+- ``landlock``: a list of the folders that can be read and written, for machines without namespaces.
+- ``system calls``: a filter that refuses sockets, new processes, signals to others, and what changes others' files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import types
+
+NOBODY = 65534
+WORK = "/program"  # the working folder, within the namespaces
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+# From the kernel's headers; these numbers are the same on all machines.
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40000, 0x2
+MOUNT_SETATTR, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, 0x8000, 0x3
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8  # rights of Landlock
+BPF_LOAD, BPF_EQUAL, BPF_LEAST, BPF_ANY_BIT, BPF_RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x50000 + 1, 0x50000 + 38, 0x80000000  # EPERM, ENOSYS
+CLONE_THREAD, CLONE3 = 0x10000, 435
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, and architecture
+libc = ctypes.CDLL(None, use_errno=True)
+
+# Calls by their numbers on these machines; None: the machine has no such call.
+NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
+OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # with its own process only
+REFUSED = {
+    **{"socket": (41, 198), "fork": (57, None), "vfork": (58, None), "ptrace": (101, 117), "tkill": (200, 130)},
+    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "rt_sigqueueinfo": (129, 138)},
+    **{"rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "ioprio_set": (251, 30)},
+    **{"sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118)},
+    **{"sched_setattr": (314, 274), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40)},
+    **{"umount2": (166, 39), "chroot": (161, 51), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53)},
+    **{"chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None)},
+    **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
+    **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
+    **{"fremovexattr": (199, 16), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218)},
+    **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "shmget": (29, 194)},
+    **{
+        "msgget": (68, 186),
+        "semget": (64, 190),
+        "mq_open": (240, 180),
+        "io_uring_setup": (425, 425),
+        "pidfd_open": (434, 434),
+    },
+    **{"pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "open_tree": (428, 428), "move_mount": (429, 429)},
+    **{"fsopen": (430, 430), "mount_setattr": (442, 442), "fchmodat2": (452, 452), "setxattrat": (463, 463)},
+    **{"removexattrat": (466, 466)},
+}
+
+
+def main() -> None:
+    """Builds what surrounds the program, starts it, and ends as it does."""
+    request = json.loads(sys.argv[1])
+    os.umask(0o022)
+    die_with_parent()
+    source = bytearray()
+    while len(source) < request["bytes"]:  # not the word, which comes behind it
+        source += os.read(0, request["bytes"] - len(source))
+    is_root = False
+    try:
+        os.chdir(request["folder"])
+        if "namespaces" in request["walls"]:
+            is_root = enter_namespaces()
+            build_root(request["folder"], request["readable"], request["file_mib"])
+    except OSError as error:
+        refuse(request, "namespaces", error)
+    if (first := os.fork()) == 0:
+        die_with_parent()
+        if (program := os.fork()) == 0:
+            be_program(request, source, is_root)
+        end_as(program)
+    end_as(first)
+
+
+def be_program(request: dict, source: bytearray, is_root: bool) -> None:
+    """Gives up privileges, builds the walls of a single process, and runs the program."""
+    walls, wall = request["walls"], "namespaces"
+    try:
+        if walls:
+            os.setsid()
+            drop_privileges(is_root)
+        die_with_parent()  # a change of user has cleared it
+        os.environ["HOME"] = os.environ["TMPDIR"] = work = os.getcwd()
+        if (wall := "landlock") in walls:
+            restrict_files(request["readable"], work)
+        set_limits(request, own_user="namespaces" in walls)
+        word = os.dup(0)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        if (wall := "system calls") in walls:
+            filter_calls()
+    except OSError as error:
+        refuse(request, wall, error)
+    os.write(request["report"], b"ready\n")
+    run(source.decode("utf-8", "surrogatepass"), word, request["report"])
+
+
+def run(source: str, word: int, report: int) -> None:
+    """Runs a program as ``__main__``, reports how it ended, and ends the process.
+
+    The word is read when the program has ended: until then no frame and no object holds it.
+    """
+    read, write, leave = os.read, os.write, os._exit  # the program may replace them
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    spare = bytearray(1 << 20)  # to tell of a lack of memory takes some
+    try:
+        exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__)
+    except MemoryError:
+        del spare
+        told = b"memory\n"
+    except BaseException as error:
+        told = f"failed\n{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
+    else:
+        told = read(word, 64)
+    write(report, told)
+    leave(0)
+
+
+def refuse(request: dict, wall: str, error: OSError) -> None:
+    """Reports that a wall cannot be built, and ends the process."""
+    os.write(request["report"], f"refused\n{wall}: {error}".encode())
+    os._exit(1)
+
+
+def end_as(child: int) -> None:
+    """Waits for a child and ends as it does, after a signal with 128 and its number; orphans are waited for, too."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def die_with_parent() -> None:
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def enter_namespaces() -> bool:
+    """Enters namespaces of its own, and returns whether it is still the machine's root."""
+    flags = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        with contextlib.suppress(OSError):  # a root without the privilege does as others do
+            checked(libc.unshare(flags))
+            return True
+    checked(libc.unshare(flags | NEW_USER))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return False
+
+
+def build_root(folder: str, readable: list[str], file_mib: int) -> None:
+    """Builds a root in memory over ``folder``, where files can be changed in WORK only, and makes it the process's."""
+    mount("", "/", "", REC | PRIVATE)
+    mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    for path in [*readable, *DEVICES]:
+        place = folder + path
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place)
+            continue
+        if os.path.isdir(path):
+            os.mkdir(place)
+        else:
+            os.close(os.open(place, os.O_CREAT))
+        mount(path, place, "", BIND | REC)
+    os.mkdir(folder + WORK)
+    attributes = struct.pack("4Q", ATTR_RDONLY_NOSUID, 0, 0, 0)
+    syscall(MOUNT_SETATTR, -100, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
+    mount("tmpfs", folder + WORK, "tmpfs", NOSUID | NODEV, f"size={4 * file_mib}m,nr_inodes=1k,mode=1777")
+    os.chdir(folder)
+    syscall(number("pivot_root"), b".", b".")
+    checked(libc.umount2(b".", DETACH))
+    os.chdir(WORK)
+
+
+def drop_privileges(is_root: bool) -> None:
+    """Becomes nobody if it is root, and gives up all capabilities for good."""
+    if is_root:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        checked(libc.unshare(NEW_USER))  # where its processes are counted apart from others of nobody
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    syscall(number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
+
+
+def restrict_files(readable: list[str], work: str) -> None:
+    """Restricts the process, by Landlock, to read some folders and to change files in one."""
+    version = syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 3:
+        raise OSError(f"Landlock's version {version} lets files be cut short: Linux 6.2 has version 3")
+    every_right = (1 << (16 if version >= 5 else 15)) - 1
+    # Handled rights, TCP's two, and two scopes: signals and abstract sockets.
+    attributes = struct.pack("3Q", every_right, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    rules = syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
+    rights = {path: EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0) for path in readable}
+    for path, allowed in {**rights, **dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE), work: every_right}.items():
+        handle = os.open(path, os.O_PATH)
+        syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, handle), 0)
+        os.close(handle)
+    syscall(LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def set_limits(request: dict, own_user: bool) -> None:
+    """Limits what the program can use; processes only where no others of the same user are counted."""
+    limits = {
+        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second one cannot be caught
+        resource.RLIMIT_AS: 2 * (request["memory_mib"] << 20,),
+        resource.RLIMIT_FSIZE: 2 * (request["file_mib"] << 20,),
+        resource.RLIMIT_NOFILE: 2 * (request["files"],),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    if own_user:
+        limits[resource.RLIMIT_NPROC] = 2 * (request["processes"],)
+    for kind, (soft, hard) in limits.items():
+        with contextlib.suppress(ValueError):  # a limit is lower already, or there is none of this kind
+            resource.setrlimit(kind, (soft, hard))
+
+
+def filter_calls() -> None:
+    """Refuses the system calls that lead to other processes, to a network or to others' files; threads are allowed."""
+    column, architecture = machine()
+
+    def numbers(calls):
+        return [pair[column] for pair in calls.values() if pair[column] is not None]
+
+    steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
+    if column == 0:  # the numbers of another convention of the same machine
+        steps += [(BPF_LEAST, 0, 1, 0x40000000), (BPF_RETURN, 0, 0, REFUSE)]
+    for refused in numbers(REFUSED):
+        steps += [(BPF_EQUAL, 0, 1, refused), (BPF_RETURN, 0, 0, REFUSE)]
+    steps += [(BPF_EQUAL, 0, 1, CLONE3), (BPF_RETURN, 0, 0, UNKNOWN)]  # its flags cannot be read: clone is tried next
+    verdict = [(BPF_RETURN, 0, 0, REFUSE), (BPF_RETURN, 0, 0, ALLOW)]
+    steps += [(BPF_EQUAL, 0, 4, number("clone")), (BPF_LOAD, 0, 0, 16), (BPF_ANY_BIT, 1, 0, CLONE_THREAD), *verdict]
+    for own in numbers(OF_ITSELF):
+        steps += [(BPF_EQUAL, 0, 5, own), (BPF_LOAD, 0, 0, 16)]
+        steps += [(BPF_EQUAL, 2, 0, 0), (BPF_EQUAL, 1, 0, os.getpid()), *verdict]
+    steps.append((BPF_RETURN, 0, 0, ALLOW))
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(program)))
+
+
+def machine() -> tuple[int, int]:
+    """Returns the column of this machine's numbers, and its architecture."""
+    name = os.uname().machine
+    if name not in MACHINES:
+        raise OSError(f"the system calls of {name} are not known, only those of {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
+def number(call: str) -> int:
+    """Returns this machine's number of a system call."""
+    return NEEDED[call][machine()[0]]
+
+
+def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:
+    """Mounts, where strings may be empty."""
+    checked(libc.mount(source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+
+
+def prctl(*arguments: int | bytes) -> None:
+    """Calls prctl with up to five arguments."""
+    checked(libc.prctl(*map(_word, [*arguments, 0, 0, 0, 0][:5])))
+
+
+def syscall(*arguments: int | bytes | None) -> int:
+    """Calls the kernel by number."""
+    return checked(libc.syscall(*map(_word, arguments)))
+
+
+def _word(argument: int | bytes | None) -> ctypes.c_long | bytes | None:
+    return ctypes.c_long(argument) if isinstance(argument, int) else argument
+
+
+def checked(result: int) -> int:
+    """Returns a call's result; raises OSError where it failed."""
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
+
+
+if __name__ == "__main__":
+    main()

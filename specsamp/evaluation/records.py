@@ -1,0 +1,127 @@
+"""Reads records of data sets: JSON lines, compressed or not, a JSON array, or Parquet, from a file or the hub."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from specsamp import storage
+
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of a data set in another format
+Record = Mapping[str, Any]
+
+
+def read_records(source: str, fields: Mapping[str, type], *, split: str = "test", key: str = "") -> list[Record]:
+    """Returns the records of a data set, checked.
+
+    Args:
+      source: a file, on a disk or in a bucket, or the id of a data set of the hub, of which ``split`` is read.
+      fields: those that every record must have, with their types.
+      key: the field whose values must differ.
+
+    Raises:
+      FileNotFoundError: there is no such file or data set.
+      ValueError: it is damaged or empty, or a record is not as it should be: with file, line and field.
+    """
+    found: list[Record] = []
+    seen: dict[Any, str] = {}
+    for path in _find(source, split):
+        for line, record in _parse(path):
+            place = f"{os.fspath(path)}, line {line}"
+            if not isinstance(record, dict):
+                raise ValueError(f"{place}: no JSON object but {str(record)[:40]!r}")
+            for name, kind in fields.items():
+                if name not in record:
+                    raise ValueError(f"{place}: there is no field {name!r}, only {', '.join(map(repr, record))}")
+                if not isinstance(record[name], kind):
+                    raise ValueError(f"{place}: field {name!r} must be {kind.__name__}, not {record[name]!r:.40}")
+            if key and seen.setdefault(record[key], place) != place:
+                raise ValueError(f"{place}: {key} {record[key]!r} is that of {seen[record[key]]}")
+            found.append(record)
+    if not found:
+        raise ValueError(f"{source} is empty: it should hold records with {', '.join(fields)}")
+    return found
+
+
+def _parse(path: epath.Path) -> Sequence[tuple[int, Any]]:
+    """Returns the records of a file, with the numbers of their lines."""
+    if not storage.is_regular_file(path):
+        raise ValueError(f"{path} is no regular file")
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+    if path.suffix == ".parquet":
+        return list(enumerate(_parse_parquet(path, content), 1))
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start})") from error
+    whole = text.lstrip().startswith("[")
+    found: list[tuple[int, Any]] = []
+    for line, part in [(1, text)] if whole else enumerate(text.split("\n"), 1):
+        try:
+            if part.strip():
+                found.append((line, json.loads(part)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {line}: no JSON: {error}") from error
+    return list(enumerate(found[0][1], 1)) if whole else found
+
+
+def _parse_parquet(path: epath.Path, content: bytes) -> list[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"to read {path} takes a library: pip install pyarrow") from error
+    try:
+        return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _find(source: str, split: str) -> list[epath.Path]:
+    """Returns the files of a data set, downloaded if they are the hub's."""
+    path = storage.place(source)
+    if path.exists():
+        return [path]
+    if source.startswith(storage.BUCKETS) or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.endswith(ENDINGS):
+        raise FileNotFoundError(f"no file {source!r}; give one, or the id of a data set of the hub")
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise ValueError(
+            f"there is no file {source!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
+        ) from error
+    try:
+        for revision in (None, CONVERTED):
+            names = hub.list_repo_files(source, repo_type="dataset", revision=revision)
+            if chosen := choose_files(names, split):
+                return [
+                    epath.Path(hub.hf_hub_download(source, name, repo_type="dataset", revision=revision))
+                    for name in chosen
+                ]
+    except Exception as error:  # of the network, of the hub, of access rights
+        raise FileNotFoundError(
+            f"no file {source!r}, and the hub did not give it ({type(error).__name__}: {error})"
+        ) from error
+    raise FileNotFoundError(f"the data set {source!r} has no file of the split {split!r}: give a file")
+
+
+def choose_files(names: Sequence[str], split: str) -> list[str]:
+    """Returns the files of a split: of the first folder that has some, or the only file of data there is."""
+    data = sorted(name for name in names if name.endswith(ENDINGS))
+    of_split = [name for name in data if re.search(rf"(^|/){split}[-./]", name)]
+    if not of_split:
+        return data if len(data) == 1 else []
+    return [name for name in of_split if os.path.dirname(name) == os.path.dirname(of_split[0])]

@@ -1,0 +1,62 @@
+"""Prompts by category, in their public formats: Spec-Bench and MT-bench, GSM8K, MBPP."""
+
+from __future__ import annotations
+
+from specsamp.evaluation.programs import ProgramTask
+from specsamp.evaluation.records import read_records
+from specsamp.evaluation.task import Problem, Prompts
+
+GSM8K, MBPP = "openai/gsm8k", "google-research-datasets/mbpp"
+
+
+def load(source: str) -> Prompts:
+    """Reads ``question.jsonl`` of Spec-Bench or MT-bench: question_id, category and turns."""
+    problems = []
+    for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
+        first, *further = map(str, record["turns"]) if record["turns"] else [""]
+        if not first:
+            raise ValueError(f"{source}: question {record['question_id']} has no turns")
+        problems.append(
+            Problem(
+                id=str(record["question_id"]),
+                category=record["category"],
+                prompt=first,
+                further_turns=tuple(further),
+            )
+        )
+    return Prompts(name="spec_bench", problems=problems)
+
+
+def load_gsm8k(source: str = GSM8K) -> Prompts:
+    """Reads questions and answers; the answer's last number follows ``####``."""
+    records = read_records(source, {"question": str, "answer": str})
+    problems = [
+        Problem(
+            id=str(number),
+            category="math",
+            prompt=f"Question: {record['question']}\nAnswer:",
+            reference=record["answer"],
+        )
+        for number, record in enumerate(records, 1)
+    ]
+    return Prompts(name="gsm8k", problems=problems, stop=("\nQuestion:",))
+
+
+def load_mbpp(source: str = MBPP, *, insist: bool = False) -> ProgramTask:
+    """Reads tasks with their tests, which are shown in the prompt; the sanitized edition calls the text ``prompt``."""
+    problems = []
+    for record in read_records(source, {"task_id": int, "test_list": list}, key="task_id"):
+        text = record.get("text", record.get("prompt"))
+        if not isinstance(text, str):
+            raise ValueError(f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'")
+        tests = "\n".join(map(str, record["test_list"]))
+        problems.append(
+            Problem(
+                id=str(record["task_id"]),
+                category="code",
+                prompt=f'"""\n{text}\n{tests}\n"""\n',
+                reference=f"{record.get('test_setup_code') or ''}\n{tests}",
+            )
+        )
+    stop = ('\n"""', "\nassert", "\nprint", "\nif")
+    return ProgramTask(name="mbpp", problems=problems, stop=stop, prompt_is_code=False, insist=insist)

@@ -1,0 +1,136 @@
+"""What an evaluation is made of: problems, texts that stop a completion, and scores whose means have intervals.
+
+A task is one file that reads its problems and scores what was written; `specsamp.evaluation.tasks` lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A prompt, and what its completions are scored by.
+
+    Attributes:
+      id: its name in its file.
+      category: problems of one are reported together; may be empty.
+      further_turns: what a user says after the answer, where the problem is a conversation.
+      reference: the text to compare with, or the tests that follow a program.
+    """
+
+    id: str
+    prompt: str
+    category: str = ""
+    further_turns: tuple[str, ...] = ()
+    reference: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A completion: its text, and whether it ended by itself rather than by the budget or a stop text."""
+
+    text: str
+    ended: bool = False
+
+
+class Task(Protocol):
+    """Problems in an order, and the scores of their answers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def problems(self) -> Sequence[Problem]: ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end a completion, and are no part of it."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
+        """Returns a problem's value of each measure, estimated from some answers: empty if only speed is measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """A task whose texts have no score: time and acceptance are measured, by category."""
+
+    name: str
+    problems: Sequence[Problem]
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 512
+
+    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
+        return {}
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """Returns a text up to the first of the stop texts that it holds."""
+    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean over problems with its bootstrap interval.
+
+    Attributes:
+      mean, low, high: the mean, and the ends of the interval of 95%.
+      error: the standard error of the mean.
+      problems: the number of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    error: float
+    problems: int
+
+    @property
+    def detectable(self) -> float:
+        """Returns the size of a true mean that four of five such samples would tell from 0, for values within [-1, 1].
+
+        Values that are all equal have no spread, but do not show that there is none: P of them leave 3 / P open.
+        """
+        return max((1.96 + 0.84) * self.error, 3 / self.problems)
+
+
+def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> Interval:
+    """Returns the mean over problems, with an interval from resampled problems.
+
+    Raises:
+      ValueError: there are no values.
+    """
+    values_P = np.asarray(values_P, np.float64)
+    if not len(values_P):
+        raise ValueError("there are no scores to take the mean of")
+    P = len(values_P)
+    means_R = np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), RESAMPLES) @ values_P / P
+    low, high = np.quantile(means_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(
+        mean=float(values_P.mean()),
+        low=float(low),
+        high=float(high),
+        error=float(means_R.std()),
+        problems=P,
+    )
+
+
+def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
+    """Returns the mean of each measure over problems, from what `Task.score` gave for each."""
+    return {name: mean_interval([score[name] for score in scores]) for name in (scores[0] if scores else ())}
+
+
+def compare(scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
+    """Returns the mean of what ``scores`` exceed ``others`` by, problem for problem, which must be the same ones."""
+    pairs = list(zip(scores, others, strict=True))
+    return summarise([{name: score[name] - other[name] for name in score} for score, other in pairs])

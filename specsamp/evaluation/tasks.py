@@ -1,0 +1,39 @@
+"""Tasks by name; a new one is a file beside this one, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specsamp.evaluation import humaneval, python_syntax, spec_bench, xsum
+from specsamp.evaluation.task import Task
+
+# What reads each task from a file or a data set of the hub; for `python`, the name of a pair with prompts.
+TASKS: dict[str, Callable[..., Task]] = {
+    "humaneval": humaneval.load,
+    "xsum": xsum.load,
+    "spec_bench": spec_bench.load,
+    "mt_bench": spec_bench.load,
+    "gsm8k": spec_bench.load_gsm8k,
+    "mbpp": spec_bench.load_mbpp,
+    "python": python_syntax.load,
+}
+RUN_PROGRAMS = ("humaneval", "mbpp")
+
+
+def load_task(name: str, source: str | None = None, *, insist: bool = False) -> Task:
+    """Reads a task.
+
+    Args:
+      source: a file or a data set of the hub; default the task's own on the hub, or of the pair `python`.
+      insist: run generated programs although this machine does not isolate them.
+
+    Raises:
+      ValueError: there is no task of this name, it has no source of its own, or its records are not as they should be.
+      FileNotFoundError: there is no such source.
+    """
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}: choose one of {', '.join(TASKS)}")
+    if source is None and TASKS[name] is spec_bench.load:
+        raise ValueError(f"the task {name} has no source of its own: name its question.jsonl")
+    given = () if source is None else (source,)
+    return TASKS[name](*given, insist=insist) if name in RUN_PROGRAMS else TASKS[name](*given)

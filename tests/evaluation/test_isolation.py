@@ -1,0 +1,193 @@
+"""Hostile programs, within every combination of walls that this machine has; the control is the same without walls."""
+
+import dataclasses
+import http.server
+import os
+import pathlib
+import shutil
+import threading
+
+import pytest
+
+from specsamp.evaluation import isolation
+from specsamp.evaluation.isolation import ASPECTS, WALLS, Isolation, IsolationError, Limits, describe, run, run_all
+
+LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
+SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
+FALLBACK = ("landlock", "system calls")  # of machines without namespaces
+
+# An attack that succeeds reaches its end. {port}, {file} and {pid}: a server, a file and the process of the tests.
+REACHES = {
+    "connects": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+    "asks for an address": "import socket; socket.getaddrinfo('localhost', 80)",
+    "sends a datagram": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', {port}))",
+    "reads a file": "open({file!r}).read()",
+    "adds to a file": "open({file!r}, 'a').write('x')",
+    "writes beside a file": "open({file!r} + '.new', 'w')",
+    "changes the mode of a file": "import os; os.chmod({file!r}, 0o600)",
+    "lists home": "import os; os.listdir(os.path.dirname({file!r}))",
+    "finds the tests": "import os; os.kill({pid}, 0)",
+    "signals its parent": "import os; os.kill(os.getppid(), 0)",
+    "starts a process": "import subprocess; subprocess.run(['/bin/true'], check=True)",
+}
+# How those end that no walls are needed for, or that are not to be tried without.
+ENDLESS = {
+    "loops": "while True: pass",
+    "sleeps": "import time; time.sleep(100)",
+    "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "heeds no signal": "from signal import *\nfor n in (SIGTERM, SIGXCPU): signal(n, SIG_IGN)\nwhile True: pass",
+}
+ENDS = {
+    "prints without end": ("while True: print('x' * 1000)", "output"),
+    "takes memory": ("x = bytearray(1 << 30)", "memory"),
+    "takes memory slowly": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
+    "exits": ("import sys; sys.exit(0)", "failed"),
+    "exits at once": ("import os; os._exit(0)", "failed"),
+    "becomes another program": ("import os; os.execv('/bin/true', ['true'])", "failed"),
+    "closes everything": ("import os; os.closerange(0, 256)", "failed"),
+    "writes everywhere": (
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'passed\\nready\\nrefused\\n')\n    except OSError: pass\nos._exit(0)",
+        "failed",
+    ),
+    "replaces what it is judged by": (
+        "import builtins, os, sys\nos.write = lambda *_: 0\nos._exit = sys.exit = lambda *_: None\n"
+        "builtins.AssertionError = builtins.BaseException = KeyError\nassert False",
+        "failed",
+    ),
+    "ends in a thread": ("import _thread, os\n_thread.start_new_thread(os._exit, (0,))\nwhile True: pass", "failed"),
+    "recurses": ("def f(): f()\nf()", "failed"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "killed"),
+    "is nested too deep": ("x = " + "(" * 100_000, "failed"),
+    "is no text": ("x = '\ud800'", "failed"),
+    "is long": ("#" * 20_000_000, "passed"),
+    "fills a disk": ("while True: open('a', 'ab').write(bytes(1 << 20))", "failed"),
+    "opens pipes": ("import os\nwhile True: os.pipe()", "failed"),
+    "asks": ("input()", "failed"),
+}
+BOMBS = {
+    "forks": "import os\nwhile True: os.fork()",
+    "starts threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+    "kills its parent": "import os; os.kill(os.getppid(), 9)",
+    "kills all": "import os; os.kill(-1, 9)",
+    "kills its group": "import os; os.kill(-os.getpgrp(), 9)",
+    "traces its parent": "import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+    "enters namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "deletes a file": "import os; os.unlink({file!r})",
+    "cuts a file short": "import os; os.truncate({file!r}, 0)",
+    "deletes Python": "import os; os.unlink(os.__file__)",
+}
+
+
+@pytest.fixture(params=[WALLS, FALLBACK], ids=["all walls", "without namespaces"])
+def walls(request):
+    """What this machine has of some walls."""
+    found = describe(request.param)
+    if not all(found.by.values()):
+        pytest.skip("; ".join(found.sentences))
+    return found
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A server, a file and a process."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    file = tmp_path / "diary"
+    file.write_text("secret")
+    yield {"port": server.server_port, "file": str(file), "pid": os.getpid()}
+    assert file.read_text() == "secret"
+    assert list(tmp_path.iterdir()) == [file]
+    server.shutdown()
+    server.server_close()
+
+
+def ends(programs, walls, limits=LIMITS, **options):
+    outcomes = run_all(programs.values(), limits, isolation=walls, **options)
+    return {name: outcome.status for name, outcome in zip(programs, outcomes, strict=True)}
+
+
+def test_nothing_is_reached(walls, outside):
+    programs = {name: text.format(**outside) for name, text in {**REACHES, **BOMBS}.items()}
+    assert ends(programs, walls) == dict.fromkeys(programs, "failed")
+
+
+def test_without_walls_everything_is_reached(outside):
+    """The control: the programs do what they are said to do."""
+    none = describe(())
+    assert not any(none.by[aspect] for aspect in ASPECTS if aspect != "memory")
+    assert not none.suffices
+    programs = {name: text.format(**outside) for name, text in REACHES.items()}
+    assert ends(programs, none, insist=True) == dict.fromkeys(programs, "passed")
+    pathlib.Path(outside["file"]).write_text("secret")
+    pathlib.Path(outside["file"] + ".new").unlink()
+
+
+def test_programs_end(walls):
+    assert ends({name: text for name, (text, _) in ENDS.items()}, walls) == {
+        name: status for name, (_, status) in ENDS.items()
+    }
+    assert ends(ENDLESS, walls, SHORT, workers=len(ENDLESS)) == dict.fromkeys(ENDLESS, "timeout")
+
+
+def test_namespaces_end_with_all_processes(tmp_path, monkeypatch):
+    """By themselves, since the filter allows no further process."""
+    alone = describe(("namespaces",))
+    if not alone.by["files"]:
+        pytest.skip("; ".join(alone.sentences))
+    monkeypatch.setattr(isolation, "JAIL", shutil.copy(isolation.JAIL, tmp_path))  # names its processes
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: os.closerange(0, 64)\n    time.sleep(60)"
+    assert run(daemon, LIMITS, isolation=alone).passed
+    if alone.by["processes"]:
+        assert run(BOMBS["forks"], LIMITS, isolation=alone).status == "failed"
+    left = [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in read(path)]
+    assert left == []
+
+
+def read(path):
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_what_passes(walls):
+    """Ordinary programs, the standard library and others', a working folder, and what they print."""
+    outcome = run("import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls)
+    assert (outcome.status, outcome.output) == ("passed", "b\n")
+    outcome = run("print(1)\nassert 1 == 2, 'one'", isolation=walls)
+    assert (outcome.status, outcome.detail, outcome.output) == ("failed", "AssertionError: one", "1\n")
+    assert run(
+        "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)", isolation=walls
+    ).passed
+
+
+def test_without_isolation_nothing_runs_unless_the_caller_insists(tmp_path):
+    open_files = Isolation(walls=(), missing={}, by=dict.fromkeys(ASPECTS, "walls") | {"files": ""})
+    with pytest.raises(IsolationError, match="files: NOT ISOLATED.*or insist"):
+        run("x = 1", isolation=open_files)
+    assert run("x = 1", isolation=open_files, insist=True).passed
+
+
+def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
+    monkeypatch.setattr(isolation, "readable", lambda: ["/no/such/folder"])
+    with pytest.raises(IsolationError, match="(namespaces|landlock): .*No such file"):
+        run("x = 1", isolation=walls)
+
+
+def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch):
+    """As where root has Python in its home, which nobody may not read."""
+    fallback, run_it = describe(FALLBACK), isolation._run
+
+    def run_within(program, limits, walls):
+        return run_it("import _no_such" if program and "namespaces" in walls else program, limits, walls)
+
+    monkeypatch.setattr(isolation, "_run", run_within)
+    found = describe.__wrapped__()
+    assert (found.walls, found.by) == (fallback.walls, fallback.by)
+    assert "namespaces" in found.missing
+
+
+def test_other_systems_have_no_walls(monkeypatch):
+    monkeypatch.setattr(isolation.sys, "platform", "darwin")
+    found = describe.__wrapped__()
+    assert (found.walls, set(found.missing), found.suffices) == ((), set(WALLS), False)

@@ -1,0 +1,281 @@
+"""Tasks: their files, good and bad, what they ask, and how they score."""
+
+import gzip
+import itertools
+import json
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from specsamp.checkpoints.pair import load_prompts
+from specsamp.evaluation import humaneval, isolation, spec_bench, xsum
+from specsamp.evaluation.programs import pass_at_k
+from specsamp.evaluation.records import choose_files, read_records
+from specsamp.evaluation.task import Answer, compare, cut, mean_interval, summarise
+from specsamp.evaluation.tasks import TASKS, load_task
+from support.extras import is_here, needs
+
+ADD = {
+    "task_id": "Own/0",
+    "prompt": 'def add(a, b):\n    """Return the sum."""\n',
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
+    "canonical_solution": "    return a + b\n",
+}
+LAST = {
+    "task_id": "Own/1",
+    "prompt": 'def last(items):\n    """Return the last item, None if there is none."""\n',
+    "entry_point": "last",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 2\n    assert candidate([]) is None\n",
+    "canonical_solution": "    return items[-1] if items else None\n",
+}
+
+
+def lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file and returns its name."""
+
+    def write(content, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_humaneval_counts_what_passes(write, packed):
+    text = lines([ADD, LAST])
+    task = load_task("humaneval", write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text))
+    add, last = task.problems
+    assert (add.id, add.prompt, task.stop, task.max_new_tokens) == ("Own/0", ADD["prompt"], humaneval.STOP, 512)
+    if not isolation.describe().suffices:
+        pytest.skip("programs are not isolated here")
+    right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
+    wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
+    answers = [Answer(text=text) for text in (right, right + after, *wrong)]
+    assert task.score(add, answers) == {"pass@1": pytest.approx(1 / 3)}  # six answers tell nothing of pass@10
+    assert task.score(last, [Answer(text=LAST["canonical_solution"])]) == {"pass@1": 1.0}
+
+
+def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
+    nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
+    monkeypatch.setattr(isolation, "describe", lambda: nothing)
+    path, answers = write(lines([ADD])), [Answer(text=ADD["canonical_solution"])]
+    task, insisting = load_task("humaneval", path), load_task("humaneval", path, insist=True)
+    with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
+        task.score(task.problems[0], answers)
+    assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0}
+
+
+def test_pass_at_k_is_the_share_of_choices_with_one_that_passes():
+    for n, k in itertools.product(range(1, 8), range(1, 8)):
+        for passed in range(n + 1 if k <= n else 0):
+            choices = list(itertools.combinations(range(n), k))
+            share = np.mean([min(choice) < passed for choice in choices])
+            assert pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12)
+    assert pass_at_k(10_000, 3, 100) == pytest.approx(1 - math.comb(9_997, 100) / math.comb(10_000, 100), rel=1e-9)
+    with pytest.raises(ValueError, match="pass@10 cannot be estimated from 1 of 5 answers"):
+        pass_at_k(5, 1, 10)
+
+
+def test_intervals_hold_the_truth_and_differences_are_paired():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(40):
+        found = mean_interval((rng.random(50) < 0.3).astype(float), seed=trial)
+        covered += found.low <= 0.3 <= found.high
+    assert 33 <= covered <= 40
+    hard_P = rng.random(200)
+    scores = [{"a": value} for value in hard_P]
+    better = [{"a": value + 0.01 + 0.001 * noise} for value, noise in zip(hard_P, rng.normal(size=200))]
+    found = compare(better, scores)["a"]
+    assert 0.009 < found.low < found.mean < found.high < 0.011
+    assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
+    assert compare(scores, scores)["a"].detectable == 3 / 200  # equal values do not show that there is no difference
+    with pytest.raises(ValueError, match="no scores"):
+        mean_interval([])
+
+
+def test_cut_at_the_first_of_the_stop_texts():
+    assert cut("a\nb\n#c\nclass", ("\nclass", "\n#")) == "a\nb"
+    assert cut("a", ("\nclass",)) == cut("a", ()) == "a"
+
+
+@pytest.mark.parametrize(
+    "content, name, message",
+    [
+        ("", "data.jsonl", "data.jsonl is empty: it should hold records with task_id, prompt"),
+        ("\n\n", "data.jsonl", "is empty"),
+        (lines([ADD, {**LAST, "task_id": "Own/0"}]), "data.jsonl", "line 2: task_id 'Own/0' is that of .*line 1"),
+        (lines([ADD, {"task_id": "b", "prompt": ""}]), "data.jsonl", "line 2: there is no field 'entry_point', only"),
+        (lines([{**ADD, "prompt": 3}]), "data.jsonl", "line 1: field 'prompt' must be str, not 3"),
+        (lines([ADD]) + "{", "data.jsonl", "line 2: no JSON"),
+        (lines([ADD]) + "\n[1]\n", "data.jsonl", r"line 3: no JSON object but '\[1\]'"),
+        (b"\xff", "data.jsonl", "no text in UTF-8 .byte 0"),
+        (gzip.compress(lines([ADD] * 99).encode())[:-12], "data.jsonl.gz", "data.jsonl.gz is damaged"),
+        (b"no gzip", "data.jsonl.gz", "data.jsonl.gz is damaged"),
+        (gzip.compress(b"", mtime=0)[:-8] + b"12345678", "data.jsonl.gz", "data.jsonl.gz is damaged"),
+    ],
+)
+def test_bad_files(write, content, name, message):
+    with pytest.raises(ValueError, match=message):
+        humaneval.load(write(content, name))
+
+
+def test_there_is_no_such_file_or_task(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file 'no.jsonl'"):
+        load_task("humaneval", "no.jsonl")
+    with pytest.raises(ValueError, match="no regular file"):
+        load_task("humaneval", str(tmp_path))
+    with pytest.raises(ValueError, match="no task 'chess': choose one of humaneval, xsum"):
+        load_task("chess")
+    with pytest.raises(ValueError, match="spec_bench has no source of its own"):
+        load_task("spec_bench")
+
+
+def test_the_hub(write, monkeypatch):
+    """Its library is stood in for: a data set whose files it has converted."""
+    path = write(lines([ADD]))
+    files = {None: ["README.md", "script.py"], "refs/convert/parquet": ["main/test/0.jsonl", "main/train/0.jsonl"]}
+    hub = types.SimpleNamespace(
+        list_repo_files=lambda name, repo_type, revision: files[revision],
+        hf_hub_download=lambda name, file, repo_type, revision: {"main/test/0.jsonl": path}[file],
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert [problem.id for problem in load_task("humaneval").problems] == ["Own/0"]
+    with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
+        read_records("a/b", {}, split="dev")
+    hub.list_repo_files = None
+    with pytest.raises(FileNotFoundError, match="no file 'a/b', and the hub did not give it .TypeError"):
+        read_records("a/b", {})
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="pip install huggingface_hub"):
+        read_records("a/b", {})
+
+
+@pytest.mark.parametrize(
+    "names, chosen",
+    [
+        (["a/test-00000-of-00002.parquet", "a/test-00001-of-00002.parquet", "b/test-0.parquet"], [0, 1]),
+        (["data/test.jsonl", "data/train.jsonl", "data/latest.jsonl"], [0]),
+        (["HumanEval.jsonl.gz", "README.md"], [0]),
+        (["one.jsonl", "two.jsonl"], []),
+    ],
+)
+def test_files_of_a_split(names, chosen):
+    assert choose_files(names, "test") == [names[place] for place in chosen]
+
+
+@pytest.mark.skipif(not is_here("pyarrow"), reason="without pyarrow")
+def test_parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ADD, LAST]), path)
+    assert read_records(str(path), humaneval.FIELDS) == [ADD, LAST]
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="a.parquet is damaged"):
+        read_records(str(path), humaneval.FIELDS)
+
+
+def test_parquet_needs_a_library(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="a.parquet takes a library: pip install pyarrow"):
+        read_records(write("", "a.parquet"), {})
+
+
+ARTICLES = [
+    {"document": "It rained.\n\nMuch.", "summary": "Rain fell."},
+    {"document": "A cat sat on a mat.", "summary": "A cat sat.", "id": "7"},
+]
+
+
+def test_xsum_asks_with_one_example(write, monkeypatch):
+    monkeypatch.setattr(xsum, "_scorer", lambda: None)
+    (problem,) = load_task("xsum", write(lines(ARTICLES))).problems
+    assert problem.prompt == (
+        "Article: It rained. Much.\nSummary: Rain fell.\n\nArticle: A cat sat on a mat.\nSummary:"
+    )
+    assert (problem.id, problem.reference) == ("7", "A cat sat.")
+    with pytest.raises(ValueError, match="one article, which is the example"):
+        xsum.load(write(lines(ARTICLES[:1])))
+
+
+@needs("rouge_score")
+def test_rouge(write):
+    """Against hand counts of unigrams, bigrams and the longest common subsequence."""
+    task = load_task("xsum", write(lines(ARTICLES)))
+    found = task.score(task.problems[0], [Answer(text=" A cat slept.\n\nArticle: A cat sat.")])
+    assert found == {"rouge1": pytest.approx(2 / 3), "rouge2": pytest.approx(1 / 2), "rougeL": pytest.approx(2 / 3)}
+
+
+def test_xsum_needs_a_library(write, monkeypatch):
+    xsum._scorer.cache_clear()
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(ValueError, match="pip install rouge-score"):
+        load_task("xsum", write(lines(ARTICLES)))
+
+
+def test_spec_bench_keeps_categories_and_turns(write):
+    record = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}
+    task = load_task("mt_bench", write(lines([record])))
+    (problem,) = task.problems
+    assert (problem.id, problem.category, problem.prompt, problem.further_turns) == (
+        *("81", "writing", "Write."),
+        ("Again.",),
+    )
+    assert task.score(problem, [Answer(text="a")]) == {}
+    with pytest.raises(ValueError, match="question 81 has no turns"):
+        spec_bench.load(write(lines([{**record, "turns": []}])))
+
+
+def test_gsm8k(write):
+    (problem,) = load_task("gsm8k", write(lines([{"question": "1 + 1?", "answer": "It is.\n#### 2"}]))).problems
+    assert (problem.prompt, problem.category) == ("Question: 1 + 1?\nAnswer:", "math")
+
+
+@pytest.mark.parametrize("field", ["text", "prompt"])
+def test_mbpp(write, field):
+    record = {"task_id": 11, field: "Write a function to match \\x.", "test_list": ["assert f(1) == 2"]}
+    text = lines([record]) if field == "text" else json.dumps([record], indent=1)  # the sanitized edition is an array
+    task = load_task("mbpp", write(text))
+    (problem,) = task.problems
+    assert problem.prompt == '"""\nWrite a function to match \\x.\nassert f(1) == 2\n"""\n'
+    if isolation.describe().suffices:
+        found = task.score(problem, [Answer(text="def f(x):\n    return x + 1\n\nassert 0"), Answer(text="f = len")])
+        assert found == {"pass@1": 0.5}
+    with pytest.raises(ValueError, match="task 1 has neither a field 'text' nor 'prompt'"):
+        spec_bench.load_mbpp(write(lines([{"task_id": 1, "test_list": []}])))
+
+
+def test_python_is_scored_by_what_parses():
+    task = load_task("python")
+    assert [problem.prompt for problem in task.problems] == load_prompts("python")
+    answers = [Answer(text="\n\nx = 1\ny = 2\n"), Answer(text="\n\n)(\n"), Answer(text="\n\nx = 1"), Answer(text=")")]
+    found = [task.score(problem, answers[:2])["parses"] for problem in task.problems]
+    assert set(found) <= {0.0, 0.5}
+    assert 0.5 in found
+
+
+def test_every_task_has_what_the_protocol_asks(write):
+    files = {
+        "humaneval": lines([ADD]),
+        "gsm8k": lines([{"question": "a", "answer": "b"}]),
+        "mbpp": lines([{"task_id": 1, "text": "a", "test_list": []}]),
+        "spec_bench": lines([{"question_id": 1, "category": "a", "turns": ["b"]}]),
+    }
+    for name in set(TASKS) - {"xsum", "mt_bench"}:
+        task = load_task(name, write(files[name]) if name in files else None)
+        assert task.name == name
+        assert task.max_new_tokens > 0
+        assert all(problem.prompt for problem in task.problems)
+        assert all(task.stop) or task.stop == ()
