@@ -1,7 +1,7 @@
 """Shares what all commands do: flags, errors as one line, the console, progress, and results that are written.
 
-    python launch/quality.py --distributed                                   # on every worker of a TPU pod
-    python launch/quality.py --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
+    python launch/evaluate.py --task=python --distributed                    # on every worker of a TPU pod
+    python launch/evaluate.py --task=python --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
 
 Exit status of every command: 0, done; 1, a check or a computation failed; 2, what was asked for cannot be done, said in
 one line; 130, interrupted.

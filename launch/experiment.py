@@ -27,7 +27,6 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.evaluation.head_check import check_head, write_texts
-from specsamp.mesh.distributed import Replica, my_replica
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
 from specsamp.models.transformer import TransformerLM
@@ -294,21 +293,6 @@ def config_mesh(config: ConfigDict) -> Mesh | None:
     if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
         return None
     return make_mesh(config.mesh.data, config.mesh.model, **mesh_parts(config))
-
-
-def config_replica(config: ConfigDict) -> Replica:
-    """Returns the mesh of this process's share of the prompts: ``config.mesh.model`` devices per copy of the models.
-
-    Raises:
-      ValueError: a single process whose mesh does not match its devices, or a model axis that does not divide.
-    """
-    require(config, EXPERIMENT_FIELDS, "this command")
-    if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
-        one = make_mesh(1, 1, devices=jax.devices()[:1])
-        return Replica(mesh=one, index=0, count=1)
-    if jax.process_count() == 1:
-        return Replica(mesh=config_mesh(config), index=0, count=1)
-    return my_replica(config.mesh.model, **mesh_parts(config))
 
 
 def mesh_parts(config: ConfigDict) -> dict[str, int | None]:

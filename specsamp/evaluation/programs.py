@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from specsamp.evaluation.isolation import Limits, run_all
+from specsamp.evaluation.python_syntax import ParseResult, parse
 from specsamp.evaluation.task import Answer, Problem, cut
 
 
@@ -35,10 +36,12 @@ class ProgramTask:
         return f"{problem.prompt if self.prompt_is_code else ''}{code}\n\n{problem.reference}\n"
 
     def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
-        """Returns pass@k; raises IsolationError where programs cannot be isolated and nobody insists."""
+        """Returns pass@k and the share that parses; raises IsolationError where nothing isolates and nobody insists."""
         programs = [self.program(problem, answer.text) for answer in answers]
         passed = sum(outcome.passed for outcome in run_all(programs, self.limits, insist=self.insist))
-        return {f"pass@{k}": pass_at_k(len(answers), passed, k) for k in self.ks if k <= len(answers)}
+        sound = sum(parse(program) is ParseResult.COMPLETE for program in programs)
+        passes = {f"pass@{k}": pass_at_k(len(answers), passed, k) for k in self.ks if k <= len(answers)}
+        return passes | {"parses": sound / len(answers)}
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

@@ -24,7 +24,7 @@ from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import use_compilation_cache
-from specsamp.decoding.job import ROUNDS_PER_LOOK, Job, to_host
+from specsamp.decoding.job import ROUNDS_PER_LOOK, Job, bucket, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import DecodeState, Finish, Request
@@ -143,6 +143,7 @@ class Queue(Iterator[Completion]):
 
     Attributes:
       usage: of the rows so far.
+      known: the completions that come from the log.
     """
 
     def __init__(self, job: Job, *, rows: int, refill: int, rounds: int | None, log: CompletionLog | None):
@@ -153,12 +154,24 @@ class Queue(Iterator[Completion]):
         self._refill = min(refill, rows // shards)
         self._rounds = rounds or (ROUNDS_PER_LOOK if job.stops.texts else np.iinfo(np.int32).max)
         self._done = {} if log is None else dict(log.completions)
+        self.known = len(self._done)
         self._waiting = collections.deque(row for row in range(job.rows) if self._index(row) not in self._done)
         self._rows: list[int | None] = [None] * rows  # the row of the job that each row of the batch decodes
         self._completions = self._logged()
 
     def __next__(self) -> Completion:
         return next(self._completions)
+
+    def compile(self) -> None:
+        """Compiles what the waiting prompts take, so that what follows can be timed."""
+        buckets = {bucket(len(prompt)): prompt for prompt in map(self._prompt, self._waiting)}
+        if not buckets:
+            return
+        state, newcomers = self._idle(), self._refill * self._job.pair.shards.count
+        for prompt in buckets.values():
+            rows = self._job.read([prompt] * newcomers, self._request([None] * newcomers))
+            state = self._job.loop.insert(state, rows, [NOWHERE] * newcomers)
+        jax.block_until_ready(self._job.run(state, 0).lengths_B)
 
     def close(self) -> None:
         """Leaves what is still to come undone; the log has what was handed out."""
@@ -221,8 +234,7 @@ class Queue(Iterator[Completion]):
                     if row is not None:
                         self._rows[shard * per_shard + n] = row
                         filled.append(shard * per_shard + n)
-            prompts = [[0] if row is None else self._job.prompts[row // self._job.num_samples] for row in rows]
-            newcomers = self._job.read(prompts, self._request(rows))
+            newcomers = self._job.read(list(map(self._prompt, rows)), self._request(rows))
             state = self._job.loop.insert(state, newcomers, at)
         return state, filled
 
@@ -232,6 +244,9 @@ class Queue(Iterator[Completion]):
         request = jax.tree.map(lambda leaf: leaf[taken], self._job.request)
         is_asked = np.array([row is not None for row in rows])
         return dataclasses.replace(request, limits_B=jnp.where(is_asked, request.limits_B, 0))
+
+    def _prompt(self, row: int | None) -> Sequence[int]:
+        return [0] if row is None else self._job.prompts[row // self._job.num_samples]
 
     def _index(self, row: int) -> tuple[int, int]:
         return row // self._job.num_samples, row % self._job.num_samples

@@ -80,12 +80,12 @@ def test_gathering_writes_nothing(tmp_path):
 def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"a": 1}', encoding="utf-8")
-    for script in ("sweep", "benchmark", "quality"):
+    for script in ("sweep", "benchmark"):
         done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and "holds no cells" in done.stderr and "left alone" in done.stderr
     assert other.read_text(encoding="utf-8") == '{"a": 1}'
     other.write_text('{"identity": {"jax": "0.1"}, "cells": []}', encoding="utf-8")
-    for script in ("sweep", "benchmark", "quality"):
+    for script in ("sweep", "benchmark"):
         done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and f"{other} holds cells of a" in done.stderr
 

@@ -247,15 +247,18 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     assert cell["result"]["acceptance"]["emitted"] == stats.emitted
 
 
-def test_quality_of_two_processes_is_that_of_one(tmp_path):
-    """Each completes its share of the prompts, on a copy of its own."""
+def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
+    """The first process keeps the texts, and tells the other what is to be decoded."""
     results = []
+    flags = "--task=python", "--problems=6", "--samples=2", "--blocks=1", "--methods=token", "--config.max_new_tokens=6"
     for how, data in ((launch, 4), (launch_alone, 8)):
         output = tmp_path / f"{data}.json"
         mesh = f"--config.mesh.data={data}", "--config.mesh.model=1"
-        how("quality", "--config.max_new_tokens=6", "--completions=20", f"--output={output}", *mesh)
-        results.append(json.loads(output.read_text())["parse_by_prompt"])
-    assert results[0] == results[1] and len(results[0]) == 20
+        how("evaluate", *flags, f"--output={output}", *mesh)
+        (cell,) = json.loads(output.read_text())["cells"]
+        results.append([score["parses"] for score in cell["result"]["scores"]])
+        assert cell["result"]["timed"]["completions"] == 12
+    assert results[0] == results[1] and len(results[0]) == 6
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,356 @@
+"""Evaluates a pair on a task: quality beside plain decoding with intervals, time per token, and what was accepted.
+
+    python launch/evaluate.py --task=python
+    python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b-eagle3 --samples=10 --output=runs/he.json
+    python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4
+    python launch/evaluate.py --task=python --methods=plain,token,always --output=runs/python.json
+
+A method is "plain"; a rule, with drafter and K of its own after slashes if not the configuration's; or "always", a control
+that accepts whatever was drafted and must come out as different. A task's problems are decoded in blocks, its categories
+if it has some, each in every way before the next begins. With --output every block is written when it is done, and its
+completions as they end, into the folder beside it: the same command goes on where it was interrupted, and another one
+of the same pair, task and requests adds its methods.
+
+Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; where the machine cannot
+isolate them, nothing runs without --run_unisolated.
+
+Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
+"""
+
+import hashlib
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import flags
+from ml_collections import ConfigDict
+
+import entry
+from config_file import ConfigFlag, choose
+from drafters import DRAFTERS, drafter_name, make_drafter
+from experiment import RULES, Experiment, build, config_mesh, headline
+from specsamp.analysis import report
+from specsamp.analysis.grid import Results, check_output
+from specsamp.analysis.report import Table
+from specsamp.decoding.checks import encode
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
+from specsamp.evaluation.evaluate import Requests, Row, decode, tabulate
+from specsamp.evaluation.task import Interval, Problem, Task
+from specsamp.evaluation.tasks import TASKS, load_task
+from specsamp.mesh.distributed import gather_objects
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.synthetic import SyntheticAcceptance
+from specsamp.serving.log import CompletionLog
+
+PLAIN, ALWAYS = "plain", "always"
+DIFFERENCES = (
+    "On the same problems, with an interval of 95%, and the size that four of five such runs would see. log_prob: per "
+    "token, under the target at temperature 1."
+)
+SPEEDS = (
+    "Chains; tokens per round count the target's own. A speedup is the median over blocks of problems, with the range. "
+    "Rows busy: while requests waited. Past a stop: decoded before a stop text was found, and dropped."
+)
+POSITIONS = "Of the rounds that reached a position, the share in which its token was accepted."
+
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
+_SOURCE = flags.DEFINE_string(
+    "source", None, "File of the task's records, local or gs://, or a data set of the hub; by default the task's own."
+)
+_METHODS = flags.DEFINE_list("methods", [PLAIN, "token"], "Ways to decode, separated by commas.")
+_PROBLEMS = flags.DEFINE_integer("problems", None, "Take the first so many problems; by default all.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each problem.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
+_BLOCKS = flags.DEFINE_integer(
+    "blocks", 4, "Blocks of problems, where the task has no categories. More compare times better.", lower_bound=1
+)
+_LEAVE_OUT_LONG = flags.DEFINE_bool(
+    "leave_out_long", False, "Leave out problems that are too long for the models, instead of refusing the task."
+)
+_RUN_UNISOLATED = flags.DEFINE_bool(
+    "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
+)
+_OUTPUT = entry.define_output()
+
+
+def main() -> None:
+    console = entry.make_console()
+    config = _CONFIG.value
+    entry.check_output(_OUTPUT.value)
+    task = load_task(_TASK.value, _SOURCE.value, insist=_RUN_UNISOLATED.value)
+    problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
+    if "max_new_tokens" not in _CONFIG.fields_set:
+        config.max_new_tokens = task.max_new_tokens
+    config.batch = _ROWS.value
+    check_output(_OUTPUT.value, known_identity(config, problems))
+    methods_of(config, None)  # refuses words before the pair is read
+    experiment = build(config, [one.prompt for one in problems.values()][: config.batch], config_mesh(config))
+    if experiment.pair.tokenizer is None:
+        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
+    requests = Requests(
+        samples=_SAMPLES.value,
+        rows=_ROWS.value,
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        chat=bool(config.get("chat")),
+    )
+    problems = fitting(problems, experiment, requests, console)
+    identity = known_identity(config, problems) | {"weights": experiment.weights, "environment": where()}
+    results = Results.open(
+        _OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow", soft_wrap=True)
+    )
+    console.print(
+        headline(experiment, task=f"{task.name}, {len(problems)} problems, {requests.samples} completions of each")
+    )
+    methods = methods_of(config, experiment)
+    with entry.keeps("the same command goes on" if _OUTPUT.value else "nothing is kept without --output"):
+        with entry.progress(console, "decoding") as say:
+            measure(task, blocks_of(problems), methods, experiment, requests, results, say)
+    if not entry.is_first():
+        return
+    entry.show(tables(task, tabulate(results.cells, PLAIN)), console)
+    if _OUTPUT.value:
+        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
+
+
+def measure(
+    task: Task,
+    blocks: Mapping[str, Mapping[int, Problem]],
+    methods: Mapping[str, Method],
+    experiment: Experiment,
+    requests: Requests,
+    results: Results,
+    say: Any,
+) -> None:
+    """Decodes every block in every way that is missing; the ways take turns in going first."""
+    for number, (block, problems) in enumerate(blocks.items()):
+        order = list(methods) if number % 2 == 0 else list(methods)[::-1]
+        for name in order:
+            key = {"method": name, "block": block}
+            if gather_objects(results.find(key) is not None)[0]:
+                continue
+            log = None
+            if _OUTPUT.value:
+                file = re.sub(r"[^\w.-]+", "_", f"{name}.{block}")
+                log = CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
+            where = f"{name}, block {block}"
+            result = decode(
+                experiment.pair,
+                task,
+                problems,
+                methods[name],
+                requests,
+                log,
+                lambda done: say(f"{where}: {done} of {len(problems) * requests.samples} completions"),
+            )
+            cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
+            results.document["cells"].append(cell)
+            header = {"command": entry.command(), "environment": report.environment()}
+            results.add(cell, header | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
+
+
+def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, Method | None]:
+    """Returns the ways that --methods names; without an experiment it only checks the words.
+
+    Raises:
+      ValueError: an unknown word, a K below 1, or a way that occurs twice.
+    """
+    methods: dict[str, Method | None] = {}
+    for word in _METHODS.value:
+        rule_word, *others = word.split("/")
+        if len(others) > 2 or (rule_word == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
+            raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
+        if rule_word not in (PLAIN, ALWAYS):
+            choose("method", rule_word, RULES | {PLAIN: None, ALWAYS: None})
+        own = config.copy_and_resolve_references()
+        if others:
+            choose("drafter", others[0], DRAFTERS)
+            own.drafter = others[0]
+        if len(others) == 2:
+            own.draft_length = int(others[1])
+        if rule_word != PLAIN and own.draft_length < 1:
+            raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: draft at least one token")
+        if rule_word == PLAIN:
+            name = PLAIN
+        else:
+            name = f"{rule_word}, {drafter_name(own)}, K = {own.draft_length}"
+        if name in methods:
+            raise ValueError(f"--methods names {name} twice")
+        methods[name] = None if experiment is None else make_method(rule_word, own, experiment)
+    return methods
+
+
+def make_method(rule_word: str, config: ConfigDict, experiment: Experiment) -> Method:
+    if rule_word == PLAIN:
+        return Method(drafter=NoDrafter(), rule=TokenRule(), sampling=experiment.sampling)
+    rule = SyntheticAcceptance(TokenRule(), 1.0) if rule_word == ALWAYS else RULES[rule_word]()
+    drafter = make_drafter(config, experiment.pair.target, experiment.pair.draft_or_head)
+    return Method(drafter=drafter, rule=rule, sampling=experiment.sampling)
+
+
+def fitting(
+    problems: Mapping[int, Problem], experiment: Experiment, requests: Requests, console: Any
+) -> dict[int, Problem]:
+    """Returns the problems that the models have positions for.
+
+    Raises:
+      ValueError: some are too long, and nobody said to leave them out.
+    """
+    sides = (experiment.pair.target.max_positions, experiment.drafter.max_positions)
+    most = min((positions for positions in sides if positions is not None), default=None)
+    if most is None:
+        return dict(problems)
+    asked = [[{"role": "user", "content": p.prompt}] if requests.chat else p.prompt for p in problems.values()]
+    lengths = dict(zip(problems, map(len, encode(experiment.pair, asked))))
+    long = [key for key, length in lengths.items() if length + requests.max_new_tokens > most]
+    if long and not _LEAVE_OUT_LONG.value:
+        worst = max(long, key=lengths.get)
+        raise ValueError(
+            f"{len(long)} of {len(problems)} problems are too long for {most} positions, such as {problems[worst].id} "
+            f"with {lengths[worst]} tokens and a budget of {requests.max_new_tokens}: give --leave_out_long, or a "
+            "smaller --config.max_new_tokens"
+        )
+    if long:
+        console.print(f"{len(long)} of {len(problems)} problems are too long and left out", style="yellow")
+    if len(long) == len(problems):
+        raise ValueError(f"all {len(problems)} problems are too long for {most} positions")
+    return {key: problem for key, problem in problems.items() if key not in long}
+
+
+def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
+    """Returns the problems by category; of a task without any, in blocks of every so many."""
+    categories = dict.fromkeys(problem.category for problem in problems.values())
+    if len(categories) > 1:
+        return {
+            category: {key: one for key, one in problems.items() if one.category == category} for category in categories
+        }
+    count, items = min(_BLOCKS.value, len(problems)), list(problems.items())
+    return {f"{n + 1} of {count}": dict(items[n::count]) for n in range(count)}
+
+
+def known_identity(config: ConfigDict, problems: Mapping[int, Problem]) -> dict[str, Any]:
+    """Returns what all blocks of a file share, as far as it is known before a pair is read."""
+    left_out = ("rule", "drafter", "draft_length", "exit_layer", "mesh", "repeats", "prompt_length")
+    told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]
+    return {
+        "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
+        "blocks": _BLOCKS.value,
+        "config": {name: value for name, value in config.to_dict().items() if name not in left_out},
+        "jax": jax.__version__,
+    }
+
+
+def where() -> dict[str, Any]:
+    """Returns what times depend on."""
+    device = jax.devices()[0]
+    told = {"platform": device.platform, "kind": device.device_kind, "devices": jax.device_count()}
+    return told | ({"machine": report.machine()} if device.platform == "cpu" else {})
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """Returns a row as JSON, what is not known as null."""
+
+    def number(value: float) -> float | None:
+        return None if math.isnan(value) else value
+
+    return {
+        "name": row.name,
+        "exact": row.exact,
+        "row_independent": row.row_independent,
+        "problems": row.problems,
+        "scores": dict(row.scores),
+        "differences": {name: vars(one) | {"detectable": one.detectable} for name, one in row.differences.items()},
+        "counts": row.total,
+        "counts_by_category": dict(row.counts),
+        "ms_per_token": number(row.ms_per_token),
+        "speedups": list(row.speedups),
+        "occupancy": number(row.occupancy),
+        "dropped": number(row.dropped),
+    }
+
+
+def tables(task: Task, rows: Sequence[Row]) -> list[Table]:
+    """Returns the quality of each way, its speed, and what was accepted by category and position."""
+    names = {row.name: row.name if row.exact else f"{row.name} (not exact)" for row in rows}
+    measures = list(rows[0].scores)
+    quality = [
+        [
+            names[row.name],
+            *(shown(row.scores[name]) for name in measures),
+            *(shown_difference(row.differences[name]) if row.differences else "" for name in measures),
+        ]
+        for row in rows
+    ]
+    speeds = [
+        [
+            names[row.name],
+            known(row.ms_per_token, ".2f"),
+            speedup(row.speedups),
+            f"{row.total.emitted_per_round:.2f}",
+            known(row.occupancy, ".0%"),
+            known(row.dropped, ".1%"),
+        ]
+        for row in rows
+    ]
+    by_position = [
+        [
+            row.name,
+            category,
+            f"{counts.emitted_per_round:.2f}",
+            *(known(x, ".3f") for x in counts.acceptance_by_position),
+        ]
+        for row in rows
+        if row.total.drafted
+        for category, counts in (row.counts | {"all": row.total} if len(row.counts) > 1 else {"all": row.total}).items()
+    ]
+    deepest = max(map(len, by_position), default=3)
+    found = [
+        Table(
+            title=f"{task.name}: quality over {rows[0].problems} problems",
+            header=["", *measures, *(f"{name} less plain's" for name in measures)],
+            rows=quality,
+            note=DIFFERENCES,
+        ),
+        Table(
+            title="Speed",
+            header=["", "ms/token", "speedup", "tokens/round", "rows busy", "past a stop"],
+            rows=speeds,
+            note=SPEEDS,
+        ),
+        Table(
+            title="Acceptance by position",
+            header=["", "category", "tokens/round", *(str(i + 1) for i in range(deepest - 3))],
+            rows=[[*cells, *[""] * (deepest - len(cells))] for cells in by_position],
+            note=POSITIONS,
+            left=2,
+        ),
+    ]
+    return found if by_position else found[:2]
+
+
+def known(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)
+
+
+def shown(interval: Interval) -> str:
+    return f"{interval.mean:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def shown_difference(interval: Interval) -> str:
+    return f"{interval.mean:+.3f} ({interval.low:+.3f} to {interval.high:+.3f}; sees {interval.detectable:.3f})"
+
+
+def speedup(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return ""
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)

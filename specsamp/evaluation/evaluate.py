@@ -1,0 +1,216 @@
+"""Evaluates ways to decode on a task: quality beside plain decoding, time per token, and what was accepted.
+
+All ways get the same requests. A block of problems is decoded in every way before the next one begins, so that a machine
+whose speed drifts does not favour one of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specsamp.decoding import checks
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import Completion, RowStats
+from specsamp.evaluation.task import Answer, Interval, Problem, Task, compare, summarise
+from specsamp.serving.log import CompletionLog
+from specsamp.serving.queue import generate_many
+
+LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What is asked of every way to decode.
+
+    Attributes:
+      samples: completions of each problem.
+      rows: texts that are decoded together.
+      chat: a problem is the first message of a user, whose answer is written by the chat template.
+    """
+
+    samples: int = 1
+    rows: int = 8
+    max_new_tokens: int = 128
+    seed: int = 0
+    chat: bool = False
+
+
+def decode(
+    pair: Pair,
+    task: Task,
+    problems: Mapping[int, Problem],
+    method: Method,
+    requests: Requests,
+    log: CompletionLog | None = None,
+    say: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """Decodes some problems of a task in one way, and scores what was written.
+
+    Args:
+      problems: by their place in the task, which is where their noise comes from.
+      log: keeps completions, so that a killed run goes on.
+      say: is told how many completions there are.
+
+    Returns:
+      Scores of each problem, counts by category, and the time of what was decoded now; as JSON.
+    """
+    ends = checks.stops(pair, None).ids
+    prompts = [[{"role": "user", "content": one.prompt}] if requests.chat else one.prompt for one in problems.values()]
+    work = generate_many(
+        pair,
+        prompts,
+        requests.max_new_tokens,
+        rows=requests.rows,
+        log=log,
+        sampling=method.sampling,
+        draft_sampling=method.draft_sampling,
+        drafter=method.drafter,
+        rule=method.rule,
+        seed=requests.seed,
+        stop=[*task.stop, *sorted(ends)],
+        num_samples=requests.samples,
+        return_log_probs=True,
+        prompt_ids=list(problems),
+    )
+    known = work.known
+    work.compile()
+    begin = time.perf_counter()
+    completions = []
+    for completion in work:
+        completions.append(completion)
+        say(len(completions))
+    seconds = time.perf_counter() - begin
+    completions, fresh = sorted(completions, key=lambda one: (one.prompt_index, one.sample_index)), completions[known:]
+    by_problem = [completions[at : at + requests.samples] for at in range(0, len(completions), requests.samples)]
+    return {
+        "problems": [problem.id for problem in problems.values()],
+        "scores": [_score(task, *one, ends) for one in zip(problems.values(), by_problem, strict=True)],
+        "counts": _count_by_category(problems.values(), by_problem),
+        "exact": method.exact,
+        "row_independent": method.row_independent,
+        "finish": dict(collections.Counter(one.finish for one in completions)),
+        "dropped": sum(one.dropped for one in completions),
+        "timed": {
+            "completions": len(fresh),
+            "tokens": sum(len(one.tokens) for one in fresh),
+            "seconds": seconds,
+            "rounds": work.usage.rounds,
+            "busy": work.usage.busy,
+            "rounds_in_demand": work.usage.rounds_in_demand,
+            "busy_in_demand": work.usage.busy_in_demand,
+            "rows": work.usage.rows,
+        },
+    }
+
+
+def _score(task: Task, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]) -> dict[str, float]:
+    answers = [Answer(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
+    log_probs = [value for one in completions for value in one.log_probs]
+    return task.score(problem, answers) | {LOG_PROB: float(np.mean(log_probs))}
+
+
+def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequence[Completion]]) -> dict[str, RowStats]:
+    counts: dict[str, RowStats] = {}
+    for problem, of_problem in zip(problems, completions, strict=True):
+        for one in of_problem:
+            before = counts.get(problem.category)
+            counts[problem.category] = one.stats if before is None else before + one.stats
+    return counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one way to decode did, over all blocks of problems.
+
+    Attributes:
+      scores: means over problems, with intervals.
+      differences: of the scores from plain decoding's on the same problems; none for plain decoding itself.
+      counts: by category, and of all of them.
+      ms_per_token: of what was decoded without a break; nan if nothing was.
+      speedups: plain decoding's time per token over this one's, of each block that both decoded.
+      occupancy: share of rows that were busy while requests waited.
+      dropped: share of decoded tokens that lay beyond a stop text.
+    """
+
+    name: str
+    exact: bool
+    row_independent: bool
+    problems: int
+    scores: Mapping[str, Interval]
+    differences: Mapping[str, Interval]
+    counts: Mapping[str, RowStats]
+    total: RowStats
+    ms_per_token: float
+    speedups: Sequence[float]
+    occupancy: float
+    dropped: float
+
+
+def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[Row]:
+    """Puts together what `decode` returned for each way and block.
+
+    Args:
+      cells: with ``key``: the names of "method" and "block"; and ``result``, as JSON.
+      baseline: the method that others are compared with, on the blocks that both have.
+    """
+    methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
+    return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
+
+
+def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method}
+
+
+def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> Row:
+    counts: dict[str, RowStats] = {}
+    for block in blocks.values():
+        for category, of_block in block["counts"].items():
+            of_block = RowStats(**{field.name: _frozen(of_block[field.name]) for field in dataclasses.fields(RowStats)})
+            counts[category] = counts[category] + of_block if category in counts else of_block
+    total = functools.reduce(operator.add, counts.values())
+    shared = [] if is_plain else [key for key in blocks if key in plain]
+    timed = [block["timed"] for block in blocks.values()]
+
+    def over_blocks(field: str) -> float:
+        return sum(one[field] for one in timed)
+
+    def ratio(above: float, below: float) -> float:
+        return above / below if below else math.nan
+
+    dropped = sum(block["dropped"] for block in blocks.values())
+    return Row(
+        name=name,
+        exact=all(block["exact"] for block in blocks.values()),
+        row_independent=all(block["row_independent"] for block in blocks.values()),
+        problems=sum(len(block["problems"]) for block in blocks.values()),
+        scores=summarise([score for block in blocks.values() for score in block["scores"]]),
+        differences=compare(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain))),
+        counts=counts,
+        total=total,
+        ms_per_token=1e3 * ratio(over_blocks("seconds"), over_blocks("tokens")),
+        speedups=[
+            _seconds_per_token(plain[key]) / _seconds_per_token(blocks[key])
+            for key in shared
+            if plain[key]["timed"]["tokens"] and blocks[key]["timed"]["tokens"]
+        ],
+        occupancy=ratio(over_blocks("busy_in_demand"), sum(one["rows"] * one["rounds_in_demand"] for one in timed)),
+        dropped=ratio(dropped, dropped + total.emitted),
+    )
+
+
+def _seconds_per_token(block: Mapping[str, Any]) -> float:
+    return block["timed"]["seconds"] / block["timed"]["tokens"]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
