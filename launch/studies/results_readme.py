@@ -110,7 +110,6 @@ SECTIONS = (
         measured.audit,
         ["python_pair_audit"],
     ),
-    Section("Quality", "Completions of the held-out prompts by the pair.", measured.quality, ["python_pair_quality"]),
     Section(
         "Beside Hugging Face transformers",
         "Plain decoding of a model of the same shape, in turn in one process.",

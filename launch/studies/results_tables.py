@@ -198,15 +198,6 @@ def others(documents: Documents) -> str:
     return table(("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"), rows)
 
 
-def quality(documents: Documents) -> str:
-    """Returns how many completions parse."""
-    document = documents["python_pair_quality"]
-    sampling = document["config"]["sampling"]
-    setting = f"T = {sampling['temperature']}, top-p {sampling['top_p']}"
-    row = (setting, document["completions"], document["parse"], f"{document['share']:.0%}")
-    return table(("sampling", "completions", "parse as Python, up to where the budget cut them", "share"), [row])
-
-
 def random_pair(documents: Documents) -> str:
     """Returns what a round costs whose draft is hardly ever right."""
     rows = []

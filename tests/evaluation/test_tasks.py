@@ -61,8 +61,8 @@ def test_humaneval_counts_what_passes(write, packed):
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
     answers = [Answer(text=text) for text in (right, right + after, *wrong)]
-    assert task.score(add, answers) == {"pass@1": pytest.approx(1 / 3)}  # six answers tell nothing of pass@10
-    assert task.score(last, [Answer(text=LAST["canonical_solution"])]) == {"pass@1": 1.0}
+    assert task.score(add, answers) == {"pass@1": pytest.approx(1 / 3), "parses": pytest.approx(5 / 6)}  # six answers tell nothing of pass@10
+    assert task.score(last, [Answer(text=LAST["canonical_solution"])]) == {"pass@1": 1.0, "parses": 1.0}
 
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
@@ -72,7 +72,7 @@ def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     task, insisting = load_task("humaneval", path), load_task("humaneval", path, insist=True)
     with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
         task.score(task.problems[0], answers)
-    assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0}
+    assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
 
 
 def test_pass_at_k_is_the_share_of_choices_with_one_that_passes():
@@ -252,7 +252,7 @@ def test_mbpp(write, field):
     assert problem.prompt == '"""\nWrite a function to match \\x.\nassert f(1) == 2\n"""\n'
     if isolation.describe().suffices:
         found = task.score(problem, [Answer(text="def f(x):\n    return x + 1\n\nassert 0"), Answer(text="f = len")])
-        assert found == {"pass@1": 0.5}
+        assert found == {"pass@1": 0.5, "parses": 1.0}
     with pytest.raises(ValueError, match="task 1 has neither a field 'text' nor 'prompt'"):
         spec_bench.load_mbpp(write(lines([{"task_id": 1, "test_list": []}])))
 
