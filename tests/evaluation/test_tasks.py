@@ -61,7 +61,10 @@ def test_humaneval_counts_what_passes(write, packed):
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
     answers = [Answer(text=text) for text in (right, right + after, *wrong)]
-    assert task.score(add, answers) == {"pass@1": pytest.approx(1 / 3), "parses": pytest.approx(5 / 6)}  # six answers tell nothing of pass@10
+    assert task.score(add, answers) == {
+        "pass@1": pytest.approx(1 / 3),
+        "parses": pytest.approx(5 / 6),
+    }  # six answers tell nothing of pass@10
     assert task.score(last, [Answer(text=LAST["canonical_solution"])]) == {"pass@1": 1.0, "parses": 1.0}
 
 
