@@ -17,6 +17,7 @@ isolate them, nothing runs without --run_unisolated.
 Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -36,10 +37,9 @@ from experiment import RULES, Experiment, build, config_mesh, headline
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.analysis.report import Table
-from specsamp.decoding.checks import encode
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
-from specsamp.evaluation.evaluate import Requests, Row, decode, tabulate
+from specsamp.evaluation.evaluate import Requests, Row, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import Interval, Problem, Task
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import gather_objects
@@ -135,10 +135,6 @@ def measure(
             key = {"method": name, "block": block}
             if gather_objects(results.find(key) is not None)[0]:
                 continue
-            log = None
-            if _OUTPUT.value:
-                file = re.sub(r"[^\w.-]+", "_", f"{name}.{block}")
-                log = CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
             where = f"{name}, block {block}"
             result = decode(
                 experiment.pair,
@@ -146,13 +142,21 @@ def measure(
                 problems,
                 methods[name],
                 requests,
-                log,
+                functools.partial(open_log, name, block, experiment),
                 lambda done: say(f"{where}: {done} of {len(problems) * requests.samples} completions"),
             )
             cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
             results.document["cells"].append(cell)
             header = {"command": entry.command(), "environment": report.environment()}
             results.add(cell, header | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
+
+
+def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:
+    """Returns the file of the completions of a block, beside the output; None if there is none."""
+    if not _OUTPUT.value:
+        return None
+    file = re.sub(r"[^\w.-]+", "_", f"{method}.{block}" + (f".turn {turn + 1}" if turn else ""))
+    return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
 
 
 def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, Method | None]:
@@ -202,18 +206,14 @@ def fitting(
     Raises:
       ValueError: some are too long, and nobody said to leave them out.
     """
-    sides = (experiment.pair.target.max_positions, experiment.drafter.max_positions)
-    most = min((positions for positions in sides if positions is not None), default=None)
-    if most is None:
-        return dict(problems)
-    asked = [[{"role": "user", "content": p.prompt}] if requests.chat else p.prompt for p in problems.values()]
-    lengths = dict(zip(problems, map(len, encode(experiment.pair, asked))))
-    long = [key for key, length in lengths.items() if length + requests.max_new_tokens > most]
+    most = max_positions(experiment.pair, experiment.drafter)
+    sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
+    long = [key for key, length in sizes.items() if length + requests.max_new_tokens > most]
     if long and not _LEAVE_OUT_LONG.value:
-        worst = max(long, key=lengths.get)
+        worst = max(long, key=sizes.get)
         raise ValueError(
             f"{len(long)} of {len(problems)} problems are too long for {most} positions, such as {problems[worst].id} "
-            f"with {lengths[worst]} tokens and a budget of {requests.max_new_tokens}: give --leave_out_long, or a "
+            f"with {sizes[worst]} tokens and a budget of {requests.max_new_tokens}: give --leave_out_long, or a "
             "smaller --config.max_new_tokens"
         )
     if long:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import time
@@ -18,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from specsamp.decoding import checks
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.evaluation.task import Answer, Interval, Problem, Task, compare, summarise
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import generate_many
+from specsamp.serving.queue import Queue, generate_many
 
+TURNS_APART = 1_000_000  # of the noise of a problem's turns
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
 
 
@@ -51,66 +54,112 @@ def decode(
     problems: Mapping[int, Problem],
     method: Method,
     requests: Requests,
-    log: CompletionLog | None = None,
+    open_log: Callable[[int], CompletionLog | None] = lambda turn: None,
     say: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Decodes some problems of a task in one way, and scores what was written.
 
+    Where a problem has further turns, and conversations are written by a chat template, each follows the answer to the
+    one before.
+
     Args:
       problems: by their place in the task, which is where their noise comes from.
-      log: keeps completions, so that a killed run goes on.
+      open_log: returns what keeps the completions of a turn, so that a killed run goes on.
       say: is told how many completions there are.
 
     Returns:
       Scores of each problem, counts by category, and the time of what was decoded now; as JSON.
     """
     ends = checks.stops(pair, None).ids
-    prompts = [[{"role": "user", "content": one.prompt}] if requests.chat else one.prompt for one in problems.values()]
-    work = generate_many(
-        pair,
-        prompts,
-        requests.max_new_tokens,
-        rows=requests.rows,
-        log=log,
-        sampling=method.sampling,
-        draft_sampling=method.draft_sampling,
-        drafter=method.drafter,
-        rule=method.rule,
-        seed=requests.seed,
-        stop=[*task.stop, *sorted(ends)],
-        num_samples=requests.samples,
-        return_log_probs=True,
-        prompt_ids=list(problems),
-    )
-    known = work.known
-    work.compile()
-    begin = time.perf_counter()
-    completions = []
-    for completion in work:
-        completions.append(completion)
-        say(len(completions))
-    seconds = time.perf_counter() - begin
-    completions, fresh = sorted(completions, key=lambda one: (one.prompt_index, one.sample_index)), completions[known:]
-    by_problem = [completions[at : at + requests.samples] for at in range(0, len(completions), requests.samples)]
+    written: dict[int, list[Completion]] = {key: [] for key in problems}
+    timed, left_out, done, most = collections.Counter(), 0, 0, max_positions(pair, method.drafter)
+    for turn in itertools.count():
+        asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
+        asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
+        if turn:
+            long = [key for key, n in lengths(pair, asked).items() if n + requests.max_new_tokens > most]
+            left_out += len(long)
+            asked = {key: prompt for key, prompt in asked.items() if key not in long}
+        if not asked:
+            break
+        work = generate_many(
+            pair,
+            list(asked.values()),
+            requests.max_new_tokens,
+            rows=requests.rows,
+            log=open_log(turn),
+            sampling=method.sampling,
+            draft_sampling=method.draft_sampling,
+            drafter=method.drafter,
+            rule=method.rule,
+            seed=requests.seed,
+            stop=[*task.stop, *sorted(ends)],
+            num_samples=requests.samples,
+            return_log_probs=True,
+            prompt_ids=[key + turn * TURNS_APART for key in asked],
+        )
+        work.compile()
+        begin, of_turn = time.perf_counter(), []
+        for completion in work:
+            of_turn.append(completion)
+            say(done + len(of_turn))
+        timed += _timed(work, of_turn, time.perf_counter() - begin)
+        done += len(of_turn)
+        keys = list(asked)
+        for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
+            written[keys[completion.prompt_index]].append(completion)
+    completions = [one for of_problem in written.values() for one in of_problem]
     return {
         "problems": [problem.id for problem in problems.values()],
-        "scores": [_score(task, *one, ends) for one in zip(problems.values(), by_problem, strict=True)],
-        "counts": _count_by_category(problems.values(), by_problem),
+        "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
+        "counts": _count_by_category(problems.values(), list(written.values())),
         "exact": method.exact,
         "row_independent": method.row_independent,
         "finish": dict(collections.Counter(one.finish for one in completions)),
         "dropped": sum(one.dropped for one in completions),
-        "timed": {
-            "completions": len(fresh),
-            "tokens": sum(len(one.tokens) for one in fresh),
-            "seconds": seconds,
-            "rounds": work.usage.rounds,
-            "busy": work.usage.busy,
-            "rounds_in_demand": work.usage.rounds_in_demand,
-            "busy_in_demand": work.usage.busy_in_demand,
-            "rows": work.usage.rows,
-        },
+        "turns_left_out": left_out,  # they are too long for the models
+        "timed": dict(timed),
     }
+
+
+def conversation(
+    problem: Problem, written: Sequence[Completion], turn: int, requests: Requests
+) -> checks.Prompt | None:
+    """Returns what a problem asks in a turn, after the answers so far; None: nothing any more."""
+    if turn == 0:
+        return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
+    if not requests.chat or requests.samples > 1 or turn > len(problem.further_turns) or len(written) < turn:
+        return None
+    asked = [problem.prompt, *problem.further_turns[:turn]]
+    messages = [{"role": "user", "content": asked[0]}]
+    for answer, question in zip(written, asked[1:], strict=True):
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+    return messages
+
+
+def max_positions(pair: Pair, drafter: Drafter) -> float:
+    """Returns the longest text that target and drafter have positions for."""
+    known = (pair.target.max_positions, drafter.max_positions)
+    return min((positions for positions in known if positions is not None), default=math.inf)
+
+
+def lengths(pair: Pair, prompts: Mapping[int, checks.Prompt]) -> dict[int, int]:
+    """Returns the number of tokens of each prompt."""
+    return dict(zip(prompts, map(len, checks.encode(pair, list(prompts.values()))))) if prompts else {}
+
+
+def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
+    """Returns what was decoded now, of which the log held nothing, and how busy the rows were."""
+    fresh, usage = completions[work.known :], work.usage
+    return collections.Counter(
+        completions=len(fresh),
+        tokens=sum(len(one.tokens) for one in fresh),
+        seconds=seconds,
+        rounds=usage.rounds,
+        busy=usage.busy,
+        busy_in_demand=usage.busy_in_demand,
+        row_rounds_in_demand=usage.rows * usage.rounds_in_demand,
+    )
 
 
 def _score(task: Task, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]) -> dict[str, float]:
@@ -182,7 +231,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     timed = [block["timed"] for block in blocks.values()]
 
     def over_blocks(field: str) -> float:
-        return sum(one[field] for one in timed)
+        return sum(one.get(field, 0) for one in timed)  # a counter leaves out what is zero
 
     def ratio(above: float, below: float) -> float:
         return above / below if below else math.nan
@@ -201,9 +250,9 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
         speedups=[
             _seconds_per_token(plain[key]) / _seconds_per_token(blocks[key])
             for key in shared
-            if plain[key]["timed"]["tokens"] and blocks[key]["timed"]["tokens"]
+            if plain[key]["timed"].get("tokens") and blocks[key]["timed"].get("tokens")
         ],
-        occupancy=ratio(over_blocks("busy_in_demand"), sum(one["rows"] * one["rounds_in_demand"] for one in timed)),
+        occupancy=ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
         dropped=ratio(dropped, dropped + total.emitted),
     )
 

@@ -6,8 +6,12 @@ import json
 import numpy as np
 import pytest
 
+from specsamp import Method, NgramDrafter
+from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.results import RowStats
-from specsamp.evaluation.evaluate import tabulate
+from specsamp.evaluation.evaluate import Requests, decode, tabulate
+from specsamp.evaluation.task import Problem, Prompts
+from support.fakes import counting_pair
 from support.run_script import call
 
 FLAGS = ["--task=python", "--problems=6", "--samples=2", "--rows=4", "--blocks=2", "--config.max_new_tokens=8"]
@@ -67,10 +71,30 @@ def test_what_cannot_be_evaluated_is_said(flags, message):
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_turn_follows_the_answer_to_the_one_before():
+    """With a template that repeats all it is given, a second turn holds the first and its answer."""
+    given = []
+
+    class Template(ByteTokenizer):
+        def encode_chat(self, messages):
+            given.append([(one["role"], one["content"]) for one in messages])
+            return self.encode(messages[-1]["content"])
+
+    pair = dataclasses.replace(counting_pair(), tokenizer=Template())
+    problems = {3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)), 5: Problem(id="b", prompt="mn")}
+    task = Prompts(name="chat", problems=list(problems.values()))
+    method = Method(drafter=NgramDrafter(K=2))
+    found = decode(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
+    assert [("user", "ab"), ("assistant", "cde"), ("user", "uv")] in given
+    assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, "the third turn has 70 of 64 positions"
+    alone = decode(pair, task, problems, method, Requests(max_new_tokens=3))
+    assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 0, "without a template there is one turn"
+
+
 def block(scores, seconds, category="", dropped=0):
     stats = RowStats(rounds=2, emitted=5, drafted=4, reached=(2, 1), accepted_counts=(1, 0, 1))
     timed = dict(
-        completions=1, tokens=10, seconds=seconds, rounds=5, busy=8, rounds_in_demand=4, busy_in_demand=7, rows=2
+        completions=1, tokens=10, seconds=seconds, rounds=5, busy=8, row_rounds_in_demand=8, busy_in_demand=7
     )
     return dict(
         problems=list(range(len(scores))),

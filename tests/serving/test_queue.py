@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +11,9 @@ from specsamp import (
     BlockRule,
     CompletionLog,
     CoupledRule,
+    EarlyExitDrafter,
     NgramDrafter,
+    Pair,
     chain,
     generate,
     generate_many,
@@ -18,7 +21,7 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.loop import Loop
-from support.fakes import counting_pair, table_pair
+from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
 
 PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
@@ -71,6 +74,17 @@ def test_other_rules_and_drafters(options):
     shared = dict(sampling=chain(temperature(0.9)), **options)
     together = generate(PAIR, PROMPTS, BUDGETS, **shared)
     assert by_row(generate_many(PAIR, PROMPTS, BUDGETS, rows=2, **shared)) == by_row(together)
+
+
+def test_a_target_that_drafts_for_itself():
+    """The draft's layers write the target's cache, also in the rows of newcomers."""
+    table = random_table(3, 12)
+    target = LayeredTableLM(12)
+    pair = Pair(target=target, target_params=jnp.stack([near(table, 4, 0.5), 0.2 * table]))
+    shared = dict(sampling=chain(temperature(0.9)), drafter=EarlyExitDrafter(target, 1, 2))
+    done = by_row(generate_many(pair, PROMPTS, BUDGETS, rows=2, **shared))
+    assert done == by_row(generate(pair, PROMPTS, BUDGETS, **shared))
+    assert sum(row.stats.accepted for row in done.values()) > 20
 
 
 def test_completions_say_when_neighbours_matter():
