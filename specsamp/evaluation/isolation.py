@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -254,12 +255,13 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and the report says why
                     _write(process.stdin, source + word)
                 told, output, why = _follow(reports, process.stdout, begin + limits.seconds, limits.output_kib << 10)
+                if not why:
+                    _wait_for_end(reports)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            while walls and reports.read(1 << 16):  # until the last process has ended, and with it the report
-                pass
+            _wait_for_end(reports)
     seconds = time.monotonic() - begin
     status, detail = _judge(told, word, why, code, limits, output)
     return Outcome(status=status, detail=detail, seconds=seconds, output=output.decode("utf-8", "replace"))
@@ -292,6 +294,15 @@ def _follow(reports: IO[bytes], outputs: IO[bytes], deadline: float, most: int) 
     while len(output) <= most and (read := outputs.read(1 << 16)):  # what was printed before the end
         output.extend(read)
     return bytes(report), bytes(output[:most]), "output" if len(output) > most else ""
+
+
+def _wait_for_end(reports: IO[bytes]) -> None:
+    """Waits until the last process has ended, and with it the report: a moment, since only without walls one stays."""
+    late = time.monotonic() + 1.0
+    poll = select.poll()
+    poll.register(reports, select.POLLIN)
+    while poll.poll(max(late - time.monotonic(), 0) * 1000) and reports.read(1 << 16):
+        pass
 
 
 def _judge(told: bytes, word: bytes, exceeded: str, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
