@@ -93,9 +93,7 @@ def test_a_turn_follows_the_answer_to_the_one_before():
 
 def block(scores, seconds, category="", dropped=0):
     stats = RowStats(rounds=2, emitted=5, drafted=4, reached=(2, 1), accepted_counts=(1, 0, 1))
-    timed = dict(
-        completions=1, tokens=10, seconds=seconds, rounds=5, busy=8, row_rounds_in_demand=8, busy_in_demand=7
-    )
+    timed = dict(completions=1, tokens=10, seconds=seconds, rounds=5, busy=8, row_rounds_in_demand=8, busy_in_demand=7)
     return dict(
         problems=list(range(len(scores))),
         scores=[{"right": score} for score in scores],
