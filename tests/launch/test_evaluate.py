@@ -48,6 +48,9 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
     assert "always, model, K = 2 (not exact)" in done.stdout and "Acceptance by position" in done.stdout
 
+    drawn = call("studies/tasks", f"--evaluation={output}", f"--output={tmp_path / 'tasks.png'}")
+    assert drawn.returncode == 0 and (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG"), drawn.stderr
+
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
     assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
 
