@@ -1,0 +1,192 @@
+"""Lets lm-evaluation-harness run its tasks on our loop: `generate_until` over the queue, likelihoods by the target.
+
+    import lm_eval                                        # pip install lm-eval
+    from specsamp import load_pair
+    from specsamp.evaluation.harness import HarnessModel
+
+    found = lm_eval.simple_evaluate(model=HarnessModel(load_pair("python")), tasks=["gsm8k"])
+
+Texts that are generated follow the target's distribution, so scores are those of the target alone, sooner.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.job import to_host
+from specsamp.decoding.pair import Pair
+from specsamp.evaluation.audit.teacher import padded_batches, read_logits
+from specsamp.models.interface import LanguageModel
+from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_k, top_p
+from specsamp.serving.queue import DEFAULT_ROWS, generate_many
+
+try:
+    from lm_eval.api.model import LM
+except ImportError as error:
+    raise ImportError(f"lm-evaluation-harness is missing ({error}): pip install lm-eval") from error
+
+Array = jax.Array
+
+DEFAULT_TOKENS = 256  # a task's budget where it names none, as the harness has it
+READ_TOGETHER = 64  # texts of about the same length, whose batches are equally wide
+KNOWN = {"until", "max_gen_toks", "max_tokens", "do_sample", "temperature", "top_p", "top_k"}
+
+
+class HarnessModel(LM):
+    """A pair as a model of the harness.
+
+    Args:
+      pair: with a tokenizer.
+      rows: texts that are decoded together.
+      options: of `generate_many`, such as ``rule``, ``drafter``, ``draft_length`` and ``seed``.
+
+    Raises:
+      ValueError: the pair has no tokenizer.
+    """
+
+    def __init__(self, pair: Pair, *, rows: int = DEFAULT_ROWS, **options: Any):
+        super().__init__()
+        if pair.tokenizer is None:
+            raise ValueError("the harness asks with texts: give a pair with a tokenizer")
+        self.pair, self.rows, self.options = pair, rows, options
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Returns the continuation of each context; those that ask for the same sampling are decoded together."""
+        groups: dict[str, list[int]] = collections.defaultdict(list)
+        for index, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True)].append(index)
+        texts: dict[int, str] = {}
+        for asked, indices in groups.items():
+            fields = json.loads(asked)
+            budget = fields.get("max_gen_toks", fields.get("max_tokens", DEFAULT_TOKENS))
+            until = fields.get("until") or []
+            prompts = [self._cut(self._encode(requests[i].args[0]), budget) for i in indices]
+            ends = self.pair.stop if self.pair.stop is not None else [self.pair.tokenizer.eos_id]
+            work = generate_many(
+                self.pair,
+                prompts,
+                budget,
+                rows=self.rows,
+                sampling=sampling_of(fields),
+                stop=[*([until] if isinstance(until, str) else until), *(end for end in ends if end is not None)],
+                prompt_ids=indices,
+                **self.options,
+            )
+            texts |= {indices[one.prompt_index]: one.text for one in work}
+        return [texts[index] for index in range(len(requests))]
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Returns the log-probability of each continuation, and whether it is what greedy decoding would write."""
+        whole, starts = [], []
+        for request in requests:
+            context, continuation = request.args
+            if context.strip():
+                first = self._encode(context.rstrip())  # a space goes with the word after it
+                tokens = self._encode(context + continuation)
+            else:
+                first = self._begin()
+                tokens = [*first, *self._encode(context + continuation)]
+            dropped = max(len(tokens) - self._positions(), 0)
+            whole.append(tokens[dropped:])
+            starts.append(max(len(first) - dropped, 1))
+        return [
+            (float(scores[start - 1 :].sum()), bool(best[start - 1 :].all()))
+            for (scores, best), start in zip(self._read(whole), starts, strict=True)
+        ]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Returns the log-probability of each text; one beyond the model's positions is read in windows."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            tokens, width = [*self._begin(), *self._encode(request.args[0])], self._positions()
+            for end in range(1, len(tokens), width - 1):
+                last = min(end + width - 1, len(tokens))
+                windows.append((tokens[max(last - width, 0) : last], last - end))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for owner, (_, count), (scores, _) in zip(owners, windows, self._read([tokens for tokens, _ in windows])):
+            totals[owner] += float(scores[len(scores) - count :].sum())
+        return totals
+
+    @property
+    def tokenizer_name(self) -> str:
+        return repr(self.pair.target)
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.pair.tokenizer.decode(self.pair.tokenizer.encode_chat(chat_history))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.pair.tokenizer.encode(text)
+
+    def _begin(self) -> list[int]:
+        """Returns what an empty context is: the end of another text."""
+        if self.pair.tokenizer.eos_id is None:
+            raise ValueError("the tokenizer has no end of text to begin an empty context with")
+        return [self.pair.tokenizer.eos_id]
+
+    def _positions(self) -> int:
+        return self.pair.target.max_positions or 2048
+
+    def _cut(self, tokens: list[int], budget: int) -> list[int]:
+        """Drops the beginning of a context that leaves no room for the answer, as the harness's own models do."""
+        room = self._positions() - budget
+        if room < 1:
+            raise ValueError(f"a budget of {budget} tokens leaves no room in {self._positions()} positions")
+        if len(tokens) > room:
+            logging.warning("a context of %d tokens lost its first %d", len(tokens), len(tokens) - room)
+        return (tokens or self._begin())[-room:]
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns, of each text's tokens but the first, log-probabilities and whether they are the likeliest."""
+        by_size = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for first in range(0, len(by_size), READ_TOGETHER):
+            part = by_size[first : first + READ_TOGETHER]
+            slots, batches = padded_batches(self.pair, [texts[index] for index in part])
+            weights = self.pair.weights(NoDrafter(), slots).target
+            for tokens_BT, _, rows in batches:
+                scored = to_host(_score(self.pair.target, self.pair.shards, weights, tokens_BT, slots=slots))
+                for row, place in enumerate(rows):
+                    size = len(texts[part[place]]) - 1
+                    found[part[place]] = scored[0][row, :size], scored[1][row, :size]
+        return [found[index] for index in range(len(texts))]
+
+
+def sampling_of(fields: Mapping[str, Any]) -> Warp:
+    """Returns the distribution that a task asks for; without ``do_sample`` or a temperature it is greedy.
+
+    Raises:
+      ValueError: a field that is not known would change the distribution unseen.
+    """
+    unknown = sorted(fields.keys() - KNOWN)
+    if unknown:
+        raise ValueError(f"the task asks for {', '.join(unknown)}, which is not known: override its generation_kwargs")
+    value = fields.get("temperature", 1.0 if fields.get("do_sample") else 0.0)
+    if not fields.get("do_sample", value > 0) or value == 0:
+        return greedy()
+    filters = [make(fields[name]) for name, make in (("top_k", top_k), ("top_p", top_p)) if fields.get(name)]
+    return chain(temperature(value), *filters)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "shards", "slots"))
+def _score(
+    model: LanguageModel, shards: DataShards, weights: Any, tokens_BT: Array, *, slots: int
+) -> tuple[Array, Array]:
+    def read(weights: Any, tokens_BT: Array) -> tuple[Array, Array]:
+        logits_BTV = read_logits(model, weights, tokens_BT, slots)[:, :-1]
+        next_BT = tokens_BT[:, 1:]
+        scores_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), next_BT[..., None], axis=-1)[..., 0]
+        return scores_BT, jnp.argmax(logits_BTV, axis=-1) == next_BT
+
+    return shards.map(read, (REPLICATED, BY_ROWS))(weights, tokens_BT)
