@@ -69,7 +69,8 @@ class HarnessModel(LM):
         texts: dict[int, str] = {}
         for asked, indices in groups.items():
             fields = json.loads(asked)
-            budget = fields.get("max_gen_toks", fields.get("max_tokens", DEFAULT_TOKENS))
+            usual = min(DEFAULT_TOKENS, self._positions() // 2)
+            budget = fields.get("max_gen_toks", fields.get("max_tokens", usual))
             until = fields.get("until") or []
             prompts = [self._cut(self._encode(requests[i].args[0]), budget) for i in indices]
             ends = self.pair.stop if self.pair.stop is not None else [self.pair.tokenizer.eos_id]
