@@ -5,8 +5,10 @@ Every function takes the documents by name and returns Markdown. Milliseconds pe
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Documents = Mapping[str, Any]
@@ -239,3 +241,47 @@ def streaming(documents: Documents) -> str:
     return table(
         ("", "measured"), [(name, f"{value:g}") for name, value in documents["streaming_3gb"]["measured"].items()]
     )
+
+
+def evaluation(name: str) -> Callable[[Documents], str]:
+    """Returns what makes the table of a result of launch/evaluate.py: quality, its difference from plain, and speed."""
+
+    def make(documents: Documents) -> str:
+        rows = []
+        for row in documents[name]["evaluation"]:
+            label = row["name"] if row["exact"] else f"{row['name']} (control, not exact)"
+            scores = [band(one["mean"], (one["low"], one["high"]), 3) for one in row["scores"].values()]
+            others = [
+                f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}), sees {one['detectable']:.3f}"
+                for one in row["differences"].values()
+            ]
+            others = others or [""] * len(scores)
+            ratios = sorted(row["speedups"])
+            faster = "" if not ratios else band(statistics.median(ratios), (ratios[0], ratios[-1]), 2)
+            speed = f"{row['ms_per_token']:.2f}", faster, f"{row['counts']['emitted_per_round']:.2f}"
+            rows.append((label, *itertools.chain(*zip(scores, others)), *speed))
+        measures = documents[name]["evaluation"][0]["scores"]
+        columns = itertools.chain(*((measure, "less plain's") for measure in measures))
+        return table(("", *columns, "ms per token", "speedup", "tokens per round"), rows)
+
+    return make
+
+
+def refill(documents: Documents) -> str:
+    """Returns rounds and times of the queue and of fixed batches."""
+    document = documents["python_pair_refill"]
+    found, slices, alone = (document[part] for part in ("fixed_batches", "slices", "alone"))
+    rows = []
+    for way, runs in found["runs"].items():
+        seconds = statistics.median(run["seconds"] for run in runs)
+        rows.append((way, runs[0]["rounds"], f"{seconds:.1f}", f"{1e3 * seconds / runs[0]['tokens']:.2f}"))
+    lengths = found["tokens_per_text"]
+    text = (
+        f"{document['problems']} texts of {lengths['least']} to {lengths['most']} tokens (median {lengths['median']:g}), "
+        f"{document['rows']} rows, K = {document['K']}. Rows were busy in {found['occupancy']:.1%} of the rounds in which "
+        f"prompts waited; {found['speedup']:.2f}x. Leaving the loop every {slices['rounds_per_slice']} rounds, where all "
+        f"texts are equally long, took {100 * (slices['median'] - 1):+.1f}% of the time of one run (median of "
+        f"{len(slices['ratios'])} pairs). {alone['texts'] - alone['differ']} of {alone['texts']} texts are those of their "
+        "prompts alone."
+    )
+    return table(("", "rounds", "seconds", "ms per token"), rows) + "\n\n" + text
