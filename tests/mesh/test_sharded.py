@@ -251,7 +251,7 @@ def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair):
     """What is timed apart is what the loop does: caches stay split over rows and heads."""
     pair = shard(transformer_pair, make_mesh(2, 4))
     workload = Workload(batch=2, prompt_length=8, max_new_tokens=16, repeats=1)
-    side = decoders(pair, {"x": (ModelDrafter(pair.draft, 3), BlockRule())}, SAMPLING, workload)["x"]
+    side = decoders(pair, {"x": (NgramDrafter(K=3), BlockRule())}, SAMPLING, workload)["x"]
     state = side.warm_state()
     expected = jax.tree.map(lambda x: x.sharding, state.cache)
     buffers = phases.first_buffers(side.loop, side.weights, side.request(0), state)
