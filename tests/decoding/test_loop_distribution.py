@@ -31,15 +31,13 @@ OPTIMISED = True
 @pytest.mark.parametrize(
     "rule, K, draft, sampling",
     [
-        (TokenRule(), 1, FAR, FULL),
         (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
         (BlockRule(), 3, NEAR, NUCLEUS),
-        (BlockRule(), 4, FAR, chain(temperature(1.3), min_p(0.2))),
-        (CoupledRule(), 3, NEAR, chain(temperature(0.8), min_p(0.1))),
-        (CoupledRule(), 2, FAR, FULL),
+        (CoupledRule(), 3, NEAR, LIKELY),
     ],
 )
 def test_draft_model(rule, K, draft, sampling):
+    """Other K, drafts and warps are below; the coupled rule's texts are those of no draft (test_pathwise.py)."""
     assert distribution_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
 
 
@@ -48,7 +46,7 @@ def test_autoregressive(rule, sampling):
     assert distribution_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 def test_prompt_lookup_of_ragged_length(rule):
     """One-hot drafts; rows whose context has no match draft nothing."""
     assert distribution_test(table_loop(rule, NgramDrafter(3)), None, FULL) > FALSE_ALARM
@@ -77,11 +75,11 @@ def test_windows_wider_than_needed():
     assert distribution_test(loop, NEAR, FULL) > FALSE_ALARM
 
 
-def test_six_tokens():
+def test_five_tokens():
     """Longer than a block, over at least two rounds."""
-    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 4))
+    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 3))
     flat = chain(temperature(2.0))
-    assert distribution_test(loop, NEAR, flat, length=6, prompts=[[1, 2]]) > FALSE_ALARM
+    assert distribution_test(loop, NEAR, flat, length=5, prompts=[[1, 2]]) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():
@@ -128,7 +126,7 @@ def test_statistics_add_up():
 def test_acceptance_is_the_overlap_of_the_distributions():
     """The first drafted token is kept with probability 1 - TV (facts: Leviathan's beta)."""
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
-    run = decode(loop, TARGET, NEAR, [[1, 2]], 8, FULL, samples=200_000)
+    run = decode(loop, TARGET, NEAR, [[1, 2]], 1, FULL, samples=200_000)
     first = joint_distribution(TARGET, FULL, [1, 2], 1)
     overlap = np.minimum(first, joint_distribution(NEAR, FULL, [1, 2], 1)).sum()
     kept = np.asarray(run.state.from_draft_BS)[:, 2].mean()

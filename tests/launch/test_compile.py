@@ -80,8 +80,8 @@ def test_a_figure_of_complete_answers_is_drawn_whatever_compiler_gave_them(tmp_p
     document = json.loads((RESULTS / output.name).read_text(encoding="utf-8")) | {"libtpu": "0.0.1"}
     output.write_text(json.dumps(document), encoding="utf-8")
     asked = ["--plain", "--study=scoring", f"--output={output}"]
-    done = run("studies/compile_study", *asked, f"--figure={figure}")
-    assert done.returncode == 0, done.stderr
+    done = call("studies/compile_study", *asked, f"--figure={figure}")
+    assert not done.returncode, done.stderr
     assert figure.read_bytes().startswith(b"\x89PNG") and json.loads(output.read_text(encoding="utf-8")) == document
     output.write_text(json.dumps(document | {"cells": document["cells"][1:]}), encoding="utf-8")
     done = run("studies/compile_study", *asked)

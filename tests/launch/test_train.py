@@ -25,7 +25,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Corpus, train_tokenizer
 from specsamp.training.run import held_out_curve, open_first_head, open_trained, open_trained_head
-from support.run_script import ROOT, call, run
+from support.run_script import FIXED, ROOT, call
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -116,16 +116,11 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     target = tmp_path / "target"
     flags_of = [f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()]
     arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
-    as_here = {
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DEFAULT_MATMUL_PRECISION": "float32",
-    }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_here}
-    killed_once_it_has_reached(10, target, arguments, environment)
+    as_here = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
+    killed_once_it_has_reached(10, target, arguments, os.environ | FIXED | as_here)
     assert not (target / "checkpoints" / "24").exists()
-    done = run("train", *arguments, **as_here)
-    assert done.returncode == 0, done.stderr
+    done = call("train", *arguments)
+    assert not done.returncode, done.stderr
     assert "resumed at step" in done.stdout
 
     train.start(

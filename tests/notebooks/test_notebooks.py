@@ -30,15 +30,19 @@ def test_there_are_three():
 
 # Sizes at which a run shows as much: that every cell works, and what the cells assert.
 SMALLER = {
-    "method": {"SAMPLES = 20_000": "SAMPLES = 10_000", "(1, 2, 4, 8), 128, 96": "(1, 2), 32, 24"},
+    "method": {"SAMPLES = 20_000": "SAMPLES = 10_000", "(1, 2, 4, 8), 128, 96": "(2,), 32, 24"},
     "one_chip": {
         "top_p(0.95)), 48": "top_p(0.95)), 12",
         "repeats=4": "repeats=2",
+        '("target", 4)': '("target", 1)',
         "stacks = {": "import specsamp.tpu.stack as stack; stack.FEW, stack.MANY = 1, 2; stacks = {",
     },
     "python_pair": {
         "K, TOKENS = 4, 48": "K, TOKENS = 4, 12",
         "(0, 1, 2, 4), (0, 1, 4), 24, 3": "(0, 2, 4), (0, 4), 8, 2",
+        "256, 32, 16": "128, 32, 16",
+        "*prompts]  # one batch": "*prompts[:3]]  # one batch",
+        "prompts[:8]": "prompts[:4]",
     },
 }
 
