@@ -82,6 +82,19 @@ class HeadConfig:
         if self.draft_vocab_size is not None and not self.own_output:
             raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
 
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        """Returns the ``hidden_layers`` of heads that name none: the stream after the final norm."""
+        return (target_layers,)
+
+    def begin(self, params: Any, output_VD: Array) -> Any:
+        """Returns random parameters with what such a head begins with when it is trained.
+
+        Args:
+          output_VD: the matrix that the target's logits multiply by.
+        """
+        return params
+
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         """Returns how files of such a head could be meant instead, by what a reader calls it.
 
