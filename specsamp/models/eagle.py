@@ -120,6 +120,7 @@ class Eagle3Config(HeadConfig):
     norm_output: bool = False
 
     module: ClassVar[type[HeadModule]] = Eagle3
+    fused: ClassVar[tuple[str, ...]] = ("fc",)
 
     def __post_init__(self):
         super().__post_init__()

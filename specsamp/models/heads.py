@@ -57,6 +57,7 @@ class HeadConfig:
     own_output: bool = False
 
     module: ClassVar[type[HeadModule]]
+    fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
     has_layer: ClassVar[bool] = True  # a decoder layer, and so a cache; of other heads' ``layer`` only sizes count
 
     def __post_init__(self):
