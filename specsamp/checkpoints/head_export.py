@@ -104,10 +104,10 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written
         raise ValueError(f"the layout of {written.whose} has no tensor for the parameter {error}") from error
     if config.draft_vocab_size is not None:
         found.add(OFFSETS)
-    # A head without a decoder layer has all of its sizes from the target; of others the target's heads do not matter.
-    head_size = 2 if config.has_layer else layer.head_size
-    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=head_size)
+    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
     _, read = parse_head("config.json", content, target, layer.dtype, found)
+    if not config.has_layer:
+        read = dataclasses.replace(read, layer=layer)
     if read != config:
         different = [
             f"{field.name} = {getattr(side, field.name)!r}"

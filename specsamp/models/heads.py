@@ -317,7 +317,7 @@ class FeatureHead:
         return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
 
     def expand(self, weights: Any, logits: Array) -> Array:
-        """Returns logits over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
+        """Returns logits ``[..., V]`` over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
         if weights["ranks_V"] is None:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)

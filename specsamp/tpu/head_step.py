@@ -86,8 +86,9 @@ class HeadStep(LanguageModel):
 
         features_BTD = jnp.repeat(cache["features_BD"][:, None], tokens_BT.shape[1], axis=1)
         features_BTD, of_head = self.head(weights["head"], embedded_BTD, features_BTD, start_B - 1, cache["cache"])
-        logits_BTV = self.head.expand(weights["head"], self.head.logits(weights["head"], features_BTD, of_target))
-        return Output(logits_BTV=logits_BTV, cache={"cache": of_head, "features_BD": features_BTD[:, 0]})
+        logits_BTU = self.head.logits(weights["head"], features_BTD, of_target)
+        logits_BV = self.head.expand(weights["head"], logits_BTU[:, 0])  # the rows behind the first are stale
+        return Output(logits_BTV=logits_BV[:, None], cache={"cache": of_head, "features_BD": features_BTD[:, 0]})
 
 
 class ShardedHeadStep(ShardedModel):
