@@ -5,8 +5,10 @@ import json
 import jax
 import pytest
 
+from specsamp.analysis import grid
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.pair import load_pair
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from support.run_script import call, save_tiny_pair
@@ -36,21 +38,42 @@ def study(pair, output, *arguments):
     return call("studies/drafters", *fixed, *arguments)
 
 
-def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, tmp_path):
-    """A head has none for more tokens than it drafts; a draft that is its own target is always accepted."""
-    output = tmp_path / "cells.json"
-    done = study(pair, output, "--K=1", "--sampling=greedy", f"--head=Medusa={medusa}")
+@pytest.fixture
+def measured(monkeypatch):
+    """Stands in for the measurement, which tests of its own have; holds the drafters that were measured."""
+    seen = []
+
+    def benchmark(pair, drafter, rule, sampling, workload, progress, *, draft_sampling):
+        seen.append(drafter)
+        K = drafter.K
+        half = {"median": 0.5, "lower": 0.5, "upper": 0.5}
+        part = {"ms": half}
+        return {
+            "acceptance": {"rounds": 4, "emitted": 6, "reached": [4] + [2] * (K - 1), "accepted_counts": [2, *[2] * K]},
+            "split": {"draft": part, "commit": part, "step": part},
+            "speculative": {"ms_per_token": half},
+            "speedup": half,
+        }
+
+    monkeypatch.setattr(grid, "benchmark", benchmark)
+    return seen
+
+
+def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, measured, tmp_path):
+    """A head has none for more tokens than it drafts."""
+    output, head = tmp_path / "cells.json", f"--head=Medusa={medusa}"
+    done = study(pair, output, "--K=1", "--sampling=greedy", head)
     assert (done.returncode or 0) == 0, done.stderr
-    first = json.loads(output.read_text(encoding="utf-8"))
-    names = [cell["key"]["drafter"] for cell in first["cells"]]
-    assert names == ["draft model", "prompt lookup", "early exit after 1", "Medusa"]
-    row = next(line for line in done.stdout.splitlines() if line.startswith("draft model"))
-    assert row.split()[2:6] == ["greedy", "1", "2.00", "1.00"] and "Medusa" in done.stdout
-    again = study(pair, output, "--K=1", "--K=2", "--sampling=greedy", f"--head=Medusa={medusa}")
+    kinds = [ModelDrafter, NgramDrafter, EarlyExitDrafter, FeatureDrafter]
+    assert [type(drafter) for drafter in measured] == kinds
+    rows = [line.split() for line in done.stdout.splitlines() if " greedy " in line]
+    assert [row[-6:] for row in rows] == [["1", "1.50", "0.50", "2.00", "0.50", "0.50x"]] * 4
+    again = study(pair, output, "--K=1", "--K=2", "--sampling=greedy", "--sampling=1.0", head)
     assert (again.returncode or 0) == 0, again.stderr
+    more = [(type(drafter), drafter.K) for drafter in measured[4:]]
+    assert more == [(kind, K) for kind in kinds for K in (2, 1, 2) if kind is not FeatureDrafter or K == 1]
     cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
-    assert cells[:4] == first["cells"]
-    assert [cell["key"]["drafter"] for cell in cells[4:]] == names[:3]
+    assert len(cells) == len(measured) == 4 + 10
 
 
 def test_what_is_refused_before_anything_is_measured(pair, tmp_path):
