@@ -249,10 +249,8 @@ SECTIONS = (
         "line to all of them; a head has one layer and is compiled as it is, of EAGLE-3's shape with a reduced vocabulary "
         "of 32,000. What a round emits depends on acceptance, which no compiler knows: a drafter pays where it emits more "
         "tokens than the last column says. A round can go below the floor of its calls, because the compiler keeps weights "
-        "of what drafts on chip. What one run fetches at its end for the next is counted once here; the older files below and above count "
-        "it twice, which is up to 4% of a draft model's step and nothing of a round. A head's logits are expanded to the "
-        "whole vocabulary for the one row that is drawn from: for two rows, as a call has them, the compiler moves so much "
-        "about that a round on v5e:2x2 would have 9.8 ms of cycles.",
+        "of what drafts on chip. What one run fetches at its end for the next is counted once here; files that are older "
+        "count it twice.",
         compiled.heads,
         ["compile_heads"],
     ),
