@@ -5,35 +5,43 @@
     python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip
     python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/tuned --config.init=runs/target
     python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
+    python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
+    python launch/train.py --config=configs/python_pair.py:mtp --workdir=runs/mtp --config.target=python
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
-that drafts with its own first layers: from scratch, or tuned from a target. "head" is an EAGLE-3 head, which drafts from
-the target's hidden states. "tiny_target", "tiny_draft", "tiny_layer_skip" and "tiny_head" go through all steps in a
-minute. "llama_target" and "llama_draft" have an architecture that other
-engines can read: gated, without n-gram embeddings (launch/export_hugging_face.py).
+that drafts with its own first layers: from scratch, or tuned from a target. Three kinds of heads draft from the target's
+hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's. With
+"tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute. "llama_target"
+and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
+(launch/export_hugging_face.py).
 """
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict, FieldReference, config_dict
 
 KINDS = (
     "target",
     "draft",
     "layer_skip",
     "head",
+    "medusa",
+    "mtp",
     "tiny_target",
     "tiny_draft",
     "tiny_layer_skip",
     "tiny_head",
+    "tiny_medusa",
+    "tiny_mtp",
     "llama_target",
     "llama_draft",
 )
+HEADS = ("head", "medusa", "mtp")
 
 
 def get_config(kind: str = "target") -> ConfigDict:
     if kind not in KINDS:
         raise ValueError(f"no {kind!r} in configs/python_pair.py: choose one of {', '.join(KINDS)}")
-    tiny, draft, head = kind.startswith("tiny"), kind.endswith("draft"), kind.endswith("head")
+    tiny, draft, head = kind.startswith("tiny"), kind.endswith("draft"), kind.endswith(HEADS)
     config = ConfigDict()
 
     config.data = ConfigDict()
@@ -100,24 +108,18 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.generated.batch = 16 if tiny else 64  # rows written at a time
         config.generated.greedy_share = 0.25  # share of these rows that is written greedily
     if head:
-        config.head = ConfigDict()
-        config.head.kind = "eagle3"  # or "mtp"
-        # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers would repeat.
-        config.head.hidden_layers = (0, 1) if tiny else (1, 3, 5)
-        config.head.draft_vocab_size = 0  # the most frequent tokens are drafted; 0: all
-        config.head.own_embedding = False  # embeds tokens itself; False: as the target does, whose width it then has
-        config.head.own_output = False  # the same for the output
-        config.head.fc_norm = True  # the target's streams grow from layer to layer: each has a norm of its own
-        config.head.norm_before_residual = True
         config.test_time = ConfigDict()
         config.test_time.test_steps = 3 if tiny else 4  # of the training-time test
         config.test_time.decay = 0.8  # the weight of a step, of that of the step before it
         config.test_time.chunk = config_dict.placeholder(int)  # positions whose logits are in memory at a time; all
+        config.head = head_fields(kind.removeprefix("tiny_"), tiny, config.test_time.get_ref("test_steps"))
         config.model.num_layers = 1
         config.model.num_kv_heads = config.model.num_heads  # through the values comes what token was drafted
         config.model.feedforward_width = 128 if tiny else 512
         config.model.gated = True
         config.model.activation = "silu"
+        if kind.endswith("mtp"):
+            config.model.attention_bias = True  # as MiMo's has
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
         if not tiny:
@@ -142,3 +144,29 @@ def get_config(kind: str = "target") -> ConfigDict:
         if draft:
             config.model.ngram_rows = 0
     return config
+
+
+def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
+    """Returns the fields of a kind of head: those that its files have."""
+    fields = ConfigDict()
+    if kind == "medusa":
+        fields.kind = "medusa"
+        fields.num_heads = steps  # each drafts one token
+        fields.bias = True
+        fields.own_output = True  # one for each head, which begins as the target's
+        return fields
+    if kind == "mtp":
+        fields.kind = "mtp"
+        # As in MiMo's, whose names it is exported with; others are trained, but not exported.
+        fields.hidden_first = True  # the hidden state stands before the token
+        fields.norm_output = True  # the features that it goes on with are normalised
+        return fields
+    fields.kind = "eagle3"
+    # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers would repeat.
+    fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)
+    fields.draft_vocab_size = 0  # the most frequent tokens are drafted; 0: all
+    fields.own_embedding = False  # embeds tokens itself; False: as the target does, whose width it then has
+    fields.own_output = False  # the same for the output
+    fields.fc_norm = True  # the target's streams grow from layer to layer: each has a norm of its own
+    fields.norm_before_residual = True
+    return fields

@@ -6,9 +6,10 @@
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
+    python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
+A head is of EAGLE-3's shape, with the 32,000 likeliest tokens of its target, whatever its files say. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
 of the target together. Everything printed is a compiler estimate: nothing runs.
 """
 
@@ -26,16 +27,18 @@ from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag, choose, require
 from drafters import word_of
 from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
-from shapes import first_layers, known_models
+from shapes import eagle3_of, first_layers, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
 from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
+from specsamp.tpu.head_step import shard_head_step
 from specsamp.tpu.program import USABLE
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import LATENCIES_US, NAMES, compile_report
@@ -75,14 +78,15 @@ def main() -> None:
     require(config, EXPERIMENT_FIELDS, "a report")
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
-    if not word_of(config).planned:
-        raise ValueError(f"a report is of a draft model or an early exit; config.drafter is {config.drafter!r}")
-    inside = word_of(config).inside
+    word = word_of(config)
+    if not word.compiled:
+        raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = models_of(config)
+    head = FeatureHead(eagle3_of(target.config)) if word.draft == "head" else None
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
-    asked = num_devices if inside else config.mesh.draft_model_parallelism
+    asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
     fewer = not asked and parallelism < num_devices
     parallelism = None if parallelism == num_devices else parallelism
@@ -97,7 +101,8 @@ def main() -> None:
     if fewer:
         console.print(f"the draft's {draft.config.num_heads} heads go over {parallelism} of the {num_devices} devices")
     target = shard_model(target, Layout.tensor_parallel(mesh))
-    draft = shard_model(draft, draft_layout(mesh, parallelism))
+    layout = draft_layout(mesh, parallelism)
+    draft = shard_model(draft, layout) if head is None else shard_head_step(target.config, head, layout)
     programs = Programs(
         target=target,
         draft=draft,
@@ -106,7 +111,8 @@ def main() -> None:
         batch=config.batch,
         slots=_SLOTS.value,
         weight_dtype=_WEIGHTS.value,
-        exit_layer=config.exit_layer if inside else None,
+        exit_layer=config.exit_layer if word.inside else None,
+        head=head,
     )
     if _FITS.value:
         grid = fits(programs, chip.hbm_bytes // chip.devices)
@@ -120,7 +126,7 @@ def main() -> None:
             topology=_TOPOLOGY.value,
             draft_length=config.draft_length,
             rule=choose("rule", config.rule, RULES)(),
-            names=[name for name in NAMES if not (inside and name == "draft prefill")],
+            names=[name for name in NAMES if name != "draft prefill" or word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),
         )
     if _WEIGHTS.value:
@@ -131,7 +137,7 @@ def main() -> None:
         "kind": "compiler estimate",
         "config": config.to_dict(),
         "libtpu": tables.version("libtpu"),
-        "models": {"target": target.config, "draft": draft.config},
+        "models": {"target": target.config, "draft": draft.config if head is None else head.config},
         "report": report,
         "ms_per_token": {
             str(a): {
@@ -147,8 +153,10 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
-    """Returns target and draft (of an early exit its layers) as shapes: presets, or public checkpoints of which nothing but the shape is needed.
+def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM | None]:
+    """Returns target and draft as shapes: presets, or public checkpoints of which nothing but the shape is needed.
+
+    The draft of an early exit are its layers; that of a head is None.
 
     Raises:
       ValueError: a model whose shape is not known here.
@@ -156,14 +164,15 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM]:
     known = known_models(config)
     if word_of(config).inside and "target" in known:
         known["draft"] = first_layers(known["target"], config.exit_layer)
-    for side in ("target", "draft"):
+    sides = ("target",) if word_of(config).draft == "head" else ("target", "draft")
+    for side in sides:
         if side not in known and "hugging_face" in config:
             raise ValueError(
                 f"the shape of {config.hugging_face[side]!r} is not known here: give a folder with its config.json, or "
                 f"one of {', '.join(CONFIGS)}"
             )
-    require(config, () if known else ("target", "draft"), "a report")
-    return known["target"], known["draft"]
+    require(config, () if known else sides, "a report")
+    return known["target"], known.get("draft")
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:

@@ -25,7 +25,8 @@ class Word:
       draft: what the pair must hold beside its target: a "model", a "head", or nothing.
       name: returns what results call the drafter; None: the word.
       drafts: False: it decodes plainly, whatever K is.
-      planned: reports and forecasts from shapes know it.
+      planned: forecasts from shapes know it.
+      compiled: compile reports know it.
       inside: it drafts with the target's first layers, ``exit_layer`` of them.
     """
 
@@ -34,6 +35,7 @@ class Word:
     name: Callable[[ConfigDict], str] | None = None
     drafts: bool = True
     planned: bool = False
+    compiled: bool = False
     inside: bool = False
 
 
@@ -49,13 +51,17 @@ def _exit_name(config: ConfigDict) -> str:
 
 DRAFTERS = {
     "model": Word(
-        make=lambda config, target, draft, K: ModelDrafter(draft, K, decode_window()), draft="model", planned=True
+        make=lambda config, target, draft, K: ModelDrafter(draft, K, decode_window()),
+        draft="model",
+        planned=True,
+        compiled=True,
     ),
-    "head": Word(make=_head, draft="head"),
+    "head": Word(make=_head, draft="head", compiled=True),
     "early_exit": Word(
         make=lambda config, target, draft, K: EarlyExitDrafter(target, config.exit_layer, K, decode_window()),
         name=_exit_name,
         planned=True,
+        compiled=True,
         inside=True,
     ),
     "ngram": Word(make=lambda config, target, draft, K: NgramDrafter(K=K)),

@@ -1,9 +1,10 @@
-"""Writes a head that was trained here in the layout of speculators, which other engines read too.
+"""Writes a head that was trained here: EAGLE-3's in the layout of speculators, Medusa's in that of its authors.
 
     python launch/export_head.py --run=runs/head --output=runs/my_pair/head
     python launch/demo.py --config=configs/trained_pair.py:runs/my_pair --config.drafter=head
 
-In the folder ``head`` of its target's pair, `load_pair(..., draft="head")` finds it. training.json, which no reader asks
+Other engines read both. For an MTP module by itself there is no public layout: it gets the names of MiMo's, and is read
+here alone. In the folder ``head`` of its target's pair, `load_pair(..., draft="head")` finds it. training.json, which no reader asks
 for, says how it was trained.
 """
 
@@ -14,7 +15,7 @@ from absl import flags
 
 import entry
 from specsamp import storage
-from specsamp.checkpoints.heads import write_head
+from specsamp.checkpoints.head_export import write_head
 from specsamp.models.heads import FeatureHead
 from specsamp.training.run import TrainedModel, held_out_curve, open_trained_head, without_paths
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from config_file import load_config
 from experiment import bare_pair
-from shapes import first_layers, known_models
+from shapes import eagle3_of, first_layers, known_models
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafter import Drafter
@@ -22,8 +22,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh, put
 from specsamp.mesh.sharded import draft_layout
 from specsamp.mesh.sharded_head import shard_head
-from specsamp.models.config import TransformerConfig
-from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
@@ -33,7 +31,6 @@ from specsamp.tpu.shapes import Shape
 
 SAMPLING = chain(temperature(0.8), top_p(0.95))
 PROMPT, TOKENS, SPARE = 16, 64, 64
-EAGLE3_VOCABULARY = 32_000
 
 
 def random_pair(config: ConfigDict, batch: int) -> Pair:
@@ -66,21 +63,6 @@ def with_random_head(pair: Pair, target: TransformerLM, mesh: Mesh | None) -> Pa
         head = shard_head(head, draft_layout(mesh))
         params = put(params, head.param_shardings(params))
     return dataclasses.replace(pair, head=head, draft_params=params)
-
-
-def eagle3_of(target: TransformerConfig) -> Eagle3Config:
-    """Returns the shape of an EAGLE-3 head for a target: a layer like the target's, and the 32,000 likeliest tokens.
-
-    So are the published ones for Llama 3.1 8B; those for other targets differ a little.
-    """
-    layer = dataclasses.replace(target, num_layers=1, tied=False, query_key_norm=False, global_layers=())
-    return Eagle3Config(
-        layer=layer,
-        target_layers=target.num_layers,
-        hidden_layers=default_layers(target.num_layers),
-        draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
-        own_output=True,
-    )
 
 
 def draft_shape(config: ConfigDict) -> Shape:

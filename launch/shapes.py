@@ -14,12 +14,15 @@ from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
+from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.transformer import TransformerLM
 
 PRESETS = {
     preset.__name__: preset
     for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
 }
+
+EAGLE3_VOCABULARY = 32_000
 
 
 def make_model(fields: ConfigDict) -> TransformerLM:
@@ -38,6 +41,21 @@ def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM
     windowless = tuple(layer for layer in target.config.global_layers if layer < exit_layer)
     config = dataclasses.replace(target.config, num_layers=exit_layer, global_layers=windowless)
     return dataclasses.replace(target, config=config)
+
+
+def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
+    """Returns the shape of an EAGLE-3 head for a target: a layer like the target's, and the 32,000 likeliest tokens.
+
+    So are the published ones for Llama 3.1 8B; those for other targets differ a little.
+    """
+    layer = dataclasses.replace(target, num_layers=1, tied=False, query_key_norm=False, global_layers=())
+    return Eagle3Config(
+        layer=layer,
+        target_layers=target.num_layers,
+        hidden_layers=default_layers(target.num_layers),
+        draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
+        own_output=True,
+    )
 
 
 def known_models(config: ConfigDict) -> dict[str, TransformerLM]:

@@ -4,6 +4,7 @@ python launch/train.py --config=configs/python_pair.py:target --workdir=runs/tar
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
 python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
+python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
 """
 
 import os
@@ -48,7 +49,7 @@ from specsamp.training.generated import complete_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain, Task
-from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
+from specsamp.training.trainer import Intervals, TrainConfig, check_devices, run_key, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
 _WORKDIR = flags.DEFINE_string(
@@ -101,9 +102,11 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_generated(config, target)
     first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows)
+    if "head" in config and first is None:
+        first_params = task.first_params(run_key(train_config), target.params)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
-        if "head" in config and config.head.draft_vocab_size:
+        if "head" in config and config.head.get("draft_vocab_size"):
             run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     console.print(
@@ -144,7 +147,7 @@ def make_teacher(config: ConfigDict, task: Task, target: run.TrainedModel | None
     """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
     if "head" not in config:
         return None if target is None else target.params
-    size = config.head.draft_vocab_size
+    size = config.head.get("draft_vocab_size")
     ids_U = most_frequent(windows.stream, task.target.vocab_size, size) if size else None
     return task.teacher(target.params, ids_U)
 

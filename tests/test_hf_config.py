@@ -19,6 +19,8 @@ from specsamp.models.transformer import TransformerLM
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
     "meta-llama/Llama-3.1-70B": 70.554e9,
     "meta-llama/Llama-3.1-8B": 8.0303e9,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.554e9,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.0303e9,
     "meta-llama/Llama-3.2-1B": 1.2358e9,
     "Qwen/Qwen2.5-7B": 7.6156e9,
     "Qwen/Qwen2.5-3B": 3.0859e9,

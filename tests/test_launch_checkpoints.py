@@ -11,7 +11,7 @@ import pytest
 from configs import hf
 from launch import experiment
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.heads import write_head
+from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.models.eagle import Eagle3Config

@@ -178,6 +178,31 @@ def public_pairs(documents: Documents) -> str:
     return table((*header, "a round, ms", "ms per token at acceptance 0.8", "speedup"), rows)
 
 
+def heads(documents: Documents) -> str:
+    """Returns what a draft and a round take with a head or an early exit, beside a draft model."""
+    rows = []
+    for cell in documents["compile_heads"]["cells"]:
+        name, programs = cell["name"], cell["programs"]
+        chip = name["topology"].partition(":")[0]
+        works = {program: Work(**facts["work"]) for program, facts in programs.items()}
+        step, draft_step = estimate(chip, works["target step"]), estimate(chip, works["draft step"])
+        whole = estimate(chip, *calls_of_round(works["round"], works["draft step"], K))
+        rows.append(
+            (
+                *name.values(),
+                *(f"{programs[program]['over_floor']:.3f}" for program in ("score", "draft step", "round")),
+                *(round(sum(programs[program]["collectives"].values())) for program in ("draft step", "round")),
+                draft_step,
+                whole,
+                faster(ratio(whole, step)),
+            )
+        )
+    floors = [f"{program}, over the floor" for program in ("scoring", "a draft step", "a round")]
+    serial = ["serial collectives of a draft step", "of a round"]
+    times = ("a draft step, ms", "a round, ms", "a round, over a step of the target")
+    return table(("target", "chips", "drafter", *floors, *serial, *times), rows)
+
+
 def backtest(documents: Documents) -> str:
     """Returns how published measurements were predicted from the others."""
     rows = [

@@ -243,6 +243,18 @@ SECTIONS = (
         ["compile_qwen_3b_v5e", "compile_llama_70b_v5e", "compile_llama_70b_int8_v5e"],
     ),
     Section(
+        "Heads and early exits beside a draft model",
+        ESTIMATE
+        + "Batch 1, 2048 slots, bfloat16, top-p, token rule, K = 4. Targets of two and four layers, continued in a straight "
+        "line to all of them; a head has one layer and is compiled as it is, of EAGLE-3's shape with a reduced vocabulary "
+        "of 32,000. What a round emits depends on acceptance, which no compiler knows: a drafter pays where it emits more "
+        "tokens than the last column says. A round can go below the floor of its calls, because the compiler keeps weights "
+        "of what drafts on chip. What one run fetches at its end for the next is counted once here; files that are older "
+        "count it twice.",
+        compiled.heads,
+        ["compile_heads"],
+    ),
+    Section(
         "A training step of an EAGLE-3 head",
         ESTIMATE
         + "Llama 3.1 8B is the target, on 16 TPU v5p chips, four data shards of four; AdamW in float32, activations "

@@ -19,7 +19,6 @@ from typing import Any
 from specsamp.checkpoints import tensor_names
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
-from specsamp.checkpoints.rope import describe_rotary
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
@@ -201,64 +200,3 @@ def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> No
         raise ValueError(
             f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is of another target"
         )
-
-
-def describe_head(config: HeadConfig, target_name: str, K: int) -> dict[str, Any]:
-    """Returns the ``config.json`` of an EAGLE-3 head in the layout of speculators.
-
-    Args:
-      target_name: where readers find the target.
-      K: tokens per round that it proposes to draft.
-
-    Raises:
-      ValueError: another kind of head, or a layer that has no counterpart there, with the fields.
-    """
-    if not isinstance(config, Eagle3Config):
-        raise ValueError(f"only EAGLE-3 heads are written in the layout of speculators; got {type(config).__name__}")
-    layer = config.layer
-    model_type = "qwen3" if layer.query_key_norm else "llama"
-    content = {
-        SPECULATORS: "eagle3",
-        "architectures": ["Eagle3Speculator"],
-        "speculators_version": "0.9.0",
-        "transformer_layer_config": {
-            "model_type": model_type,
-            "vocab_size": layer.vocab_size,
-            "hidden_size": layer.width,
-            "num_hidden_layers": 1,
-            "num_attention_heads": layer.num_heads,
-            "num_key_value_heads": layer.num_kv_heads,
-            "head_dim": layer.head_size,
-            "intermediate_size": layer.feedforward_width,
-            "max_position_embeddings": layer.max_positions,
-            "rms_norm_eps": layer.norm_epsilon,
-            "hidden_act": layer.activation,
-            "attention_bias": layer.attention_bias,
-            "rope_parameters": describe_rotary(layer),
-            "tie_word_embeddings": False,
-        },
-        "draft_vocab_size": config.num_outputs,
-        "target_hidden_size": config.target_width,
-        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
-        **{name: getattr(config, name) for name in SWITCHES},
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": K}],
-            "verifier": {"name_or_path": target_name, "architectures": []},
-        },
-    }
-    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
-    own = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_output}
-    own["d2t"] = config.draft_vocab_size is not None
-    found = [name for name, is_own in own.items() if is_own]
-    _, read = parse_head("config.json", content, target, layer.dtype, found)
-    if read != config:
-        different = [
-            f"{field.name} = {getattr(side, field.name)!r}"
-            for side, other in ((config, read), (config.layer, read.layer))
-            for field in dataclasses.fields(side)
-            if field.name != "layer" and getattr(side, field.name) != getattr(other, field.name)
-        ]
-        raise ValueError(f"the layout of speculators has no counterpart of {', '.join(different)}")
-    return content

@@ -1,4 +1,4 @@
-"""Public heads: opened and checked against their target before memory is spent, then read in slices; and written.
+"""Public heads: opened and checked against their target before memory is spent, then read in slices.
 
     checkpoint = open_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target.config)
     head = FeatureHead(checkpoint.config)
@@ -22,13 +22,11 @@ import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.head_config import EAGLE, MIMO_MTP, HeadLayout, describe_head, parse_head
+from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_head, find_folder
 from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
-from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
     INDEX,
@@ -104,7 +102,7 @@ def open_head(
     found = _find(download_head(name) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
-    sources = _sources(config, layout)
+    sources = head_sources(config, layout)
     check_tensors(
         name,
         found,
@@ -133,7 +131,7 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
       head: of the checkpoint's config. Its vocabulary may be larger: rows beyond the checkpoint's are zero.
     """
     there, here, dtype = head_sizes(checkpoint.config), head_sizes(head.config), head.config.layer.compute_dtype
-    sources = _sources(head.config, checkpoint.layout)
+    sources = head_sources(head.config, checkpoint.layout)
     shapes = jax.eval_shape(FeatureHead(head.config).init, jax.random.key(0))
     if isinstance(head, ShardedHead):
         shardings = head.param_shardings(shapes)
@@ -151,33 +149,6 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
 
     places = flatten_dict(jax.tree.map(place, shapes, shardings), sep="/")
     return unflatten_dict(read_leaves(places, read, progress), sep="/")
-
-
-def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
-    """Writes an EAGLE-3 head in the layout of speculators; ``config.json`` comes last.
-
-    Args:
-      target_name: where readers find the target: a folder, or an id of the hub.
-      K: tokens per round that it proposes to draft.
-
-    Raises:
-      ValueError: a head that the layout cannot describe; parameters of another head.
-    """
-    place, config = storage.place(folder), head.config
-    content = describe_head(config, target_name, K)
-    check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
-    leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
-    tensors = {}
-    for name, source in _sources(config, EAGLE).items():
-        tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
-    if config.draft_vocab_size is not None:
-        ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
-        tensors[OFFSETS] = ids_U - np.arange(len(ids_U))
-        tensors[KEPT] = np.isin(np.arange(config.layer.vocab_size), ids_U)
-    for stale in ("config.json", INDEX, SINGLE, PICKLE):
-        (place / stale).unlink(missing_ok=True)
-    storage.write(place / SINGLE, save(tensors, metadata={"format": "pt"}))
-    storage.write_json(place / "config.json", content)
 
 
 def head_sizes(config: HeadConfig) -> dict[str, int]:
@@ -201,7 +172,8 @@ def _shapes(config: HeadConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
 
 
-def _sources(config: HeadConfig, layout: HeadLayout) -> dict[str, Source]:
+def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, Source]:
+    """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
     return {name: find_source(name, layout.names) for name in _shapes(config) if name != DRAFT_IDS}
 
 

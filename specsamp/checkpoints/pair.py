@@ -9,7 +9,7 @@
     draft.safetensors
     tokenizer.json
     prompts.json          prompts from held-out files, if there are any
-    head                  a head for this target in the layout of speculators, if there is one: launch/export_head.py
+    head                  a head for this target, if there is one: launch/export_head.py
 
 Pairs of public checkpoints are read by public_pair.py.
 """
@@ -114,8 +114,10 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
     """Returns the first 16 digits of a SHA-256 over the files of target and draft: other weights have another one."""
     folder, digest = pair_folder(name_or_path), hashlib.sha256()
-    drafting = head_folder(name_or_path) / "model.safetensors" if draft == "head" else folder / "draft.safetensors"
-    for path in (folder / "target.safetensors", drafting):
+    drafting = [folder / "draft.safetensors"]
+    if draft == "head":
+        drafting = sorted(head_folder(name_or_path).glob("*.safetensors"))
+    for path in (folder / "target.safetensors", *drafting):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

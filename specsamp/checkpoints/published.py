@@ -189,3 +189,6 @@ CONFIGS = {
     "openai-community/gpt2-large": _gpt2(n_embd=1280, n_layer=36, n_head=20),
     "distilbert/distilgpt2": _gpt2(n_embd=768, n_layer=6, n_head=12),
 }
+# Tuned on the same shapes.
+CONFIGS["meta-llama/Llama-3.1-8B-Instruct"] = CONFIGS["meta-llama/Llama-3.1-8B"]
+CONFIGS["meta-llama/Llama-3.3-70B-Instruct"] = CONFIGS["meta-llama/Llama-3.1-70B"]

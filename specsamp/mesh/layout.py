@@ -217,8 +217,8 @@ class Layout:
         return logits_BTV
 
     def place_cache(self, axes: Any, cache: Any) -> Any:
-        """Lays a cache out by its logical axes; None leaves it to the compiler."""
-        if axes is None:
+        """Lays a cache out by its logical axes, if there is one; without axes it is left to the compiler."""
+        if axes is None or cache is None:
             return cache
 
         # Inside `jax.shard_map` the batch is that of one data shard already.

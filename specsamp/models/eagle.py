@@ -120,11 +120,16 @@ class Eagle3Config(HeadConfig):
     norm_output: bool = False
 
     module: ClassVar[type[HeadModule]] = Eagle3
+    fused: ClassVar[tuple[str, ...]] = ("fc",)
 
     def __post_init__(self):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are two ways to do one thing: set one of them")
+
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        return default_layers(target_layers)
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         swapped = {"attention_norm": "hidden_norm", "hidden_norm": "attention_norm"}

@@ -57,6 +57,7 @@ class HeadConfig:
     own_output: bool = False
 
     module: ClassVar[type[HeadModule]]
+    fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
     has_layer: ClassVar[bool] = True  # a decoder layer, and so a cache; of other heads' ``layer`` only sizes count
 
     def __post_init__(self):
@@ -81,6 +82,19 @@ class HeadConfig:
             )
         if self.draft_vocab_size is not None and not self.own_output:
             raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
+
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        """Returns the ``hidden_layers`` of heads that name none: the stream after the final norm."""
+        return (target_layers,)
+
+    def begin(self, params: Any, output_VD: Array) -> Any:
+        """Returns random parameters with what such a head begins with when it is trained.
+
+        Args:
+          output_VD: the matrix that the target's logits multiply by.
+        """
+        return params
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         """Returns how files of such a head could be meant instead, by what a reader calls it.
@@ -303,7 +317,7 @@ class FeatureHead:
         return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
 
     def expand(self, weights: Any, logits: Array) -> Array:
-        """Returns logits over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
+        """Returns logits ``[..., V]`` over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
         if weights["ranks_V"] is None:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)

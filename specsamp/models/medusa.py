@@ -98,6 +98,12 @@ class MedusaConfig(HeadConfig):
                 f"{self.hidden_layers}"
             )
 
+    def begin(self, params: Any, output_VD: jax.Array) -> Any:
+        """Every head begins with the target's own output."""
+        if not self.own_output or self.draft_vocab_size is not None:
+            return params
+        return {name: head | {"output": output_VD} for name, head in params.items()}
+
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         """A first head that predicts what the target itself does: each is one token behind."""
         if self.num_heads == 1:

@@ -65,6 +65,11 @@ class MTPConfig(HeadConfig):
         if len(self.hidden_layers) != 1:
             raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
 
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        """The stream before the final norm, as in MiMo: the module has a norm of its own for it."""
+        return (target_layers - 1,)
+
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         swapped = {"token_norm": "hidden_norm", "hidden_norm": "token_norm"}
         order = {"hidden_first": not self.hidden_first}

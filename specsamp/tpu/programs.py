@@ -19,10 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
 from specsamp.mesh.sharded import ShardedModel
+from specsamp.mesh.sharded_head import shard_head
+from specsamp.models.heads import FeatureHead
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -38,7 +40,8 @@ class Programs:
     weights and not a quantised model: nothing like it could run.
 
     With an ``exit_layer`` the target drafts with its first layers. Calls of a draft are then those of ``draft``, a model
-    of these layers alone; a round has no weights and no cache but the target's.
+    of these layers alone; a round has no weights and no cache but the target's. With a ``head``, ``draft`` is a step of
+    it, see `specsamp.tpu.head_step`; a round has the head's weights and its state.
     """
 
     target: ShardedModel
@@ -48,7 +51,8 @@ class Programs:
     batch: int
     slots: int
     weight_dtype: str | None = None  # None: the compute dtype
-    exit_layer: int | None = None  # None: the draft is a model beside the target
+    exit_layer: int | None = None  # None: the draft is a model beside the target, or a head
+    head: FeatureHead | None = None
 
     def check(self) -> None:
         """Checks the slots.
@@ -91,11 +95,29 @@ class Programs:
         read = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(weights) if id(leaf) in streamed)
         return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
 
+    def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
+        """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""
+        fused = [] if self.head is None else self.draft.model.fused(self.weights(self.draft))
+        drafts = draft_length * self.floor(self.draft, live) + sum(map(_bytes_per_device, fused))
+        return self.floor(self.target, live) + drafts
+
     def bytes_of_state(self) -> tuple[int, int]:
-        """Returns the bytes per device of weights, and of caches: of both models, if there are two."""
-        models = (self.target,) if self.exit_layer else (self.target, self.draft)
-        weights, caches = zip(*map(self.bytes_of, models))
-        return sum(weights), sum(caches)
+        """Returns the bytes per device of weights, and of caches: of the target, and of what drafts beside it."""
+        parts = (self.weights(self.target), self.draft_weights()), (self.cache(self.target), self.draft_cache())
+        weights, caches = (sum(map(_bytes_per_device, jax.tree.leaves(part))) for part in parts)
+        return weights, caches
+
+    def draft_weights(self) -> Any:
+        """Returns the shapes of what a round drafts with beside the target's weights, sharded."""
+        if self.exit_layer is not None:
+            return None
+        return self.weights(self.draft) if self.head is None else self.weights(self.draft)["head"]
+
+    def draft_cache(self) -> Any:
+        """Returns the shapes of the cache of what drafts beside the target, sharded."""
+        if self.exit_layer is not None:
+            return ()
+        return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
 
     def bytes_of(self, model: ShardedModel) -> tuple[int, int]:
         """Returns the bytes per device of one model's weights, and of its cache."""
@@ -119,9 +141,9 @@ class Programs:
 
     def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
         """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
-        drafter, inside = self.drafter(draft_length), self.exit_layer is not None
+        drafter = self.drafter(draft_length)
         loop = Loop(target=self.target, drafter=drafter, rule=rule, window=WINDOW, shards=DataShards(self.mesh))
-        weights = Weights(target=self.weights(self.target), draft=None if inside else self.weights(self.draft))
+        weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
         request = self._by_rows(
             jax.eval_shape(lambda: Request.create(sampling=self.sampling, limits=[self.slots] * self.batch))
         )
@@ -129,13 +151,16 @@ class Programs:
         bare = dataclasses.replace(
             loop,
             target=self.target.model,
-            drafter=drafter.with_models(self.target.model, self.draft.model),
+            drafter=drafter.with_models(self.target.model, self.head or self.draft.model),
             shards=DataShards(),
         )
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
         state = jax.eval_shape(lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request)
+        drafter_state = self.draft_cache()
+        if self.head is not None:
+            rest = self._by_rows(dataclasses.replace(state.drafter_state, cache=None))
+            drafter_state = dataclasses.replace(rest, cache=drafter_state)
         state = self._by_rows(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
-        drafter_state = () if inside else self.cache(self.draft)
         state = dataclasses.replace(state, cache=self.cache(self.target), drafter_state=drafter_state)
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
@@ -146,6 +171,8 @@ class Programs:
 
     def drafter(self, draft_length: int) -> Drafter:
         """Returns what drafts in a round."""
+        if self.head is not None:
+            return FeatureDrafter(self.target, shard_head(self.head, self.draft.layout), draft_length, WINDOW)
         if self.exit_layer is None:
             return ModelDrafter(self.draft, draft_length, WINDOW)
         return EarlyExitDrafter(self.target, self.exit_layer, draft_length, WINDOW)

@@ -134,9 +134,7 @@ def compile_report(
     for floor in (of_target, of_draft):
         floor()  # shapes that do not divide over the mesh are refused before anything is compiled
 
-    def of_round(live=1.0):
-        return of_target(live) + draft_length * of_draft(live)
-
+    of_round = functools.partial(programs.floor_of_round, draft_length)
     windows = STEP_WINDOWS if programs.batch == shards.count else (1, *STEP_WINDOWS)
 
     def call(model, tokens):

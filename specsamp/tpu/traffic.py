@@ -5,7 +5,8 @@
 Counted are the bytes that cross between a chip's HBM and the rest of it. An operation reads its operands and writes
 its results, except that
 
-- asynchronous copies and slices (prefetches) move what they deliver;
+- asynchronous copies and slices (prefetches) move what they deliver; what a run fetches at its end for the next run of
+  the program is counted there, and not where that run would begin with it;
 - a fusion that only slices or gathers from an operand reads what it takes, not the table;
 - an update in place writes the update, not the buffer, and reads it only if the same fusion uses it further;
 - what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves nothing.
@@ -157,6 +158,8 @@ class Tally:
             total.collective_bytes[base] += delivered.bytes
             read, written = sum(x.hbm_bytes for x in operands), delivered.hbm_bytes
         elif op.opcode in ("copy-start", "slice-start"):
+            if "cross_program_prefetch_index" in op.attributes and _fetched_again(op, body):
+                return
             source = operands[0].hbm_bytes > 0
             target = _delivered(op, operands)
             read, written = target.bytes * source, target.bytes * target.in_hbm
@@ -216,6 +219,11 @@ class Tally:
 def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
     """Returns what an asynchronous copy or slice delivers, of the arrays that its start names."""
     return op.arrays[0] if op.opcode == "copy-start" else op.arrays[len(operands[0].arrays)]
+
+
+def _fetched_again(op: Instruction, body: dict[str, Instruction]) -> bool:
+    """Returns whether a run also fetches what ``op`` does for the next run, which then finds it on chip."""
+    return any(x is not op and (x.opcode, x.operands) == (op.opcode, op.operands) for x in body.values())
 
 
 def _origin(op: Instruction, body: dict[str, Instruction]) -> Instruction:

@@ -7,6 +7,9 @@ the true features of rows up to t, then one feature of its own for each step. Th
 
     loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`
 
+Medusa heads go through the same test: they return the feature that they were given, so that step i is the head at offset
+i, which says x_{t+2+i} from what the target knew at t, whatever lies between.
+
 The target runs in the same step, without a gradient, so that no hidden states are stored. With a reduced vocabulary
 ``q`` is renormalised over it, and positions whose likeliest token is outside are left out; acceptance, which is logged
 for each step, is always that of the whole ``q``.
@@ -85,7 +88,7 @@ class TrainHead:
       head: its parameters are trained, but for the ids of a reduced vocabulary.
       target: the model it was made for.
       objective: one of `DIVERGENCES`.
-      test_steps: S of the training-time test.
+      test_steps: S of the training-time test; of Medusa heads as many as there are.
       decay: weight of a step, of that of the step before it.
       chunk: positions whose logits are made at a time; they, and what a step computes, are made again for the
         gradient. None: nothing is made again.
@@ -107,6 +110,9 @@ class TrainHead:
             raise ValueError(f"no objective {self.objective!r}: choose one of {', '.join(DIVERGENCES)}")
         if self.test_steps < 1:
             raise ValueError(f"test_time.test_steps must be >= 1; got {self.test_steps}")
+        most = self.head.config.max_tokens
+        if most is not None and self.test_steps > most:
+            raise ValueError(f"test_time.test_steps is {self.test_steps}, but the head drafts {most} tokens at most")
         if not 0 < self.decay <= 1:
             raise ValueError(f"test_time.decay must be in (0, 1]; got {self.decay}")
         if self.chunk is not None and self.chunk < 1:
@@ -130,6 +136,11 @@ class TrainHead:
 
     def init(self, key):
         return _without_ids(self.head.init(key))
+
+    def first_params(self, key: Array, target_params: Any) -> Any:
+        """Returns what training begins with: random parameters, but for what a kind of head takes from its target."""
+        output_VD = target_params.get(OUTPUT_EMBEDDING, target_params["embedding"])
+        return self.head.config.begin(self.init(key), jnp.asarray(output_VD, jnp.float32))
 
     def param_axes(self):
         return _without_ids(self.head.param_axes())
@@ -231,7 +242,7 @@ class TrainHead:
 
         sums = []
         for step, features_BTD in enumerate(features_SBTD):
-            logits_BTU = self.head.logits(weights, features_BTD, of_target)
+            logits_BTU = self.head.logits(weights, features_BTD, of_target, step)
             draft_BTU = jax.nn.log_softmax(logits_BTU)
             exists_BT = (rows_T > step)[None] & jnp.ones_like(is_counted_BT)
             counts_BT = exists_BT & is_counted_BT

@@ -24,6 +24,7 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.checkpoint import Checkpoints
@@ -31,7 +32,7 @@ from specsamp.training.log import read_metrics
 
 RENAMED = {"recipe": "train", "rhythm": "intervals"}  # fields of run.json in older runs
 FIX = "restore the file, or begin anew in another --workdir"
-HEADS = {"eagle3": Eagle3Config, "mtp": MTPConfig}  # kinds of heads that are trained
+HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained
 IDS = f"{DRAFT_IDS}.npy"  # of a head with a reduced vocabulary
 
 
@@ -219,7 +220,8 @@ def make_head(
 
     Args:
       layer: of its decoder layer.
-      fields: ``kind``, one of `HEADS`; ``draft_vocab_size``, 0 for the whole; and fields of its class.
+      fields: ``kind``, one of `HEADS`; and fields of its class. Left out, ``hidden_layers`` are the usual ones of the
+        kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
 
     Raises:
       ValueError: an unknown kind, or what no head can be.
@@ -228,7 +230,9 @@ def make_head(
     kind = fields.pop("kind")
     if kind not in HEADS:
         raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
-    size = fields.pop("draft_vocab_size") or None
+    size = fields.pop("draft_vocab_size", 0) or None
+    if "hidden_layers" not in fields:
+        fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
     layer = dataclasses.replace(layer, tied=False)  # its ends are the head's own matter
     shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
     return FeatureHead(HEADS[kind](**shape, **fields))

@@ -131,7 +131,7 @@ def init_state(task: Task, config: TrainConfig, params: Any = None) -> TrainStat
     Raises:
       ValueError: the given parameters have other shapes than the task's.
     """
-    key = _key(config)
+    key = run_key(config)
     if params is None:
         params = task.init(key)
     else:
@@ -139,7 +139,8 @@ def init_state(task: Task, config: TrainConfig, params: Any = None) -> TrainStat
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
 
 
-def _key(config: TrainConfig) -> Array:
+def run_key(config: TrainConfig) -> Array:
+    """Returns the key of a run: its parameters begin with it, and each step has one derived from it."""
     return jax.random.key(config.seed, impl="threefry2x32")
 
 
@@ -167,7 +168,7 @@ def train_step(
       The new state, and scalars for the log: loss, what else the task reports, and the norm of the gradient.
     """
     num_microbatches = tokens_ABT.shape[0]
-    keys_A = jax.random.split(jax.random.fold_in(_key(config), state.step), num_microbatches)
+    keys_A = jax.random.split(jax.random.fold_in(run_key(config), state.step), num_microbatches)
 
     def gradients(tokens_BT, key):
         return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key, state.step)

@@ -14,7 +14,8 @@ import pytest
 from etils import epath
 from safetensors.numpy import load_file, save_file
 
-from specsamp.checkpoints.heads import open_head, read_head, write_head
+from specsamp.checkpoints.head_export import write_head
+from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig

@@ -12,7 +12,7 @@ import pytest
 from specsamp import generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.heads import write_head
+from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import differences, read_head_pair, read_pair
 from specsamp.checkpoints.tokenizer import SentencePieceTokenizer

@@ -7,6 +7,7 @@ import pytest
 
 import compile_cells
 from compile_figures import PICTURES, calibrated
+from compile_heads import EXIT, HEAD, heads
 from compile_variants import variants
 from specsamp.tpu.work import Work
 from support import extras
@@ -64,7 +65,7 @@ def test_straight_lines_agree_with_the_whole(whole):
         assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=off), name
 
 
-@pytest.mark.parametrize("cells", [*compile_cells.STUDIES.values(), variants], ids=lambda cells: cells.__name__)
+@pytest.mark.parametrize("cells", [*compile_cells.STUDIES.values(), variants, heads], ids=lambda cells: cells.__name__)
 def test_every_answer_is_there(cells):
     """And its milliseconds are made of its work, with the calibration of today."""
     document = json.loads((RESULTS / f"compile_{cells.__name__}.json").read_text(encoding="utf-8"))
@@ -113,3 +114,22 @@ def test_the_figure_of_scoring_shows_the_calibrated_ratios_of_the_table():
         assert str(line.get_label()).startswith(topology)
     at_the_ridge = {line.get_label()[:3]: round(line.get_ydata()[-1], 1) for line in axis.lines[:4]}
     assert at_the_ridge == {"v4:": 3.1, "v5e": 2.8, "v5p": 1.9, "v6e": 11.3}
+
+
+def test_what_drafts_inside_the_target_costs_less_than_a_draft_model():
+    """At batch 1 near the floor, nothing copied; a round has the collectives of its calls, and one for what a head reads."""
+    rounds = {}
+    for cell in answers("heads"):
+        where, drafter = (cell["name"]["target"], cell["name"]["topology"]), cell["name"]["drafter"]
+        programs = cell["programs"]
+        counts = {name: sum(program["collectives"].values()) for name, program in programs.items()}
+        assert all(program["host_transfers"] == 0 for program in programs.values())
+        rounds[*where, drafter] = programs["round"]
+        if drafter in (HEAD, EXIT):
+            assert all(program["over_floor"] < 1.05 for program in programs.values()), cell["name"]
+            assert counts["round"] - counts["score"] - 4 * counts["draft step"] in (0, 1)
+    for (*where, drafter), inside in rounds.items():
+        (beside,) = (one for (*other, name), one in rounds.items() if other == where and name not in (HEAD, EXIT))
+        if drafter == HEAD:
+            assert inside["cycles"] < beside["cycles"] and inside["collectives"] != beside["collectives"]
+    assert len(rounds) == 10

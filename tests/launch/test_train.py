@@ -243,13 +243,33 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(train
         ValueError, match="head is the run of a head, which is no model: launch/export_head.py reads it"
     ):
         open_trained(tmp_path / "head")
-    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, mtp"):
+    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, medusa, mtp"):
         train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
     with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
         train.start(
             training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
         )
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
+def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
+    """With no field to be set; what is exported drafts by the same word, and is what training begins with again."""
+    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
+    train.start(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
+    last = metrics(tmp_path / "run")[-1]
+    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    trained = open_trained_head(tmp_path / "run")
+    done = call("export_head", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
+    assert (done.returncode or 0) == 0, done.stderr
+    assert (pair_folder / "head" / file).is_file()
+    pair = load_pair(pair_folder, draft="head")
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    (plain,), (drafted,) = (generate(pair, ["def f(x):"], 8, draft_length=K) for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    exported = open_first_head(pair_folder / "head", pair.target.config)
+    assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
 
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
@@ -381,7 +401,7 @@ def test_a_training_without_its_target_ends_with_a_message(tmp_path):
 
 def test_unknown_kinds_of_training_fail():
     with pytest.raises(
-        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, head, tiny_target, tiny_draft"
+        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, head, medusa, mtp, tiny_target"
     ):
         python_pair.get_config("huge")
 

@@ -83,9 +83,9 @@ def only_shared_flags():
         flags.FLAGS.unparse_flags()
 
 
-def save_tiny_pair(folder, prompts):
+def save_tiny_pair(folder, prompts, num_layers=1):
     """A pair with random weights that scripts can load from a folder; its draft is its target."""
-    config = tiny(vocab_size=300, num_layers=1, positions="rotary")
+    config = tiny(vocab_size=300, num_layers=num_layers, positions="rotary")
     side = config, TransformerLM(config).init(jax.random.key(0))
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
     save_pair(folder, target=side, draft=side, tokenizer_json=tokenizer, provenance={})

@@ -17,8 +17,11 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models import positions
 from specsamp.models import slots as cache_slots
 from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_out_of_memory
-from specsamp.models.config import chinchilla_70b, draft_4b
+from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu.head_step import shard_head_step
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import _largest, compile_report, measure
 from specsamp.tpu.topology import described_mesh, parse
@@ -95,6 +98,35 @@ def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     assert inside.bytes_of_state() == made.bytes_of(made.target)
     assert found["round"].memory.arguments < 1.01 * sum(inside.bytes_of_state())
     assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
+
+
+def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
+    """K = 4 calls of its layer, the last of which reads the target's hidden states; nothing else passes between chips."""
+    shape = dict(vocab_size=8192, width=2048, num_heads=16, num_kv_heads=8, feedforward_width=4096, dtype="bfloat16")
+    target = TransformerConfig(num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **shape)
+    layer = dataclasses.replace(target, num_layers=1)
+    head = FeatureHead(
+        Eagle3Config(layer=layer, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=4096, own_output=True)
+    )
+    mesh = described_mesh("v5e:2x2")
+    made = Programs(
+        target=shard_model(TransformerLM(target), Layout.tensor_parallel(mesh)),
+        draft=shard_head_step(target, head, draft_layout(mesh)),
+        mesh=mesh,
+        sampling=chain(top_p(0.8)),
+        batch=1,
+        slots=1024,
+        head=head,
+    )
+    found = compile_report(made, topology="v5e:2x2", draft_length=4, rule=TokenRule(), names=("round",))
+    of_calls = 4 * (3 + 1) + 2 * 2 + 1 + 1  # a call has one for embedding, attention, mlp and logits each
+    assert set(found["round"].collectives) == {"all-reduce", "all-gather"}
+    assert sum(found["round"].collectives.values()) == of_calls
+    assert made.floor_of_round(4) > made.floor(made.target) + 4 * made.floor(made.draft)  # fc is read once
+    assert found["round"].copies == () and found["round"].host_transfers == 0
+    assert found["round"].memory.arguments < 1.02 * sum(made.bytes_of_state())
+    of_head = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(head.init, jax.random.key(0)))) / 2
+    assert sum(made.bytes_of_state()) - sum(made.bytes_of(made.target)) == pytest.approx(of_head / 4, rel=0.1)
 
 
 def test_shares_of_rows_add_one_collective_a_round():

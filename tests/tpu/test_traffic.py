@@ -211,3 +211,17 @@ def test_what_is_no_program():
 def test_an_unknown_type_is_named():
     with pytest.raises(ValueError, match="an array of f4e2m1fn, whose size is not known"):
         traffic_of(PROGRAM.replace("bf16[", "f4e2m1fn["))
+
+
+def test_what_is_fetched_for_the_next_run_is_counted_once():
+    """A run begins with what the one before fetched at its end: one read of p2 a run, not two."""
+    begin = "copy-start(%p2)"
+    again = (
+        "  %copy-start.9 = (f32[4,16]{1,0:T(4,128)S(1)}, f32[4,16]{1,0:T(4,128)}, u32[]{:S(2)}) copy-start(%p2)\n"
+        "  %copy-done.9 = f32[4,16]{1,0:T(4,128)S(1)} copy-done(%copy-start.9)\n"
+    )
+    alone = PROGRAM.replace(begin, f"{begin}, cross_program_prefetch_index=0")
+    ahead = alone.replace("  ROOT %done =", again + "  ROOT %done =")
+    twice = PROGRAM.replace("  ROOT %done =", again + "  ROOT %done =")
+    assert traffic_of(alone).read == traffic_of(ahead).read == traffic_of(PROGRAM).read
+    assert traffic_of(twice).read == traffic_of(PROGRAM).read + 4 * 16 * 4  # the control

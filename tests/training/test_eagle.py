@@ -15,6 +15,7 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature, top_p
@@ -31,6 +32,7 @@ SHAPE = dict(target_layers=LAYERS, layer=LAYER)
 HEAD = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2)))
 REDUCED = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2), draft_vocab_size=10, own_output=True))
 MODULE = FeatureHead(MTPConfig(**SHAPE, hidden_layers=(LAYERS,)))
+MEDUSA = FeatureHead(MedusaConfig(**SHAPE, hidden_layers=(LAYERS,), num_heads=STEPS, own_output=True))
 IDS = np.array([0, 1, 2, 4, 5, 7, 8, 11, 13, 15], np.int32)
 TASK = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
 KEY = jax.random.key(0)
@@ -70,10 +72,10 @@ def decoded_logits(head, params, target_params, tokens_T, row, step):
     def of_target(x):
         return TARGET.unembed_normed(target_weights, x)
 
-    return head.expand(weights, head.logits(weights, returned[:, -1:], of_target))[0, 0]
+    return head.expand(weights, head.logits(weights, returned[:, -1:], of_target, step))[0, 0]
 
 
-@pytest.mark.parametrize("head", [REDUCED, MODULE], ids=["eagle3", "mtp"])
+@pytest.mark.parametrize("head", [REDUCED, MODULE, MEDUSA], ids=["eagle3", "mtp", "medusa"])
 def test_a_step_sees_what_decoding_would_see(head, target_params):
     """The logits of every step and row are those of the loop's calls, and are compared with the target's right row."""
     ids = IDS if head.config.draft_vocab_size else None
@@ -91,7 +93,7 @@ def test_a_step_sees_what_decoding_would_see(head, target_params):
     expected = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
     np.testing.assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
     for step, row in ((0, 7), (1, 5), (2, 3)):
-        logits = head.expand(weights, head.logits(weights, features[step], of_target))[1, row + 1 + step]
+        logits = head.expand(weights, head.logits(weights, features[step], of_target, step))[1, row + 1 + step]
         wanted = decoded_logits(head, params, target_params, TOKENS[1], row, step)
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 

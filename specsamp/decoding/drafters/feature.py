@@ -221,8 +221,9 @@ class FeatureDrafter(Drafter):
 
         def draw(carry: tuple, offset: Array | int) -> tuple:
             head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, warp_state = carry
-            logits_BTV = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)
-            logits_BV = head.expand(weights.draft, logits_BTV)[:, 0]
+            # Of one row: with two, a TPU spends more on moving the expanded logits about than on the head.
+            logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
+            logits_BV = head.expand(weights.draft, logits_BU)
             tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
             if log_probs_BV is not None:
                 if log_probs_BRV is None:

@@ -1,0 +1,245 @@
+"""Measures all that can draft for one target on the same held-out prompts, and makes one table of it.
+
+    python launch/studies/drafters.py --output=runs/python_drafters.json
+    python launch/studies/drafters.py --head=Medusa=runs/medusa_head --output=runs/python_drafters.json
+    python launch/studies/drafters.py --exit_target=runs/layer_skip --prompts=4 --K=2 --output=runs/few.json
+
+The draft model of a pair, prompt lookup, an early exit and the pair's head, greedy, at 0.8/0.95 and at temperature 1, by
+draft length. ``--head`` adds a head that launch/export_head.py wrote. An early exit of the pair's own target, which was
+not trained for it, is hardly accepted: ``--exit_target`` names the run of one that was, whose texts are its own.
+
+Every drafter takes turns with plain decoding of its target. A cell is written when it is done, and one that the output
+already holds is not measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from absl import flags
+
+import _launch  # noqa: F401, the folder of entry
+import entry
+from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
+from specsamp.analysis import report
+from specsamp.analysis.grid import Cell, Results, measure_cells
+from specsamp.analysis.measured import counts_of
+from specsamp.analysis.workload import Workload
+from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
+from specsamp.checkpoints.params import digest
+from specsamp.decoding.checks import encode
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
+from specsamp.decoding.loop import decode_window
+from specsamp.decoding.pair import Pair
+from specsamp.models.heads import FeatureHead
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.warp import Warp
+from specsamp.training.run import open_target
+
+_PAIR = flags.DEFINE_string("pair", "python", "The pair, by name or folder.")
+_HEADS = flags.DEFINE_multi_string("head", [], "Another head of its target, as NAME=FOLDER; may be repeated.")
+_EXIT_TARGET = flags.DEFINE_string(
+    "exit_target", None, "The run of a target that was trained for early exit. Default: the pair's own target."
+)
+_EXIT_LAYER = flags.DEFINE_integer("exit_layer", 2, "Layers of the target that draft in an early exit.", lower_bound=1)
+_LENGTHS = flags.DEFINE_multi_integer("K", [1, 2, 4], "Draft length to measure; may be repeated.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("prompts", 16, "Decode the first so many held-out prompts of the pair.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens that each prompt is continued by.", lower_bound=1)
+_SAMPLINGS = flags.DEFINE_multi_enum(
+    "sampling", ["greedy", "0.8/0.95", "1.0"], ["greedy", "0.8/0.95", "1.0"], "Distribution; may be repeated."
+)
+_OUTPUT = entry.define_output()
+
+SAMPLINGS: dict[str, tuple[float, float, Warp]] = {  # temperature, top-p, and the two as a warp
+    "greedy": (0.0, 1.0, greedy()),
+    "0.8/0.95": (0.8, 0.95, chain(temperature(0.8), top_p(0.95))),
+    "1.0": (1.0, 1.0, temperature(1.0)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """Something that drafts."""
+
+    name: str
+    pair: Pair
+    make: Callable[[int], Drafter]  # of K
+    most: int | None = None  # tokens that it drafts; None: any number
+
+
+def main() -> None:
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    found = sources()
+    prompts = load_prompts(_PAIR.value)[: _PROMPTS.value]
+    tokens = tuple(map(tuple, encode(found[0].pair, prompts)))
+    work = Workload(
+        prompts=tokens,
+        prompt_length=max(map(len, tokens)),
+        max_new_tokens=_TOKENS.value,
+        repeats=len(tokens),
+    )
+    results = Results.open(_OUTPUT.value, identity(work), lambda text: console.print(text, style="yellow"))
+    use_compilation_cache()
+
+    def header() -> dict[str, Any]:
+        return {"command": entry.command(), "environment": report.environment()}
+
+    kept = f"the cells measured so far are in {_OUTPUT.value}; the same command goes on"
+    with entry.keeps(kept), entry.progress(console, "starting") as say:
+        for source in found:
+            measure_cells(source.pair, cells_of(source, work), results, header=header, progress=say)
+    cells = [results.find(cell.key) for source in found for cell in cells_of(source, work)]
+    entry.show([table(cells)], console)
+
+
+def sources() -> list[Source]:
+    """Returns all that drafts, checked before anything is measured.
+
+    Raises:
+      FileNotFoundError, ValueError: a pair, head or run that is not there or does not fit.
+    """
+    pair, window = load_pair(_PAIR.value), decode_window()
+    target = pair.target
+    own = open_target(_EXIT_TARGET.value) if _EXIT_TARGET.value else None
+    exits = pair
+    if own is not None:
+        model = TransformerLM.for_backend(dataclasses.replace(own.config, dtype=target.config.dtype))
+        exits = dataclasses.replace(pair, target=model, target_params=own.params)
+    EarlyExitDrafter(exits.target, _EXIT_LAYER.value, 1, window)
+    found = [
+        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window)),
+        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K)),
+        Source(
+            name=f"early exit after {_EXIT_LAYER.value}" + (" (trained for it)" if own is not None else ""),
+            pair=exits,
+            make=lambda K: EarlyExitDrafter(exits.target, _EXIT_LAYER.value, K, window),
+        ),
+    ]
+    heads = {}
+    if (pair_folder(_PAIR.value) / "head").is_dir():
+        heads["its head"] = load_pair(_PAIR.value, draft="head")
+    for text in _HEADS.value:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ValueError(f"--head={text}: write a name and a folder, such as Medusa=runs/medusa_head")
+        heads[name] = with_head(pair, folder)
+    return found + [head_source(name, one) for name, one in heads.items()]
+
+
+def with_head(pair: Pair, folder: str) -> Pair:
+    """Returns the pair with the head of a folder in the place of its draft model."""
+    checkpoint = open_head(folder, pair.target.config, dtype=pair.target.config.dtype)
+    head = FeatureHead(checkpoint.config)
+    return dataclasses.replace(pair, draft=None, head=head, draft_params=read_head(checkpoint, head))
+
+
+def head_source(name: str, pair: Pair) -> Source:
+    def make(K: int) -> Drafter:
+        return FeatureDrafter(pair.target, pair.head, K, decode_window())
+
+    return Source(name=name, pair=pair, make=make, most=pair.head.config.max_tokens)
+
+
+def identity(work: Workload) -> dict[str, Any]:
+    """Returns what all cells of a file share."""
+    return {
+        "pair": _PAIR.value,
+        "prompts": {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())},
+        "max_new_tokens": work.max_new_tokens,
+        "machine": report.machine(),
+        "jax": jax.__version__,
+    }
+
+
+def cells_of(source: Source, work: Workload) -> list[Cell]:
+    """Makes the cells of one drafter: other weights are other cells."""
+    weights = digest((source.pair.target_params, source.pair.draft_params))
+    cells = []
+    for name in _SAMPLINGS.value:
+        heat, share, warp = SAMPLINGS[name]
+        for K in _LENGTHS.value:
+            if source.most is not None and K > source.most:
+                continue
+            key = {"draft_length": K, "drafter": source.name, "rule": "token", "batch": 1}
+            key |= {"temperature": heat, "top_k": 0, "top_p": share, "min_p": 0.0, "weights": weights}
+            cells.append(
+                Cell(
+                    key=key,
+                    drafter=source.make(K),
+                    rule=TokenRule(),
+                    sampling=warp,
+                    draft_sampling=None,
+                    workload=work,
+                )
+            )
+    return cells
+
+
+def table(cells: list[Mapping[str, Any]]) -> report.Table:
+    """Returns a row for each cell."""
+    most = max(cell["key"]["draft_length"] for cell in cells)
+    rows = []
+    for cell in cells:
+        key = cell["key"]
+        what = key["drafter"], sampling_name(key), str(key["draft_length"])
+        if "result" not in cell:
+            rows.append((*what, "out of memory", *[""] * (most + 3)))
+            continue
+        counts, result = counts_of(cell), cell["result"]
+        shares = [f"{share:.2f}" for share in counts.acceptance_by_position]
+        cost = cost_of_a_draft(result, key["draft_length"])
+        rows.append(
+            (
+                *what,
+                f"{counts.emitted_per_round:.2f}",
+                *shares,
+                *[""] * (most - len(shares)),
+                "" if cost is None else f"{cost:.2f}",
+                f"{result['speculative']['ms_per_token']['median']:.2f}",
+                f"{result['speedup']['median']:.2f}x",
+            )
+        )
+    positions = [f"accepted at {i + 1}" for i in range(most)]
+    header = (
+        "drafter",
+        "sampling",
+        "K",
+        "tokens per round",
+        *positions,
+        "a draft, in steps",
+        "ms per token",
+        "speedup",
+    )
+    return report.Table(
+        title="Drafters of one target, on the same prompts",
+        header=header,
+        rows=rows,
+        note="accepted at a position: of the rounds that came so far; a draft: what proposing and reading what was "
+        "accepted take for each drafted token, in steps of the target; speedup over plain decoding in turn",
+    )
+
+
+def sampling_name(key: Mapping[str, Any]) -> str:
+    """Returns what a cell's distribution is called here."""
+    asked = key["temperature"], key["top_p"]
+    return next(name for name, (*numbers, _) in SAMPLINGS.items() if tuple(numbers) == asked)
+
+
+def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
+    """Returns the steps of the target that a drafted token costs; a head also reads what was accepted."""
+    split = result["split"]
+    if split is None:
+        return None
+    return sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
+
+
+if __name__ == "__main__":
+    entry.run(main)

@@ -1,0 +1,190 @@
+"""Writes heads as files that `specsamp.checkpoints.heads` reads, and other programs too.
+
+EAGLE-3 heads are written in the layout of the package speculators, Medusa heads in that of their authors. For an MTP
+module without its target there is no public layout: it gets the names that MiMo's has in the checkpoint of its target,
+in a folder of its own, which is read here alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import save
+
+from specsamp import storage
+from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.head_config import (
+    EAGLE,
+    MEDUSA,
+    MIMO,
+    MIMO_MTP,
+    SPECULATORS,
+    SWITCHES,
+    HeadLayout,
+    parse_head,
+)
+from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sizes, head_sources
+from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.rope import describe_rotary
+from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
+from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """How a kind of head is written.
+
+    Attributes:
+      whose: layout it is, for messages.
+      file: of the tensors.
+      describe: returns ``config.json``, of the shape, the target's name, and the tokens per round to propose.
+    """
+
+    whose: str
+    layout: HeadLayout
+    file: str
+    describe: Callable[[Any, str, int], dict[str, Any]]
+
+
+def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
+    """Writes a head; ``config.json`` comes last.
+
+    Args:
+      target_name: where readers find the target: a folder, or an id of the hub.
+      K: tokens per round that it proposes to draft.
+
+    Raises:
+      ValueError: a head that no layout here can describe; parameters of another head.
+    """
+    place, config = storage.place(folder), head.config
+    written, content = describe_head(config, target_name, K)
+    check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
+    leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
+    tensors = {}
+    for name, source in head_sources(config, written.layout).items():
+        tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
+    if config.draft_vocab_size is not None:
+        ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
+        tensors[OFFSETS] = ids_U - np.arange(len(ids_U))
+        tensors[KEPT] = np.isin(np.arange(config.layer.vocab_size), ids_U)
+    for stale in ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE):
+        (place / stale).unlink(missing_ok=True)
+    storage.write(place / written.file, save(tensors, metadata={"format": "pt"}))
+    storage.write_json(place / "config.json", content)
+
+
+def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written, dict[str, Any]]:
+    """Returns how a head is written, and its ``config.json``.
+
+    Args:
+      target_name: where readers find the target.
+      K: tokens per round that it proposes to draft.
+
+    Raises:
+      ValueError: a kind that is not written; or a field that has no counterpart in its layout, with its value.
+    """
+    if type(config) not in WRITTEN:
+        known = ", ".join(kind.__name__ for kind in WRITTEN)
+        raise ValueError(f"a head is written of {known}; got {type(config).__name__}")
+    written, layer = WRITTEN[type(config)], config.layer
+    content = written.describe(config, target_name, K)
+    try:
+        found = {source.tensor for source in head_sources(config, written.layout).values()}
+    except KeyError as error:
+        raise ValueError(f"the layout of {written.whose} has no tensor for the parameter {error}") from error
+    if config.draft_vocab_size is not None:
+        found.add(OFFSETS)
+    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
+    _, read = parse_head("config.json", content, target, layer.dtype, found)
+    if not config.has_layer:
+        read = dataclasses.replace(read, layer=layer)
+    if read != config:
+        different = [
+            f"{field.name} = {getattr(side, field.name)!r}"
+            for side, other in ((config, read), (config.layer, read.layer))
+            for field in dataclasses.fields(side)
+            if field.name != "layer" and getattr(side, field.name) != getattr(other, field.name)
+        ]
+        raise ValueError(f"the layout of {written.whose} has no counterpart of {', '.join(different)}")
+    return written, content
+
+
+def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
+    layer = config.layer
+    return {
+        SPECULATORS: "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": {
+            "model_type": "qwen3" if layer.query_key_norm else "llama",
+            "num_hidden_layers": 1,
+            "attention_bias": layer.attention_bias,
+            **_layer(layer),
+        },
+        "draft_vocab_size": config.num_outputs,
+        "target_hidden_size": config.target_width,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
+        **{name: getattr(config, name) for name in SWITCHES},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": K}],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+    }
+
+
+def _medusa(config: MedusaConfig, target_name: str, K: int) -> dict[str, Any]:
+    return {
+        "model_type": "medusa",
+        "base_model_name_or_path": target_name,
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": 1,
+        "hidden_size": config.layer.width,
+        "vocab_size": config.layer.vocab_size,
+    }
+
+
+def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
+    return {
+        "architectures": [MIMO],
+        "model_type": FAMILIES[MIMO].model_type,
+        "base_model_name_or_path": target_name,
+        "num_hidden_layers": config.target_layers,
+        "num_nextn_predict_layers": 1,
+        **_layer(config.layer),
+    }
+
+
+def _layer(layer: TransformerConfig) -> dict[str, Any]:
+    """Returns what both layouts say of a decoder layer."""
+    return {
+        "vocab_size": layer.vocab_size,
+        "hidden_size": layer.width,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_size,
+        "intermediate_size": layer.feedforward_width,
+        "max_position_embeddings": layer.max_positions,
+        "rms_norm_eps": layer.norm_epsilon,
+        "hidden_act": layer.activation,
+        "rope_parameters": describe_rotary(layer),
+        "tie_word_embeddings": False,
+    }
+
+
+WRITTEN = {
+    Eagle3Config: Written(whose="speculators", layout=EAGLE, file=SINGLE, describe=_eagle3),
+    MedusaConfig: Written(whose="Medusa's authors", layout=MEDUSA, file=MEDUSA_SINGLE, describe=_medusa),
+    MTPConfig: Written(whose="MiMo's module", layout=MIMO_MTP, file=SINGLE, describe=_mtp),
+}

@@ -1,0 +1,85 @@
+"""Training of Medusa heads: each begins as the target's output, and learns the token at its own offset."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.mesh.layout import make_mesh
+from specsamp.models.config import tiny
+from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.eagle import TrainHead
+from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
+
+V, LENGTH, NUM_HEADS = 8, 12, 2
+TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary"))
+LAYER = dataclasses.replace(TARGET.config, num_layers=1, tied=False)
+SHAPE = dict(layer=LAYER, target_layers=1, hidden_layers=(1,), own_output=True)
+HEAD = FeatureHead(MedusaConfig(**SHAPE, num_heads=NUM_HEADS))
+TASK = TrainHead(head=HEAD, target=TARGET, test_steps=NUM_HEADS)
+TRAIN = TrainConfig(steps=60, batch=8, warmup_steps=4, learning_rate=2e-2, weight_decay=0.0)
+KEY = jax.random.key(0)
+ROWS = jnp.asarray((np.arange(LENGTH + 1) + np.arange(8)[:, None]) * 3 % V, jnp.int32)  # the next token is known
+
+one_step = jax.jit(train_step, static_argnums=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return TARGET.init(jax.random.key(5))
+
+
+def test_heads_begin_as_the_target_s_own_output(target_params):
+    """A residual block adds nothing at first, so all heads say what the target says of its own next token."""
+    weights = HEAD.training_weights(TASK.first_params(KEY, target_params), None)
+    stream, features = jax.jit(TASK._steps)(weights, target_params, ROWS)
+    expected = TARGET.read_out(target_params, stream)
+    for step in range(NUM_HEADS):
+        logits = HEAD.logits(weights, features[step], None, step)
+        np.testing.assert_allclose(jnp.roll(logits, -step - 1, axis=1), expected, atol=1e-5)
+
+
+def test_a_head_learns_from_the_loss_of_its_offset_alone(target_params):
+    """And the weight of its offset is that of its gradient."""
+    params, teacher = TASK.init(KEY), TASK.teacher(target_params)
+    part = jax.jit(
+        lambda p, decay: dataclasses.replace(TASK, decay=decay).loss(p, teacher, ROWS, KEY)[0], static_argnums=1
+    )
+    gradients = [jax.grad(part)(params, decay) for decay in (1.0, 0.5)]
+    assert gradients[0].keys() == {"head_0", "head_1"}  # nothing of the target
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradients[0]))
+    for name, share in (("head_0", 1.0), ("head_1", 0.5)):
+        jax.tree.map(
+            lambda half, whole: np.testing.assert_allclose(half, share * whole, atol=1e-6),
+            gradients[1][name],
+            gradients[0][name],
+        )
+
+
+def losses(target_params, mesh):
+    state, teacher = init_state(TASK, TRAIN, TASK.first_params(KEY, target_params)), TASK.teacher(target_params)
+    state = jax.device_put(state, state_shardings(TASK, TRAIN, mesh))
+    found = []
+    for _ in range(TRAIN.steps):
+        state, metrics = one_step(TASK, TRAIN, state, teacher, ROWS[None])
+        found.append(metrics)
+    return {name: [float(one[name]) for one in found] for name in found[0]}
+
+
+def test_the_loss_falls_and_every_offset_is_accepted_more(target_params):
+    """Its heads are split over devices as the target's output is, and learn the same."""
+    one, two = (losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2))
+    assert one["loss"][-1] < 0.5 * one["loss"][0]
+    for i in (1, 2):
+        accepted = one[f"acceptance/position_{i}"]
+        assert accepted[-1] > accepted[0] + 0.2, accepted
+    np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-3)
+
+
+def test_more_steps_than_heads_are_refused():
+    with pytest.raises(ValueError, match="test_steps is 3, but the head drafts 2 tokens at most"):
+        dataclasses.replace(TASK, test_steps=3)
