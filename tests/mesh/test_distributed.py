@@ -249,16 +249,24 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
 
 def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
     """The first process keeps the texts, and tells the other what is to be decoded."""
+    run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     results = []
-    flags = "--task=python", "--problems=6", "--samples=2", "--blocks=1", "--methods=token", "--config.max_new_tokens=6"
-    for how, data in ((launch, 4), (launch_alone, 8)):
-        output = tmp_path / f"{data}.json"
-        mesh = f"--config.mesh.data={data}", "--config.mesh.model=1"
-        how("evaluate", *flags, f"--output={output}", *mesh)
+    flags = (
+        "--task=python",
+        f"--source={tmp_path / 'pair'}",
+        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
+        "--samples=2",
+        "--blocks=1",
+        "--methods=token",
+        "--config.max_new_tokens=6",
+    )
+    for how in (launch, launch_alone):
+        output = tmp_path / f"{how.__name__}.json"
+        how("evaluate", *flags, f"--output={output}", "--config.mesh.data=4", "--config.mesh.model=2")
         (cell,) = json.loads(output.read_text())["cells"]
-        results.append([score["parses"] for score in cell["result"]["scores"]])
+        results.append([round(score["log_prob"], 3) for score in cell["result"]["scores"]])
         assert cell["result"]["timed"]["completions"] == 12
-    assert results[0] == results[1] and len(results[0]) == 6
+    assert results[0] == results[1] and len(set(results[0])) == 6
 
 
 @pytest.fixture(scope="module")
