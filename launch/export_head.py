@@ -17,7 +17,7 @@ import entry
 from specsamp import storage
 from specsamp.checkpoints.head_export import write_head
 from specsamp.models.heads import FeatureHead
-from specsamp.training.run import TrainedModel, held_out_curve, open_trained_head, without_paths
+from specsamp.training.run import TrainedModel, history, open_trained_head, without_paths
 
 _RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
 _OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
@@ -58,7 +58,7 @@ def export(trained: TrainedModel, folder: str, *, target_name: str | None = None
         "target": trained.made_from("target"),
         "step": trained.step,
         "last_metrics": trained.last_metrics(),
-        "curve": held_out_curve(trained.folder, trained.step),
+        **history(trained.folder, trained.step),
     }
     storage.write_json(storage.place(folder) / "training.json", told)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))

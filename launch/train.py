@@ -108,6 +108,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
         if "head" in config and config.head.get("draft_vocab_size"):
             run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
+        if "head" in config and first is not None and not (folder / run.BEFORE).exists():
+            storage.write_json(folder / run.BEFORE, run.history(config.init))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     console.print(
         f"{human_count(count_parameters(task))} parameters, {len(corpus.train)} files, "

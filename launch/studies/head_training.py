@@ -20,7 +20,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import held_out_windows, read_corpus, standard_library
 from specsamp.training.eagle import TrainHead
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.run import held_out_curve, open_trained_head, without_paths
+from specsamp.training.run import history, open_trained_head, without_paths
 from specsamp.training.task import Distill
 
 _RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
@@ -50,7 +50,7 @@ def main() -> None:
         head = evaluate(task, params, teacher, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)
         model = Distill(TransformerLM(drafting.draft.config), target)
         draft = evaluate(model, drafting.draft_params, pair.target_params, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)
-    curve = held_out_curve(trained.folder, trained.step)
+    curve = history(trained.folder, trained.step)["curve"]
     document = {
         "pair": _PAIR.value,
         "weights": fingerprint(_PAIR.value, "head"),

@@ -34,6 +34,7 @@ RENAMED = {"recipe": "train", "rhythm": "intervals"}  # fields of run.json in ol
 FIX = "restore the file, or begin anew in another --workdir"
 HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained
 IDS = f"{DRAFT_IDS}.npy"  # of a head with a reduced vocabulary
+BEFORE = "before.json"  # what a head had seen when its run began with it
 
 
 def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str] = ()) -> None:
@@ -172,25 +173,27 @@ def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Tra
     return ExportedHead(folder=place, config=checkpoint.config, params=params, step=step)
 
 
-def held_out_curve(folder: str | os.PathLike, last_step: int | None = None) -> list[dict]:
-    """Returns what was measured on held-out text by the tokens seen, over a run of a head and those it began with.
+def history(folder: str | os.PathLike, last_step: int | None = None) -> dict[str, Any]:
+    """Returns what a head has seen, in a run and before it: "tokens", and "curve", held-out measurements by tokens seen.
 
     Args:
       last_step: of the run; default all that it logged.
     """
     folder = storage.place(folder)
     if not (folder / "run.json").exists():
-        return _exported(folder).get("curve", [])
-    config = read_config(folder)
-    curve = held_out_curve(config["init"]) if config.get("init") else []
-    number, seen = (curve[-1]["run"] + 1, curve[-1]["tokens"]) if curve else (0, 0)
+        return {name: _exported(folder).get(name, empty) for name, empty in (("tokens", 0), ("curve", []))}
+    before = storage.read_json(folder / BEFORE) if (folder / BEFORE).exists() else {"tokens": 0, "curve": []}
+    config, curve, last = read_config(folder), list(before["curve"]), 0
+    number = curve[-1]["run"] + 1 if curve else 0
     tokens = config["train"]["batch"] * config["data"]["length"]
     for record in read_metrics(folder / "metrics.jsonl"):
-        if "held_out/loss" not in record or (last_step is not None and record["step"] > last_step):
-            continue
-        measured = {key.removeprefix("held_out/"): x for key, x in record.items() if key.startswith("held_out/")}
-        curve.append({"run": number, "step": record["step"], "tokens": seen + record["step"] * tokens} | measured)
-    return curve
+        if last_step is not None and record["step"] > last_step:
+            break
+        last = record["step"]
+        if "held_out/loss" in record:
+            measured = {key.removeprefix("held_out/"): x for key, x in record.items() if key.startswith("held_out/")}
+            curve.append({"run": number, "step": last, "tokens": before["tokens"] + last * tokens} | measured)
+    return {"tokens": before["tokens"] + last * tokens, "curve": curve}
 
 
 def _exported(folder: epath.Path) -> dict:

@@ -24,7 +24,7 @@ from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Corpus, train_tokenizer
-from specsamp.training.run import held_out_curve, open_first_head, open_trained, open_trained_head
+from specsamp.training.run import history, open_first_head, open_trained, open_trained_head
 from support.run_script import FIXED, ROOT, call
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
@@ -230,8 +230,8 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(train
     exported = open_first_head(pair_folder / "head", pair.target.config)
     for ours, theirs in zip(jax.tree.leaves(exported.params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    curve = held_out_curve(pair_folder / "head")
-    assert curve == held_out_curve(tmp_path / "tuned")
+    assert history(pair_folder / "head") == history(tmp_path / "tuned")
+    curve = history(pair_folder / "head")["curve"]
     assert [(point["run"], point["tokens"]) for point in curve] == [(0, 4 * 8 * 16), (1, 2 * 4 * 8 * 16)]
 
     (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
