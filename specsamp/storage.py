@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,11 +114,14 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike) -> Iterator[None]:
+def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock on ``path`` while the block runs: another process that asks for it waits.
 
     The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one machine, and on
     shared disks that know ``flock``. A bucket and a stream have no lock: there, of two writers the last one wins.
+
+    Raises:
+      ValueError: another process holds it, and ``wait`` is false.
     """
     if is_stream(path) or os.fspath(place(path)).startswith(BUCKETS):
         yield
@@ -128,9 +132,12 @@ def locked(path: str | os.PathLike) -> Iterator[None]:
     while True:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open_file(lock, handle):
                 break
+        except BlockingIOError as error:
+            os.close(handle)
+            raise ValueError(f"{path} is being written by another run: wait for it, or give another path") from error
         except BaseException:
             os.close(handle)
             raise
@@ -204,16 +211,41 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 class Lines:
-    """Keeps a text file that grows line by line; in a bucket it is written anew with every line."""
+    """Keeps a text file that grows line by line; in a bucket it is written anew.
 
-    def __init__(self, path: Any, lines: list[str]):
-        self._path, self._lines = place(path), list(lines)
-        write(self._path, "".join(self._lines))
+    A line that the disk has no room for leaves the others whole.
+    """
+
+    def __init__(self, path: Any, lines: list[str], *, bucket_seconds: float = 0.0):
+        """Writes the first lines.
+
+        Args:
+          bucket_seconds: a bucket gets new lines at most so often; `flush` gives it the last ones.
+        """
+        self._path, self._lines, self._bucket_seconds = place(path), list(lines), bucket_seconds
+        self._in_bucket = os.fspath(self._path).startswith(BUCKETS)
+        self._write_all()
 
     def add(self, line: str) -> None:
-        self._lines.append(line)
-        if os.fspath(self._path).startswith(BUCKETS):
-            write(self._path, "".join(self._lines))
-        else:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(line)
+        if self._in_bucket:
+            self._lines.append(line)
+            if time.monotonic() - self._written >= self._bucket_seconds:
+                self._write_all()
+            return
+        with open(self._path, "ab") as file:
+            end = file.tell()
+            try:
+                file.write(line.encode())
+                file.flush()
+            except OSError:
+                file.truncate(end)
+                raise
+
+    def flush(self) -> None:
+        """Gives a bucket the lines that it has not yet."""
+        if self._in_bucket:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        write(self._path, "".join(self._lines))
+        self._written = time.monotonic()

@@ -29,7 +29,8 @@ def append(
     wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
     # Emit nothing from the first position with invalid logits (NaN, +inf, or all -inf).
     valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
-    if not is_stateless(state.warp_state):  # a grammar may exclude every token
+    # A grammar or a ban may exclude every token.
+    if request.sampling.may_exclude_all or not is_stateless(state.warp_state):
         valid_BT &= ~jnp.isnan(target.all()).any(-1)
     count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
     valid_B = count_B == wanted_B

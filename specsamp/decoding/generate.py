@@ -180,9 +180,9 @@ def _cache_folder() -> pathlib.Path | None:
 
 
 def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
-    state, tokenizer = job.prefill(), job.pair.tokenizer
+    state, decoders = job.prefill(), [job.continuation(row) for row in range(job.rows)]
     shown, ended = [0] * job.rows, [False] * job.rows
-    streams = [None if tokenizer is None else TextStream(tokenizer, job.stops) for _ in range(job.rows)]
+    streams = [None if decoder is None else TextStream(decoder, job.stops) for decoder in decoders]
     while not all(ended):
         state = job.run(state, rounds_per_chunk)
         texts = job.texts(state, range(job.rows))

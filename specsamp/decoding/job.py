@@ -22,10 +22,13 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.decoding.state import DecodeState, Finish, Request, Weights
 from specsamp.decoding.stops import Stops
+from specsamp.decoding.text import Continuation
+from specsamp.sampling.warp import Warp
 
 SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
-ROUNDS_PER_LOOK = 8  # between two looks for strings that end texts
+MANY_ROUNDS = np.iinfo(np.int32).max
+TOKENS_PER_LOOK = 8  # that a row may write between two looks for strings that end texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,9 @@ class Job:
         if len(ids) != len(lengths):
             raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
         stops = checks.stops(pair, stop)
+        for warp in (method.sampling, method.draft_sampling):
+            if isinstance(warp, Warp):  # anything else is refused where the request is made
+                warp.check(pair.target.vocab_size)
         loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=bool(stops.texts))
         budget = max(limit - length for limit, length in zip(limits, lengths))
         slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
@@ -126,7 +132,7 @@ class Job:
         arrays = jnp.asarray(tokens_BP), jnp.asarray(lengths, jnp.int32)
         return self.loop.prefill(self.weights, request, *arrays, slots=self.slots, num_samples=num_samples)
 
-    def run(self, state: DecodeState, max_rounds: int = np.iinfo(np.int32).max, min_running: int = 1) -> DecodeState:
+    def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
         """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
         return self.loop.run(self.weights, state, max_rounds, min_running)
 
@@ -153,17 +159,22 @@ class Job:
                 stats=RowStats.of(stats, place),
             )
             if self.stops.texts:
-                count = self.stops.count(self.pair.tokenizer, text.tokens)
+                count = self.stops.count(self.continuation(row), text.tokens)
                 if count is not None:
                     text = text.cut(count, rounds_BS[place, emitted].tolist(), self.loop.drafter.max_accepted)
             texts.append(text)
         return texts
 
+    @property
+    def rounds_per_look(self) -> int:
+        """The most rounds between two looks for strings that end texts: what is written beyond one is lost."""
+        return -(-TOKENS_PER_LOOK // (self.loop.drafter.max_accepted + 1)) if self.stops.texts else MANY_ROUNDS
+
     def decode(self) -> list[Completion]:
         """Decodes all rows together, and looks for strings that end texts every few rounds."""
-        state, rounds = self.prefill(), ROUNDS_PER_LOOK if self.stops.texts else np.iinfo(np.int32).max
+        state = self.prefill()
         while True:
-            state = self.run(state, rounds)
+            state = self.run(state, self.rounds_per_look)
             texts = self.texts(state, range(self.rows))
             if all(text.finish != Finish.RUNNING for text in texts):
                 return [self.completion(row, text) for row, text in enumerate(texts)]
@@ -175,16 +186,21 @@ class Job:
         is_ended_B[: len(texts)] = [text is not None and text.finish == Finish.STOP for text in texts]
         return batch_rows.end(state, is_ended_B)
 
+    def continuation(self, row: int) -> Continuation | None:
+        """Returns what decodes a row's text, if the pair has a tokenizer."""
+        tokenizer = self.pair.tokenizer
+        return None if tokenizer is None else Continuation(tokenizer, self.prompts[row // self.num_samples])
+
     def row_index(self, row: int) -> dict[str, int]:
         """Returns which prompt and which of its samples a row is."""
         return {"prompt_index": row // self.num_samples, "sample_index": row % self.num_samples}
 
     def completion(self, row: int, text: RowText) -> Completion:
         """Returns the result of a row that has ended."""
-        tokenizer = self.pair.tokenizer
+        decoder = self.continuation(row)
         return Completion(
             **self.row_index(row),
-            text=None if tokenizer is None else self.stops.text(tokenizer, text.tokens),
+            text=None if decoder is None else self.stops.text(decoder, text.tokens),
             tokens=text.tokens,
             from_draft=text.from_draft,
             log_probs=text.log_probs,

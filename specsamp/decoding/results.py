@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specsamp.decoding.state import Stats
 
@@ -73,6 +74,12 @@ class RowStats:
             reached=tuple(reached),
             accepted_counts=tuple(accepted_counts),
         )
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
+        """Reads the counts back from JSON; what follows from them may stand beside them."""
+        read = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
 
     def __add__(self, other: RowStats) -> RowStats:
         def add(a, b):

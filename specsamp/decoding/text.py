@@ -10,6 +10,26 @@ from specsamp.decoding.stops import Stops
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
+CONTEXT = 16  # tokens of a prompt that are looked at: a text's first space depends on what is before it
+
+
+class Continuation:
+    """Decodes what follows a prompt, so that prompt and text together are the text of all their tokens.
+
+    By itself a text would lose its first space, with tokenizers that give one to every beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._context = list(prompt[-CONTEXT:])
+        # A prompt may end inside a character, which its text completes.
+        self._before = tokenizer.decode(self._context).rstrip(INCOMPLETE)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        whole = self._tokenizer.decode([*self._context, *tokens])
+        return whole[len(self._before) :] if whole.startswith(self._before) else self._tokenizer.decode(tokens)
+
+
 class TextStream:
     """Turns a growing list of tokens into pieces of text that together are the text of the whole.
 
@@ -20,7 +40,7 @@ class TextStream:
     what is left.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Stops = Stops()):
+    def __init__(self, tokenizer: Tokenizer | Continuation, stops: Stops = Stops()):
         self._tokenizer = tokenizer
         self._stops = stops
         self._shown = ""

@@ -224,7 +224,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     counts: dict[str, RowStats] = {}
     for block in blocks.values():
         for category, of_block in block["counts"].items():
-            of_block = RowStats(**{field.name: _frozen(of_block[field.name]) for field in dataclasses.fields(RowStats)})
+            of_block = RowStats.from_json(of_block)
             counts[category] = counts[category] + of_block if category in counts else of_block
     total = functools.reduce(operator.add, counts.values())
     shared = [] if is_plain else [key for key in blocks if key in plain]
@@ -259,7 +259,3 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
 
 def _seconds_per_token(block: Mapping[str, Any]) -> float:
     return block["timed"]["seconds"] / block["timed"]["tokens"]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

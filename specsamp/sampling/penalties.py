@@ -8,7 +8,7 @@ under every rule. Chain them before a temperature, as others do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,8 @@ def penalties(
 
 def bias(values: Mapping[int, float]) -> Chain:
     """Adds to the logits of single tokens; ``-inf`` excludes one."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"biases must be a mapping from token ids to numbers; got {values!r}")
     warps = []
     for token, value in values.items():
         at = checked("a biased token", token, np.int32, lambda v: v >= 0, "must be an id >= 0")
@@ -56,7 +58,9 @@ def bias(values: Mapping[int, float]) -> Chain:
 
 
 def ban(tokens: Sequence[int]) -> Chain:
-    """Excludes tokens."""
+    """Excludes tokens. A row that is left without any ends as invalid."""
+    if not isinstance(tokens, Iterable) or not all(isinstance(token, Hashable) for token in tokens):
+        raise ValueError(f"banned tokens must be a list of ids; got {tokens!r}")
     return bias({token: -np.inf for token in tokens})
 
 
@@ -90,6 +94,14 @@ class Penalties(Warp):
 class Bias(Warp):
     token: Array  # [] or [B] int32; NO_TOKEN: nothing is changed
     value: Array
+
+    @property
+    def may_exclude_all(self) -> bool:
+        return True  # after greedy(), or of a whole vocabulary
+
+    def check(self, vocab_size: int) -> None:
+        if np.any(self.token >= vocab_size):
+            raise ValueError(f"a biased token must be an id below {vocab_size}; got {int(np.max(self.token))}")
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -45,6 +45,14 @@ class Warp:
     as invalid where none does. Every number is one for all rows or one per row; tables shared by rows have no place yet.
     """
 
+    @property
+    def may_exclude_all(self) -> bool:
+        """Returns whether a row may be left without any token, which the loop then has to look for."""
+        return False
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError if its numbers name tokens that a vocabulary does not have."""
+
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () where there is none."""
         return ()
@@ -170,6 +178,14 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
 @register_warp
 class Chain(Warp):
     warps: tuple[Warp, ...]
+
+    @property
+    def may_exclude_all(self) -> bool:
+        return any(warp.may_exclude_all for warp in self.warps)
+
+    def check(self, vocab_size: int) -> None:
+        for warp in self.warps:
+            warp.check(vocab_size)
 
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         states = tuple(warp.init(tokens_BP, lengths_B, vocab_size) for warp in self.warps)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +14,19 @@ import jax
 import numpy as np
 
 from specsamp import storage
+from specsamp.checkpoints.params import digest
 from specsamp.decoding.job import Job
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.mesh.distributed import gather_objects
 
-SECONDS_BETWEEN_WRITES = 30  # to a bucket, where a file cannot be appended to
+BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be appended to
 
 
 class CompletionLog:
     """Completions in a file, local or in a bucket. Of several processes the first writes, and tells the others.
 
     The first line says what was asked; a file of something else is refused. A line that was cut short by the end of a
-    process is dropped, and its completion decoded again.
+    process is dropped, and its completion decoded again. One run at a time writes a file.
 
     Attributes:
       completions: what the file holds, by prompt and sample.
@@ -35,62 +36,52 @@ class CompletionLog:
         """Names a file, which is read by `open`.
 
         Args:
-          identity: what else must be the same for a run to go on, such as a digest of the weights.
+          identity: what else must be the same for a run to go on; as JSON. Default: a digest of all parameters, which
+            reads them.
         """
-        self.path, self._identity = storage.place(path), dict(identity or {})
-        self._in_bucket = os.fspath(path).startswith(storage.BUCKETS)
-        self._lines: list[str] = []
-        self._written = 0.0
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"log must be a path or a CompletionLog; got {path!r}")
+        self.path, self.identity = storage.place(path), identity
         self.completions: dict[tuple[int, int], Completion] = {}
+        self._lines: storage.Lines | None = None
+        self._lock = contextlib.ExitStack()
 
-    def open(self, asked: Mapping[str, Any]) -> None:
-        """Reads what the file holds, or begins one.
+    def open(self, job: Job, seed: int) -> None:
+        """Reads what the file holds of a job, or begins one, and keeps it from other runs until `close`.
 
         Raises:
-          ValueError: it was begun by another call, or is no file of completions; with what differs.
+          ValueError: it was begun by another call, with what differs; it is no file of completions; or another run is
+            writing it.
           OSError: it cannot be written.
         """
-        identity = json.loads(json.dumps({"completions_of": dict(asked) | self._identity}))
-        content = gather_objects(self._read() if jax.process_index() == 0 else None)[0]
-        self._lines, self.completions = [json.dumps(identity)], {}
-        if content:
-            first, *others = content
-            self._check(first, identity)
-            self._lines += others
-            for number, line in enumerate(others, start=2):
-                completion = self._parse(line, number)
-                self.completions[completion.prompt_index, completion.sample_index] = completion
-        if jax.process_index() == 0:
-            storage.write(self.path, "".join(line + "\n" for line in self._lines))
+        identity = self.identity
+        if identity is None:
+            identity = {"weights": digest((job.pair.target_params, job.pair.draft_params))}
+        try:
+            asked = json.loads(json.dumps({"completions_of": describe(job, seed) | dict(identity)}))
+        except TypeError as error:
+            raise ValueError(f"the identity of a log must be JSON ({error}); got {identity!r}") from error
+        with contextlib.ExitStack() as lock:
+            if jax.process_index() == 0:
+                lock.enter_context(storage.locked(self.path, wait=False))
+            lines = gather_objects(self._read() if jax.process_index() == 0 else None)[0]
+            self.completions = self._completions(lines, asked, job)
+            if jax.process_index() == 0:
+                whole = [json.dumps(asked), *lines[1:]]
+                self._lines = storage.Lines(self.path, [line + "\n" for line in whole], bucket_seconds=BUCKET_SECONDS)
+            self._lock = lock.pop_all()
 
     def add(self, completion: Completion) -> None:
         """Writes a completion; on a disk it is there when this returns."""
-        key = completion.prompt_index, completion.sample_index
-        if key in self.completions:
-            return
-        self.completions[key] = completion
-        if jax.process_index() != 0:
-            return
-        line = json.dumps(dataclasses.asdict(completion))
-        if not self._in_bucket:
-            with open(self.path, "ab") as file:
-                end = file.tell()
-                try:
-                    file.write(line.encode() + b"\n")
-                    file.flush()
-                except OSError:  # a full disk: what is there stays whole lines
-                    file.truncate(end)
-                    raise
-            return
-        self._lines.append(line)
-        if time.monotonic() - self._written > SECONDS_BETWEEN_WRITES:
-            self.flush()
+        self.completions[completion.prompt_index, completion.sample_index] = completion
+        if self._lines is not None:
+            self._lines.add(json.dumps(dataclasses.asdict(completion)) + "\n")
 
-    def flush(self) -> None:
-        """Writes to a bucket what it has not yet."""
-        if self._in_bucket and jax.process_index() == 0:
-            storage.write(self.path, "".join(line + "\n" for line in self._lines))
-            self._written = time.monotonic()
+    def close(self) -> None:
+        """Writes what a bucket has not got yet, and leaves the file to other runs."""
+        with self._lock:
+            if self._lines is not None:
+                self._lines.flush()
 
     def _read(self) -> list[str]:
         """Returns the whole lines of the file; none if it is not there, or no line of it was finished."""
@@ -99,20 +90,31 @@ class CompletionLog:
         *lines, _ = storage.read_text(self.path).split("\n")
         return lines
 
-    def _parse(self, line: str, number: int) -> Completion:
+    def _completions(self, lines: list[str], asked: dict, job: Job) -> dict[tuple[int, int], Completion]:
+        if not lines:
+            return {}
+        self._check(lines[0], asked)
+        found = (self._parse(line, number, job) for number, line in enumerate(lines[1:], start=2))
+        return {(completion.prompt_index, completion.sample_index): completion for completion in found}
+
+    def _parse(self, line: str, number: int, job: Job) -> Completion:
         try:
             fields = json.loads(line)
-            stats = {name: tuple(x) if isinstance(x, list) else x for name, x in fields["stats"].items()}
-            return Completion(**fields | {"stats": RowStats(**stats)})
+            completion = Completion(**fields | {"stats": RowStats.from_json(fields["stats"])})
+            if not (0 <= completion.prompt_index < len(job.prompts) and 0 <= completion.sample_index < job.num_samples):
+                raise ValueError(f"sample {completion.sample_index} of prompt {completion.prompt_index}")
+            if not all(isinstance(token, int) for token in completion.tokens):
+                raise ValueError(f"tokens {completion.tokens!r:.40}")
+            return completion
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.path}, line {number} is no completion ({error}): remove the line") from error
 
-    def _check(self, line: str, identity: dict) -> None:
+    def _check(self, line: str, asked: dict) -> None:
         try:
-            before = json.loads(line)["completions_of"]
+            before = dict(json.loads(line)["completions_of"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is no file of completions: give another path") from error
-        now = identity["completions_of"]
+        now = asked["completions_of"]
         different = [
             f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
             for name in sorted(before.keys() | now.keys())

@@ -24,14 +24,14 @@ from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import use_compilation_cache
-from specsamp.decoding.job import ROUNDS_PER_LOOK, Job, bucket, to_host
+from specsamp.decoding.job import Job, bucket, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import DecodeState, Finish, Request
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.serving.log import CompletionLog, describe
+from specsamp.serving.log import CompletionLog
 
 DEFAULT_ROWS = 8
 
@@ -68,7 +68,8 @@ def generate_many(
         than 1 reads prompts faster, where rows are many, and leaves rows idle for longer.
       rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
         strings end texts.
-      log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again.
+      log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
+        path, all parameters are read once to tell them from others.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -98,17 +99,23 @@ def generate_many(
         num_samples=num_samples,
         return_log_probs=return_log_probs,
         prompt_ids=prompt_ids,
-        batch=rows + refill * pair.shards.count,
+        batch=min(rows, _rows_asked(prompts, num_samples)) + refill * pair.shards.count,
     )
     if log is not None:
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
-        log.open(describe(job, seed))
+        log.open(job, seed)
     return Queue(job, rows=rows, refill=refill, rounds=rounds_per_slice, log=log)
+
+
+def _rows_asked(prompts: Sequence[Prompt], num_samples: int) -> int:
+    """Returns how many texts there are; what is no list of prompts is refused later."""
+    is_list = hasattr(prompts, "__len__") and isinstance(num_samples, int)
+    return len(prompts) * num_samples if is_list else 1
 
 
 @dataclasses.dataclass
 class Usage:
-    """How busy the rows of a batch were; a row is busy in a round in which it emits something.
+    """How busy the rows of a batch were; a row is busy in a round in which it emits something that is kept.
 
     Attributes:
       rows: of the batch.
@@ -130,9 +137,9 @@ class Usage:
         """Returns the share of rows that were busy while prompts were waiting; nan if none ever waited."""
         return self.busy_in_demand / (self.rows * self.rounds_in_demand) if self.rounds_in_demand else float("nan")
 
-    def add(self, rounds_B: np.ndarray, in_demand: bool) -> None:
-        """Counts a slice in which the rows were busy for ``rounds_B`` rounds."""
-        rounds, busy = int(rounds_B.max()), int(rounds_B.sum())
+    def add(self, rounds_B: np.ndarray, lost: int, in_demand: bool) -> None:
+        """Counts a slice in which the rows emitted for ``rounds_B`` rounds, ``lost`` of which are not kept."""
+        rounds, busy = int(rounds_B.max()), int(rounds_B.sum()) - int(lost)
         self.slices, self.rounds, self.busy = self.slices + 1, self.rounds + rounds, self.busy + busy
         if in_demand:
             self.rounds_in_demand, self.busy_in_demand = self.rounds_in_demand + rounds, self.busy_in_demand + busy
@@ -152,7 +159,7 @@ class Queue(Iterator[Completion]):
         self.usage = Usage(rows=rows)
         self._job, self._log = job, log
         self._refill = min(refill, rows // shards)
-        self._rounds = rounds or (ROUNDS_PER_LOOK if job.stops.texts else np.iinfo(np.int32).max)
+        self._rounds = rounds or job.rounds_per_look
         self._done = {} if log is None else dict(log.completions)
         self.known = len(self._done)
         self._waiting = collections.deque(row for row in range(job.rows) if self._index(row) not in self._done)
@@ -171,22 +178,23 @@ class Queue(Iterator[Completion]):
         for prompt in buckets.values():
             rows = self._job.read([prompt] * newcomers, self._request([None] * newcomers))
             state = self._job.loop.insert(state, rows, [NOWHERE] * newcomers)
+        if self._job.stops.texts:
+            state = self._job.end(state, [None] * len(self._rows))
         jax.block_until_ready(self._job.run(state, 0).lengths_B)
 
     def close(self) -> None:
         """Leaves what is still to come undone; the log has what was handed out."""
         self._completions.close()
+        if self._log is not None:
+            self._log.close()
 
     def _logged(self) -> Iterator[Completion]:
-        yield from self._done.values()
         try:
-            for completion in self._run():
-                if self._log is not None:
-                    self._log.add(completion)
-                yield completion
+            yield from self._done.values()
+            yield from self._run()
         finally:
             if self._log is not None:
-                self._log.flush()
+                self._log.close()
 
     def _run(self) -> Iterator[Completion]:
         if not self._waiting:
@@ -200,12 +208,16 @@ class Queue(Iterator[Completion]):
             if running:
                 enough = running - self._refill * self._job.pair.shards.count + 1
                 state = self._job.run(state, self._rounds, max(enough, 1))
-            yield from ended  # the device is at work
+            for completion in ended if self._log is not None else ():  # the device is at work
+                self._log.add(completion)
+            yield from ended
             if not running:
                 return
             before_B, rounds_B = rounds_B, to_host(state.stats.rounds_B).astype(int)
-            self.usage.add(rounds_B - before_B, bool(self._waiting))
             texts = self._job.texts(state, self._rows)
+            # A string that ended a text may have been found some rounds later.
+            lost = [0 if text is None else rounds - text.stats.rounds for text, rounds in zip(texts, rounds_B)]
+            self.usage.add(rounds_B - before_B, sum(lost), bool(self._waiting))
             if self._job.stops.texts:
                 state = self._job.end(state, texts)
             ended = []

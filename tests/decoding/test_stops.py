@@ -1,5 +1,7 @@
 """Strings that end texts: wherever they begin, the same text, tokens and counts as if decoding had stopped there."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
     (row,) = generate(counting_pair(), ["c"], 20, draft_length=4, stop=["gh", "zz"])
     assert (row.text, row.tokens, row.finish) == ("def", list(b"defgh"), "stop")
     assert (row.stats.rounds, row.stats.emitted, row.stats.accepted) == (1, 5, 4)
-    assert row.dropped == 15, "the look came after all rounds of the budget"
+    assert row.dropped == 5, "the look came after two rounds of five tokens"
     (other,) = generate(counting_pair(), ["c"], 20, draft_length=3, stop=["gh"])
     assert (other.text, other.tokens, other.stats.rounds, other.stats.accepted) == ("def", list(b"defgh"), 2, 4)
 
@@ -25,6 +27,23 @@ def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
     rows = generate(counting_pair(), ["c", "c"], [20, 3], draft_length=2, stop=["hi", "fgh", "g"])
     assert [(row.text, row.finish) for row in rows] == [("def", "stop"), ("def", "length")]
     assert rows[1].dropped == 0
+
+
+class Prefixed(ByteTokenizer):
+    """Drops the space that a text begins with, as tokenizers do that give one to every beginning."""
+
+    def decode(self, tokens):
+        return super().decode(tokens).removeprefix(" ")
+
+
+def test_a_text_keeps_the_space_between_it_and_its_prompt():
+    """By itself ' !"' would lose it; so would a stop that holds the space."""
+    pair = dataclasses.replace(counting_pair(), tokenizer=Prefixed())
+    prompt = [ord("x"), 31]  # the next one is a space
+    for stop, text in (([], ' !"#'), (["#"], ' !"'), ([' !"'], "")):
+        (row,) = generate(pair, [prompt], 4, stop=stop)
+        assert row.text == text, stop
+        assert "".join(chunk.text for chunk in stream(pair, [prompt], 4, stop=stop, rounds_per_chunk=1)) == text
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

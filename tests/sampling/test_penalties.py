@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import BlockRule, CoupledRule, ModelDrafter, TokenRule, chain, generate, temperature
+from specsamp import BlockRule, CoupledRule, ModelDrafter, TokenRule, chain, generate, greedy, temperature
 from specsamp.sampling.penalties import Penalties, ban, bias, penalties
 from specsamp.sampling.warp import log_probs, register_warp
 from support.fakes import FALSE_ALARM, TableLM, joint_distribution, table_loop, table_pair
@@ -89,12 +89,28 @@ def test_biases_exclude_and_favour():
     assert len(ban(range(5)).warps) == 8, "padded, so that the number of biases seldom compiles"
 
 
+@pytest.mark.parametrize("sampling", [chain(greedy(), ban([0, 1, 2, 3])), chain(ban(range(12)))])
+def test_a_row_without_any_token_ends_and_emits_nothing_that_is_banned(sampling):
+    rows = generate(table_pair(), [[1, 2], [5]], 6, sampling=sampling, draft_length=2)
+    assert all(token > 3 for row in rows for token in row.tokens)
+    assert all(row.finish == "invalid" or len(row.tokens) == 6 for row in rows) and rows[0].finish == "invalid"
+
+
+def test_tokens_that_the_vocabulary_has_not_are_refused():
+    for options in (dict(sampling=chain(ban([12]))), dict(draft_sampling=chain(bias({99: 1.0})))):
+        with pytest.raises(ValueError, match="a biased token must be an id below 12; got"):
+            generate(table_pair(), [[1]], 2, **options)
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda: penalties(repetition=0.0), "repetition must be > 0 and finite; got 0.0"),
         (lambda: penalties(presence=np.nan), "presence must be finite"),
         (lambda: penalties(frequency=[0.1, np.inf]), "frequency must be finite"),
+        (lambda: ban(5), "banned tokens must be a list of ids; got 5"),
+        (lambda: ban([[1]]), "banned tokens must be a list of ids"),
+        (lambda: bias([1]), "biases must be a mapping from token ids to numbers"),
         (lambda: ban([-1]), "a biased token must be an id >= 0; got -1"),
         (lambda: bias({2: np.inf}), "a bias must be finite, or -inf; got inf"),
         (lambda: bias({2.5: 1.0}), "a biased token must be an id >= 0, as one number or one per row; got 2.5"),

@@ -140,6 +140,7 @@ def test_strings_end_texts_and_their_rows_take_the_next_prompt():
         assert dataclasses.replace(cut, dropped=0) == dataclasses.replace(row, dropped=0)
         assert cut.dropped <= 3 + 1
     assert work.usage.rounds < 12
+    assert work.usage.busy == sum(row.stats.rounds for row in done.values()), "rounds past a stop are not busy"
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
@@ -156,6 +157,28 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
     third = queue(rows=2, log=path)
     assert by_row(third) == alone and third.usage.rounds == 0
     assert len(path.read_text(encoding="utf-8").splitlines()) == 1 + len(alone)
+
+
+def test_a_log_has_one_writer_and_what_ended_before_a_break(tmp_path):
+    """Rows that end together are written before the first of them is handed out."""
+    path = tmp_path / "texts.jsonl"
+    first = generate_many(PAIR, [[1]] * 4, 3, rows=4, draft_length=0, log=path)
+    next(first)
+    with pytest.raises(ValueError, match="is being written by another run"):
+        generate_many(PAIR, [[1]] * 4, 3, rows=4, draft_length=0, log=path)
+    first.close()
+    again = generate_many(PAIR, [[1]] * 4, 3, rows=4, draft_length=0, log=path)
+    assert again.known == 4 and len(list(again)) == 4
+    other = dataclasses.replace(PAIR, target_params=2 * PAIR.target_params)
+    with pytest.raises(ValueError, match="another call: weights was"):
+        generate_many(other, [[1]] * 4, 3, rows=4, draft_length=0, log=path)
+    content = path.read_text(encoding="utf-8")
+    path.write_text(content.replace('"prompt_index": 3', '"prompt_index": 99'), encoding="utf-8")
+    with pytest.raises(ValueError, match="no completion .sample 0 of prompt 99.: remove the line"):
+        generate_many(PAIR, [[1]] * 4, 3, rows=4, draft_length=0, log=path)
+    for log, message in ((5, "log must be a path"), (CompletionLog(path, {"a": object()}), "must be JSON")):
+        with pytest.raises(ValueError, match=message):
+            generate_many(PAIR, [[1]] * 4, 3, log=log)
 
 
 def test_the_log_of_another_call_is_refused(tmp_path):
