@@ -17,6 +17,7 @@ isolate them, nothing runs without --run_unisolated.
 Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
 """
 
+import collections
 import functools
 import hashlib
 import json
@@ -34,6 +35,7 @@ import entry
 from config_file import ConfigFlag, choose
 from drafters import DRAFTERS, drafter_name, make_drafter
 from experiment import RULES, Experiment, build, config_mesh, headline
+from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.analysis.report import Table
@@ -48,6 +50,7 @@ from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.serving.log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
+FEW = 20  # problems, of which a bootstrap says little
 DIFFERENCES = (
     "On the same problems, with an interval of 95%, and the size that four of five such runs would see. log_prob: per "
     "token, under the target at temperature 1."
@@ -88,7 +91,13 @@ def main() -> None:
     if "max_new_tokens" not in _CONFIG.fields_set:
         config.max_new_tokens = task.max_new_tokens
     config.batch = _ROWS.value
-    check_output(_OUTPUT.value, known_identity(config, problems))
+    for name in ("draft_temperature", "synthetic_acceptance"):
+        if config.get(name) is not None:
+            raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
+    if "rule" in _CONFIG.fields_set:
+        raise ValueError(f"--config.rule={config.rule} would not be heeded: name it in --methods")
+    known = known_identity(config, problems)
+    check_output(_OUTPUT.value, known)
     methods_of(config, None)  # refuses words before the pair is read
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch], config_mesh(config))
     if experiment.pair.tokenizer is None:
@@ -100,20 +109,23 @@ def main() -> None:
         seed=config.seed,
         chat=bool(config.get("chat")),
     )
-    problems = fitting(problems, experiment, requests, console)
-    identity = known_identity(config, problems) | {"weights": experiment.weights, "environment": where()}
+    methods = methods_of(config, experiment)
+    problems = fitting(problems, experiment, list(methods.values()), requests, console)
+    identity = known | {"weights": experiment.weights, "environment": where()}
     results = Results.open(
         _OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow", soft_wrap=True)
     )
-    console.print(
-        headline(experiment, task=f"{task.name}, {len(problems)} problems, {requests.samples} completions of each")
-    )
-    methods = methods_of(config, experiment)
+    sampling = ", ".join(f"{name} = {value}" for name, value in config.sampling.items())
+    asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
+    template = "with" if requests.chat else "without"
+    console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
     with entry.keeps("the same command goes on" if _OUTPUT.value else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
             measure(task, blocks_of(problems), methods, experiment, requests, results, say)
     if not entry.is_first():
         return
+    for sentence in warnings(results.cells):
+        console.print(sentence, style="yellow", markup=False, soft_wrap=True)
     entry.show(tables(task, tabulate(results.cells, PLAIN)), console)
     if _OUTPUT.value:
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
@@ -153,10 +165,27 @@ def measure(
 
 def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:
     """Returns the file of the completions of a block, beside the output; None if there is none."""
-    if not _OUTPUT.value:
+    if not _OUTPUT.value or storage.is_stream(_OUTPUT.value):
         return None
-    file = re.sub(r"[^\w.-]+", "_", f"{method}.{block}" + (f".turn {turn + 1}" if turn else ""))
+    name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
+    # Names that a disk takes, and no two alike.
+    file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{hashlib.sha256(name.encode()).hexdigest()[:6]}"
     return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
+
+
+def warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what a reader of the tables must know: turns that were not asked, and few problems."""
+    found, problems = [], collections.Counter()
+    for cell in cells:
+        problems[cell["key"]["method"]] += len(cell["result"]["problems"])
+    if turns := sum(cell["result"]["turns_left_out"] for cell in cells):
+        found.append(
+            f"{turns} further turns of conversations were not asked: without a chat template, with several completions "
+            "of each problem, or too long for the models"
+        )
+    if min(problems.values(), default=FEW) < FEW:
+        found.append(f"fewer than {FEW} problems: intervals and differences mean little")
+    return found
 
 
 def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, Method | None]:
@@ -165,6 +194,8 @@ def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, M
     Raises:
       ValueError: an unknown word, a K below 1, or a way that occurs twice.
     """
+    if not _METHODS.value:
+        raise ValueError("--methods is empty: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
     methods: dict[str, Method | None] = {}
     for word in _METHODS.value:
         rule_word, *others = word.split("/")
@@ -178,6 +209,8 @@ def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, M
             own.drafter = others[0]
         if len(others) == 2:
             own.draft_length = int(others[1])
+        if rule_word != PLAIN and not DRAFTERS[own.drafter].drafts:
+            raise ValueError(f"--methods has {word!r}, which drafts nothing: write plain")
         if rule_word != PLAIN and own.draft_length < 1:
             raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: draft at least one token")
         if rule_word == PLAIN:
@@ -199,14 +232,18 @@ def make_method(rule_word: str, config: ConfigDict, experiment: Experiment) -> M
 
 
 def fitting(
-    problems: Mapping[int, Problem], experiment: Experiment, requests: Requests, console: Any
+    problems: Mapping[int, Problem],
+    experiment: Experiment,
+    methods: Sequence[Method],
+    requests: Requests,
+    console: Any,
 ) -> dict[int, Problem]:
     """Returns the problems that the models have positions for.
 
     Raises:
       ValueError: some are too long, and nobody said to leave them out.
     """
-    most = max_positions(experiment.pair, experiment.drafter)
+    most = min(max_positions(experiment.pair, method.drafter) for method in methods)
     sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
     long = [key for key, length in sizes.items() if length + requests.max_new_tokens > most]
     if long and not _LEAVE_OUT_LONG.value:
@@ -241,6 +278,7 @@ def known_identity(config: ConfigDict, problems: Mapping[int, Problem]) -> dict[
     return {
         "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
         "blocks": _BLOCKS.value,
+        "leave_out_long": _LEAVE_OUT_LONG.value,
         "config": {name: value for name, value in config.to_dict().items() if name not in left_out},
         "jax": jax.__version__,
     }

@@ -72,13 +72,12 @@ def decode(
     """
     ends = checks.stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
-    timed, left_out, done, most = collections.Counter(), 0, 0, max_positions(pair, method.drafter)
+    timed, done, most = collections.Counter(), 0, max_positions(pair, method.drafter)
     for turn in itertools.count():
         asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
         asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
         if turn:
             long = [key for key, n in lengths(pair, asked).items() if n + requests.max_new_tokens > most]
-            left_out += len(long)
             asked = {key: prompt for key, prompt in asked.items() if key not in long}
         if not asked:
             break
@@ -109,6 +108,7 @@ def decode(
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
             written[keys[completion.prompt_index]].append(completion)
     completions = [one for of_problem in written.values() for one in of_problem]
+    turns = sum(1 + len(problem.further_turns) for problem in problems.values())
     return {
         "problems": [problem.id for problem in problems.values()],
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
@@ -117,7 +117,7 @@ def decode(
         "row_independent": method.row_independent,
         "finish": dict(collections.Counter(one.finish for one in completions)),
         "dropped": sum(one.dropped for one in completions),
-        "turns_left_out": left_out,  # they are too long for the models
+        "turns_left_out": turns - len(completions) // requests.samples,  # nobody could ask them, or they are too long
         "timed": dict(timed),
     }
 
@@ -149,11 +149,13 @@ def lengths(pair: Pair, prompts: Mapping[int, checks.Prompt]) -> dict[int, int]:
 
 
 def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
-    """Returns what was decoded now, of which the log held nothing, and how busy the rows were."""
-    fresh, usage = completions[work.known :], work.usage
+    """Returns the time and how busy the rows were; nothing of a run that went on, whose rows are busy in another way."""
+    if work.known:
+        return collections.Counter()
+    usage = work.usage
     return collections.Counter(
-        completions=len(fresh),
-        tokens=sum(len(one.tokens) for one in fresh),
+        completions=len(completions),
+        tokens=sum(len(one.tokens) for one in completions),
         seconds=seconds,
         rounds=usage.rounds,
         busy=usage.busy,
@@ -163,6 +165,8 @@ def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> co
 
 
 def _score(task: Task, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]) -> dict[str, float]:
+    if any(one.finish == "invalid" for one in completions):
+        raise ValueError(f"after {problem.id} the target's logits are no distribution (NaN or inf): check its weights")
     answers = [Answer(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
     log_probs = [value for one in completions for value in one.log_probs]
     return task.score(problem, answers) | {LOG_PROB: float(np.mean(log_probs))}
