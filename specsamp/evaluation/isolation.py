@@ -5,9 +5,10 @@
 
 What a machine offers differs (a container may forbid namespaces), so `describe` tries it with a program that attempts
 all it should not be able to do. Where it reaches a network or others' files nothing runs, unless the caller insists.
-A program passes if it reaches its end: the harness then reports a word that is drawn anew for each run and lies unread
-in a pipe until then. A program that is written against this very harness could look for the pipe. That would make its
-score wrong; it would not lead out of the walls.
+A program passes if it reaches its end: the harness then reports a word that is drawn anew for each run, and that until
+then neither a descriptor nor Python's introspection gives. A program that is written against this very harness can still
+search its own memory for the word with ctypes, or skip its tests with a trace function. That would make its score wrong;
+it would not lead out of the walls.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Limits:
     memory_mib: int = 1024  # of addresses, by process
     processes: int = 16  # threads included
     files: int = 64  # open ones
-    file_mib: int = 4  # size of a file; all of them together have four times as much
+    file_mib: int = 4  # size of a file; only within namespaces are all of them together limited, to four times as much
     output_kib: int = 64
 
 
@@ -171,6 +172,15 @@ def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
     return Isolation(walls=walls, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
 
 
+def require(isolation: Isolation) -> None:
+    """Raises IsolationError where network or files are not isolated."""
+    if not isolation.suffices:
+        raise IsolationError(
+            "generated programs are not run, since this machine does not isolate them: "
+            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; or insist"
+        )
+
+
 def run(
     program: str, limits: Limits = Limits(), *, isolation: Isolation | None = None, insist: bool = False
 ) -> Outcome:
@@ -184,11 +194,8 @@ def run(
       IsolationError: network or files are not isolated, and the caller does not insist.
     """
     isolation = describe() if isolation is None else isolation
-    if not (isolation.suffices or insist):
-        raise IsolationError(
-            "generated programs are not run, since this machine does not isolate them: "
-            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; or insist"
-        )
+    if not insist:
+        require(isolation)
     return _run(program, limits, isolation.walls)
 
 
@@ -253,7 +260,9 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
         with process:
             try:
                 with contextlib.suppress(BrokenPipeError):  # it has ended, and the report says why
-                    _write(process.stdin, source + word)
+                    _write(process.stdin, source)
+                    _write(process.stdin, word)  # so short that a pipe takes it whole
+                    process.stdin.close()
                 told, output, why = _follow(reports, process.stdout, begin + limits.seconds, limits.output_kib << 10)
                 if not why:
                     _wait_for_end(reports)

@@ -7,8 +7,10 @@ program has started; and the program. Each wall is refused with an OSError where
 
 - ``namespaces`` of users, processes, network and mounts. The root is a new one in memory with Python and the system's
   libraries, which cannot be written to, and a working folder. Root becomes nobody; no privileges are needed.
-- ``landlock``: a list of the folders that can be read and written, for machines without namespaces.
-- ``system calls``: a filter that refuses sockets, new processes, signals to others, and what changes others' files.
+- ``landlock``: a list of the folders that can be read and written, for machines without namespaces. Names and sizes of
+  other files can still be seen.
+- ``system calls``: a filter that refuses sockets, new processes, signals to others, memory and queues that are shared by
+  number, and what changes others' files.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8  # rights of Landlock
 BPF_LOAD, BPF_EQUAL, BPF_LEAST, BPF_ANY_BIT, BPF_RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x50000 + 1, 0x50000 + 38, 0x80000000  # EPERM, ENOSYS
 CLONE_THREAD, CLONE3 = 0x10000, 435
+F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+SOCK_DATAGRAM = 2  # a bit that streams do not have
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, and architecture
 libc = ctypes.CDLL(None, use_errno=True)
+Step = tuple[int, int, int, int]  # of a filter: what it does, steps to skip if so and if not, and a value
 
 # Calls by their numbers on these machines; None: the machine has no such call.
 NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
@@ -55,17 +60,21 @@ REFUSED = {
     **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
     **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
     **{"fremovexattr": (199, 16), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218)},
-    **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "shmget": (29, 194)},
-    **{
-        "msgget": (68, 186),
-        "semget": (64, 190),
-        "mq_open": (240, 180),
-        "io_uring_setup": (425, 425),
-        "pidfd_open": (434, 434),
-    },
+    **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425)},
+    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197), "mq_open": (240, 180)},
+    **{"msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181)},
+    **{"semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192)},
+    **{"pidfd_open": (434, 434)},
     **{"pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "open_tree": (428, 428), "move_mount": (429, 429)},
     **{"fsopen": (430, 430), "mount_setattr": (442, 442), "fchmodat2": (452, 452), "setxattrat": (463, 463)},
     **{"removexattrat": (466, 466)},
+}
+# Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
+REFUSED_WITH = {
+    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # by which it would outlive its parent
+    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),  # a descriptor would signal others
+    "ioctl": ((16, 29), 1, BPF_EQUAL, (FIOSETOWN, SIOCSPGRP)),  # the same of sockets
+    "socketpair": ((53, 199), 1, BPF_ANY_BIT, (SOCK_DATAGRAM,)),  # which can be sent elsewhere
 }
 
 
@@ -118,20 +127,19 @@ def be_program(request: dict, source: bytearray, is_root: bool) -> None:
 def run(source: str, word: int, report: int) -> None:
     """Runs a program as ``__main__``, reports how it ended, and ends the process.
 
-    The word is read when the program has ended: until then no frame and no object holds it.
+    The word is read first, and while the program runs it is an operand of an unfinished sum: no descriptor gives it, and
+    no variable of a frame nor any object that Python lists holds it.
     """
     read, write, leave = os.read, os.write, os._exit  # the program may replace them
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     spare = bytearray(1 << 20)  # to tell of a lack of memory takes some
     try:
-        exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__)
+        told = read(word, 64) + (exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b"")
     except MemoryError:
         del spare
         told = b"memory\n"
     except BaseException as error:
         told = f"failed\n{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
-    else:
-        told = read(word, 64)
     write(report, told)
     leave(0)
 
@@ -248,20 +256,33 @@ def filter_calls() -> None:
     def numbers(calls):
         return [pair[column] for pair in calls.values() if pair[column] is not None]
 
+    allow, refuse = (BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)
     steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
     if column == 0:  # the numbers of another convention of the same machine
-        steps += [(BPF_LEAST, 0, 1, 0x40000000), (BPF_RETURN, 0, 0, REFUSE)]
+        steps += [(BPF_LEAST, 0, 1, 0x40000000), refuse]
     for refused in numbers(REFUSED):
-        steps += [(BPF_EQUAL, 0, 1, refused), (BPF_RETURN, 0, 0, REFUSE)]
-    steps += [(BPF_EQUAL, 0, 1, CLONE3), (BPF_RETURN, 0, 0, UNKNOWN)]  # its flags cannot be read: clone is tried next
-    verdict = [(BPF_RETURN, 0, 0, REFUSE), (BPF_RETURN, 0, 0, ALLOW)]
-    steps += [(BPF_EQUAL, 0, 4, number("clone")), (BPF_LOAD, 0, 0, 16), (BPF_ANY_BIT, 1, 0, CLONE_THREAD), *verdict]
+        steps += of_call(refused, refuse)
+    for pair, place, test, values in REFUSED_WITH.values():
+        tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
+        steps += of_call(pair[column], load_argument(place), *tests, allow)
+    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # its flags cannot be read: clone is tried next
+    steps += of_call(number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
     for own in numbers(OF_ITSELF):
-        steps += [(BPF_EQUAL, 0, 5, own), (BPF_LOAD, 0, 0, 16)]
-        steps += [(BPF_EQUAL, 2, 0, 0), (BPF_EQUAL, 1, 0, os.getpid()), *verdict]
-    steps.append((BPF_RETURN, 0, 0, ALLOW))
+        tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
+        steps += of_call(own, load_argument(0), *tests, refuse)
+    steps.append(allow)
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(program)))
+
+
+def of_call(call: int, *steps: Step) -> list[Step]:
+    """Returns steps of a filter, which must end with a verdict, as those of one call only."""
+    return [(BPF_EQUAL, 0, len(steps), call), *steps]
+
+
+def load_argument(place: int) -> Step:
+    """Returns the step of a filter that loads the lower half of a call's argument."""
+    return (BPF_LOAD, 0, 0, 16 + 8 * place)
 
 
 def machine() -> tuple[int, int]:

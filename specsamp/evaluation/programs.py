@@ -25,6 +25,7 @@ class ProgramTask:
     problems: Sequence[Problem]
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
+    continues: bool = True
     prompt_is_code: bool = True
     ks: tuple[int, ...] = (1, 10, 100)
     limits: Limits = Limits()

@@ -67,6 +67,7 @@ class PythonSyntax:
     name: str = "python"
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 128
+    continues: bool = True
 
     def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
         return {"parses": sum(parses(problem.prompt, one.text, one.ended) for one in answers) / len(answers)}

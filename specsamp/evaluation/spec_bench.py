@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from specsamp.evaluation.programs import ProgramTask
 from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Problem, Prompts
@@ -10,7 +12,7 @@ GSM8K, MBPP = "openai/gsm8k", "google-research-datasets/mbpp"
 
 
 def load(source: str) -> Prompts:
-    """Reads ``question.jsonl`` of Spec-Bench or MT-bench: question_id, category and turns."""
+    """Reads ``question.jsonl`` of Spec-Bench, whose format is MT-bench's: question_id, category and turns."""
     problems = []
     for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
         first, *further = map(str, record["turns"]) if record["turns"] else [""]
@@ -25,6 +27,11 @@ def load(source: str) -> Prompts:
             )
         )
     return Prompts(name="spec_bench", problems=problems)
+
+
+def load_mt_bench(source: str) -> Prompts:
+    """Reads ``question.jsonl`` of MT-bench, as `load`."""
+    return dataclasses.replace(load(source), name="mt_bench")
 
 
 def load_gsm8k(source: str = GSM8K) -> Prompts:
@@ -49,7 +56,12 @@ def load_mbpp(source: str = MBPP, *, insist: bool = False) -> ProgramTask:
         text = record.get("text", record.get("prompt"))
         if not isinstance(text, str):
             raise ValueError(f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'")
-        tests = "\n".join(map(str, record["test_list"]))
+        tests = record["test_list"]
+        if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
+            raise ValueError(
+                f"{source}: task {record['task_id']}: field 'test_list' must hold one text or more, not {tests!r:.40}"
+            )
+        tests = "\n".join(tests)
         problems.append(
             Problem(
                 id=str(record["task_id"]),

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from specsamp.decoding.stops import Stops
+
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 
@@ -57,6 +59,10 @@ class Task(Protocol):
     @property
     def max_new_tokens(self) -> int: ...
 
+    @property
+    def continues(self) -> bool:
+        """Whether an answer goes on with the prompt's own text; a chat model's, which begins anew, would score 0."""
+
     def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
         """Returns a problem's value of each measure, estimated from some answers: empty if only speed is measured."""
 
@@ -69,6 +75,7 @@ class Prompts:
     problems: Sequence[Problem]
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
+    continues: bool = False
 
     def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
         return {}
@@ -76,7 +83,7 @@ class Prompts:
 
 def cut(text: str, stop: Sequence[str]) -> str:
     """Returns a text up to the first of the stop texts that it holds."""
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+    return text[: Stops(texts=tuple(stop)).first(text)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ class XSum:
     name: str = "xsum"
     stop: tuple[str, ...] = ("\n\n", "\nArticle:")
     max_new_tokens: int = 128
+    continues: bool = True
 
     def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
         found = [_scorer().score(problem.reference, cut(answer.text, self.stop)) for answer in answers]

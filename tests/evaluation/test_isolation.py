@@ -2,10 +2,12 @@
 
 import dataclasses
 import http.server
+import json
 import os
 import pathlib
 import re
 import shutil
+import socket
 import threading
 
 import pytest
@@ -30,12 +32,52 @@ REACHES = {
     "finds the tests": "import os; os.kill({pid}, 0)",
     "signals its parent": "import os; os.kill(os.getppid(), 0)",
     "starts a process": "import subprocess; subprocess.run(['/bin/true'], check=True)",
+    "signals by a descriptor": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
 }
+# Looks for the word that says that a program passed, and reports it.
+PRY = """
+import gc, os, re, sys
+found, frame = [], sys._getframe()
+while frame:
+    found += frame.f_locals.values()
+    frame = frame.f_back
+for held in gc.get_objects():
+    found += gc.get_referents(held)
+for number in range(64):
+    try:
+        os.set_blocking(number, False)
+        found.append(os.read(number, 64))
+    except OSError:
+        pass
+for word in {bytes(one) for one in found if type(one) in (bytes, bytearray) and re.fullmatch(b"[0-9a-f]{32}", one)}:
+    for number in range(3, 64):
+        try:
+            os.write(number, word)
+        except OSError:
+            pass
+os._exit(0)
+"""
+# Reports the calls that are not refused by the filter, but succeed or fail for another reason.
+CALLS = """
+import ctypes, json
+libc, space = ctypes.CDLL(None, use_errno=True), bytes(64)
+calls = [("prctl", 1, 0), ("fcntl", 0, 8, 0), ("fcntl", 0, 10, 0), ("fcntl", 0, 15, space), ("ioctl", 0, 0x8901, space)]
+calls += [("ioctl", 0, 0x8902, space), ("socketpair", 1, 2, 0, space), ("mq_unlink", b"/no such queue")]
+calls += [("shmget", 0, 0, 0), ("shmat", -1, None, 0), ("shmctl", -1, 0, None), ("shmdt", None)]
+calls += [("msgget", 0x5eec, 0), ("msgsnd", -1, space, 0, 0), ("msgrcv", -1, space, 0, 0, 0), ("msgctl", -1, 0, None)]
+calls += [("semget", 0, 0, 0), ("semop", -1, space, 1), ("semctl", -1, 0, 0), ("semtimedop", -1, space, 1, None)]
+def is_refused(name, *arguments):
+    ctypes.set_errno(0)
+    return getattr(libc, name)(*arguments) == -1 and ctypes.get_errno() in (1, 13)  # the library changes that of mq_unlink
+print(json.dumps([(name, *(one for one in rest if type(one) is int)) for name, *rest in calls if not is_refused(name, *rest)]))
+print(len(calls))
+"""
 # How those end that no walls are needed for, or that are not to be tried without.
 ENDLESS = {
     "loops": "while True: pass",
     "sleeps": "import time; time.sleep(100)",
     "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "heeds its parent's end no longer": "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(100)",
     "heeds no signal": "from signal import *\nfor n in (SIGTERM, SIGXCPU): signal(n, SIG_IGN)\nwhile True: pass",
 }
 ENDS = {
@@ -50,6 +92,7 @@ ENDS = {
         "import os\nfor n in range(3, 64):\n    try: os.write(n, b'passed\\nready\\nrefused\\n')\n    except OSError: pass\nos._exit(0)",
         "failed",
     ),
+    "looks for what it is judged by": (PRY, "failed"),
     "replaces what it is judged by": (
         "import builtins, os, sys\nos.write = lambda *_: 0\nos._exit = sys.exit = lambda *_: None\n"
         "builtins.AssertionError = builtins.BaseException = KeyError\nassert False",
@@ -75,6 +118,7 @@ BOMBS = {
     "enters namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "deletes a file": "import os; os.unlink({file!r})",
     "cuts a file short": "import os; os.truncate({file!r}, 0)",
+    "sends a datagram from a pair": "import socket; socket.socketpair(type=2)[0].sendto(b'', {socket!r})",
     "deletes Python": "import os; os.unlink(os.__file__)",
 }
 
@@ -106,13 +150,16 @@ def walls(request, processes):
 
 
 @pytest.fixture
-def outside(tmp_path):
-    """A server, a file and a process."""
+def outside(tmp_path, tmp_path_factory):
+    """Servers, a file and a process."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file = tmp_path / "diary"
     file.write_text("secret")
-    yield {"port": server.server_port, "file": str(file), "pid": os.getpid()}
+    datagrams, address = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), str(tmp_path_factory.mktemp("socket") / "s")
+    datagrams.bind(address)
+    yield {"port": server.server_port, "file": str(file), "pid": os.getpid(), "socket": address}
+    datagrams.close()
     assert file.read_text() == "secret"
     assert list(tmp_path.iterdir()) == [file]
     server.shutdown()
@@ -147,6 +194,22 @@ def test_programs_end(walls):
     assert ends(ENDLESS, walls, SHORT, workers=len(ENDLESS)) == dict.fromkeys(ENDLESS, "timeout")
 
 
+def test_the_filter_refuses_calls():
+    """Without walls none of them is refused."""
+    found = describe(FALLBACK)
+    if "system calls" in found.missing:
+        pytest.skip("; ".join(found.sentences))
+    left, count = output_lines(CALLS, describe(()))
+    assert len(json.loads(left)) == int(count)
+    assert json.loads(output_lines(CALLS, found)[0]) == []
+
+
+def output_lines(program, walls):
+    outcome = run(program, LIMITS, isolation=walls, insist=True)
+    assert outcome.passed, outcome.detail
+    return outcome.output.splitlines()
+
+
 def test_namespaces_alone(processes):
     """What they see to by themselves: files cannot be written, processes are counted, and end with the program."""
     alone = describe(("namespaces",))
@@ -155,6 +218,8 @@ def test_namespaces_alone(processes):
     assert alone.suffices, alone.sentences
     read_only = "import os, sys\nfor path in ('/', '/usr', sys.prefix, os.__file__): assert os.statvfs(path).f_flag & 1"
     assert run(read_only, LIMITS, isolation=alone).passed
+    many = "for n in range(5): open(str(n), 'wb').write(bytes(4 << 20))"
+    assert "No space left" in run(many, LIMITS, isolation=alone).detail
     daemon = """
 import os, time
 if os.fork() == 0:

@@ -53,7 +53,8 @@ def write(tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 def test_humaneval_counts_what_passes(write, packed):
     text = lines([ADD, LAST])
-    task = load_task("humaneval", write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text))
+    source = write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text)
+    task = load_task("humaneval", source, insist=True)
     add, last = task.problems
     assert (add.id, add.prompt, task.stop, task.max_new_tokens) == ("Own/0", ADD["prompt"], humaneval.STOP, 512)
     if not isolation.describe().suffices:
@@ -72,7 +73,9 @@ def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
     monkeypatch.setattr(isolation, "describe", lambda: nothing)
     path, answers = write(lines([ADD])), [Answer(text=ADD["canonical_solution"])]
-    task, insisting = load_task("humaneval", path), load_task("humaneval", path, insist=True)
+    with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):  # before anything is decoded
+        load_task("humaneval", path)
+    task, insisting = humaneval.load(path), load_task("humaneval", path, insist=True)
     with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
         task.score(task.problems[0], answers)
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
@@ -153,7 +156,7 @@ def test_the_hub(write, monkeypatch):
         hf_hub_download=lambda name, file, repo_type, revision: {"main/test/0.jsonl": path}[file],
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert [problem.id for problem in load_task("humaneval").problems] == ["Own/0"]
+    assert [problem.id for problem in load_task("humaneval", insist=True).problems] == ["Own/0"]
     with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
         read_records("a/b", {}, split="dev")
     hub.list_repo_files = None
@@ -232,6 +235,7 @@ def test_spec_bench_keeps_categories_and_turns(write):
     record = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}
     task = load_task("mt_bench", write(lines([record])))
     (problem,) = task.problems
+    assert task.name == "mt_bench"
     assert (problem.id, problem.category, problem.prompt, problem.further_turns) == (
         *("81", "writing", "Write."),
         ("Again.",),
@@ -250,7 +254,7 @@ def test_gsm8k(write):
 def test_mbpp(write, field):
     record = {"task_id": 11, field: "Write a function to match \\x.", "test_list": ["assert f(1) == 2"]}
     text = lines([record]) if field == "text" else json.dumps([record], indent=1)  # the sanitized edition is an array
-    task = load_task("mbpp", write(text))
+    task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
     assert problem.prompt == '"""\nWrite a function to match \\x.\nassert f(1) == 2\n"""\n'
     if isolation.describe().suffices:
@@ -258,6 +262,14 @@ def test_mbpp(write, field):
         assert found == {"pass@1": 0.5, "parses": 1.0}
     with pytest.raises(ValueError, match="task 1 has neither a field 'text' nor 'prompt'"):
         spec_bench.load_mbpp(write(lines([{"task_id": 1, "test_list": []}])))
+
+
+@pytest.mark.parametrize("tests", [[], [3], ["assert f(1) == 2", " "]])
+def test_mbpp_without_tests_would_let_every_program_pass(write, tests):
+    good = {"task_id": 10, "text": "a", "test_list": ["assert f(1) == 2"]}
+    path = write(lines([good, {**good, "task_id": 11, "test_list": tests}]))
+    with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold one text or more, not \["):
+        spec_bench.load_mbpp(path)
 
 
 def test_python_is_scored_by_what_parses():
@@ -269,16 +281,19 @@ def test_python_is_scored_by_what_parses():
     assert 0.5 in found
 
 
-def test_every_task_has_what_the_protocol_asks(write):
+def test_every_task_has_what_the_protocol_asks(write, monkeypatch):
     files = {
         "humaneval": lines([ADD]),
         "gsm8k": lines([{"question": "a", "answer": "b"}]),
-        "mbpp": lines([{"task_id": 1, "text": "a", "test_list": []}]),
-        "spec_bench": lines([{"question_id": 1, "category": "a", "turns": ["b"]}]),
+        "mbpp": lines([{"task_id": 1, "text": "a", "test_list": ["b"]}]),
+        **dict.fromkeys(("spec_bench", "mt_bench"), lines([{"question_id": 1, "category": "a", "turns": ["b"]}])),
+        "xsum": lines(ARTICLES),
     }
-    for name in set(TASKS) - {"xsum", "mt_bench"}:
-        task = load_task(name, write(files[name]) if name in files else None)
+    monkeypatch.setattr(xsum, "_scorer", lambda: None)
+    for name in TASKS:
+        task = load_task(name, write(files[name]) if name in files else None, insist=True)
         assert task.name == name
+        assert task.continues == (name in ("humaneval", "mbpp", "python", "xsum"))
         assert task.max_new_tokens > 0
         assert all(problem.prompt for problem in task.problems)
         assert all(task.stop) or task.stop == ()
