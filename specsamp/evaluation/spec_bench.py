@@ -56,18 +56,18 @@ def load_mbpp(source: str = MBPP, *, insist: bool = False) -> ProgramTask:
         text = record.get("text", record.get("prompt"))
         if not isinstance(text, str):
             raise ValueError(f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'")
-        tests = record["test_list"]
-        if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
-            raise ValueError(
-                f"{source}: task {record['task_id']}: field 'test_list' must hold one text or more, not {tests!r:.40}"
-            )
-        tests = "\n".join(tests)
+        tests, imports = record["test_list"], record.get("test_imports") or []
+        for field, lines, fewest in (("test_list", tests, 1), ("test_imports", imports, 0)):
+            if len(lines) < fewest or not all(isinstance(line, str) and line.strip() for line in lines):
+                raise ValueError(
+                    f"{source}: task {record['task_id']}: field {field!r} must hold lines of code, not {lines!r:.40}"
+                )
         problems.append(
             Problem(
                 id=str(record["task_id"]),
                 category="code",
-                prompt=f'"""\n{text}\n{tests}\n"""\n',
-                reference=f"{record.get('test_setup_code') or ''}\n{tests}",
+                prompt="\n".join(['"""', text, *tests, '"""', ""]),
+                reference="\n".join([record.get("test_setup_code") or "", *imports, *tests]),
             )
         )
     stop = ('\n"""', "\nassert", "\nprint", "\nif")

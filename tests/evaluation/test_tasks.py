@@ -253,10 +253,12 @@ def test_gsm8k(write):
 @pytest.mark.parametrize("field", ["text", "prompt"])
 def test_mbpp(write, field):
     record = {"task_id": 11, field: "Write a function to match \\x.", "test_list": ["assert f(1) == 2"]}
+    if field == "prompt":
+        record |= {"test_imports": ["import math"], "test_list": ["assert f(1) == math.isqrt(4)"]}
     text = lines([record]) if field == "text" else json.dumps([record], indent=1)  # the sanitized edition is an array
     task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
-    assert problem.prompt == '"""\nWrite a function to match \\x.\nassert f(1) == 2\n"""\n'
+    assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
     if isolation.describe().suffices:
         found = task.score(problem, [Answer(text="def f(x):\n    return x + 1\n\nassert 0"), Answer(text="f = len")])
         assert found == {"pass@1": 0.5, "parses": 1.0}
@@ -268,7 +270,7 @@ def test_mbpp(write, field):
 def test_mbpp_without_tests_would_let_every_program_pass(write, tests):
     good = {"task_id": 10, "text": "a", "test_list": ["assert f(1) == 2"]}
     path = write(lines([good, {**good, "task_id": 11, "test_list": tests}]))
-    with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold one text or more, not \["):
+    with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold lines of code, not \["):
         spec_bench.load_mbpp(path)
 
 
