@@ -21,6 +21,7 @@ from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.queue import generate_many
+from specsamp.serving.schedule import FirstCome, ShortestFirst
 
 __all__ = [
     "BlockRule",
@@ -32,6 +33,7 @@ __all__ = [
     "Drafter",
     "EarlyExitDrafter",
     "FeatureDrafter",
+    "FirstCome",
     "LanguageModel",
     "Loop",
     "Method",
@@ -41,6 +43,7 @@ __all__ = [
     "Output",
     "Pair",
     "RowStats",
+    "ShortestFirst",
     "TokenRule",
     "TransformerConfig",
     "TransformerLM",

@@ -6,13 +6,18 @@
 The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are read and written over
 their rows, and the other rows go on as if nothing had happened (`specsamp.decoding.batch_rows`). While the device
 works, the caller has the completions. A program is compiled for the loop, and one for each bucket of prompts.
+
+A schedule says who goes first (`specsamp.serving.schedule`). A text that is put aside for another one waits in host
+memory, for a row of its own data shard, and goes on there with the same tokens.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -28,12 +33,25 @@ from specsamp.decoding.job import Job, bucket, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import DecodeState, Finish, Request
+from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
+from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from specsamp.serving.log import CompletionLog
+from specsamp.serving.schedule import ROUNDS_PER_LOOK, FirstCome, Schedule, Served, Ticket
 
 DEFAULT_ROWS = 8
+
+
+class Clock:
+    """Tells the time and lets it go by, in seconds."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def generate_many(
@@ -45,6 +63,9 @@ def generate_many(
     refill: int = 1,
     rounds_per_slice: int | None = None,
     log: CompletionLog | str | os.PathLike | None = None,
+    schedule: Schedule = FirstCome(),
+    arrivals: Sequence[float] | None = None,
+    clock: Clock = Clock(),
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
     draft_length: int | None = None,
@@ -67,9 +88,12 @@ def generate_many(
       refill: rows of a data shard whose prompts are read in one call. The loop returns once so many have ended: more
         than 1 reads prompts faster, where rows are many, and leaves rows idle for longer.
       rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
-        strings end texts.
+        strings end texts or prompts have arrivals.
       log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
         path, all parameters are read once to tell them from others.
+      schedule: who goes first, and who is put aside for others; for this call alone, as it may learn.
+      arrivals: for each prompt, when it is there to be decoded, in seconds from the first `next` on; default at once.
+      clock: of arrivals and `Queue.served`.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -101,10 +125,22 @@ def generate_many(
         prompt_ids=prompt_ids,
         batch=min(rows, _rows_asked(prompts, num_samples)) + refill * pair.shards.count,
     )
+    if arrivals is not None:
+        arrivals = _checked_arrivals(arrivals, len(prompts))
     if log is not None:
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
         log.open(job, seed)
-    return Queue(job, rows=rows, refill=refill, rounds=rounds_per_slice, log=log)
+    times = {"arrivals": arrivals, "clock": clock}
+    return Queue(job, rows=rows, refill=refill, rounds=rounds_per_slice, log=log, schedule=schedule, **times)
+
+
+def _checked_arrivals(arrivals: Sequence[float], count: int) -> list[float]:
+    if len(arrivals) != count:
+        raise ValueError(f"{len(arrivals)} arrivals for {count} prompts: give each prompt one")
+    for index, seconds in enumerate(arrivals):
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"arrivals[{index}] must be seconds from 0 on; got {seconds!r}")
+    return [float(seconds) for seconds in arrivals]
 
 
 def _rows_asked(prompts: Sequence[Prompt], num_samples: int) -> int:
@@ -123,6 +159,7 @@ class Usage:
       rounds: of the loop.
       busy: the sum over rounds of the rows that were busy.
       rounds_in_demand, busy_in_demand: the same, of slices at whose end prompts were waiting.
+      put_aside: how often a text was put aside for another one.
     """
 
     rows: int
@@ -131,6 +168,7 @@ class Usage:
     busy: int = 0
     rounds_in_demand: int = 0
     busy_in_demand: int = 0
+    put_aside: int = 0
 
     @property
     def occupancy(self) -> float:
@@ -145,25 +183,56 @@ class Usage:
             self.rounds_in_demand, self.busy_in_demand = self.rounds_in_demand + rounds, self.busy_in_demand + busy
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Aside:
+    """Rows in host memory, of which one is a text's that was put aside; ``rounds`` of it are counted already."""
+
+    rows: DecodeState
+    index: int
+    rounds: int
+
+
 class Queue(Iterator[Completion]):
     """Completions of a job, in the order in which they end; see `generate_many`.
 
     Attributes:
       usage: of the rows so far.
       known: the completions that come from the log.
+      served: when texts arrived and ended, by prompt and sample.
     """
 
-    def __init__(self, job: Job, *, rows: int, refill: int, rounds: int | None, log: CompletionLog | None):
+    def __init__(
+        self,
+        job: Job,
+        *,
+        rows: int,
+        refill: int,
+        rounds: int | None,
+        log: CompletionLog | None,
+        schedule: Schedule,
+        arrivals: Sequence[float] | None,
+        clock: Clock,
+    ):
         shards = job.pair.shards.count
         rows = -(-min(rows, job.rows) // shards) * shards
-        self.usage = Usage(rows=rows)
-        self._job, self._log = job, log
+        self.usage, self.served = Usage(rows=rows), {}
+        self._job, self._log, self._schedule, self._clock = job, log, schedule, clock
         self._refill = min(refill, rows // shards)
-        self._rounds = rounds or job.rounds_per_look
+        looks = job.rounds_per_look
+        self._rounds = rounds or (looks if arrivals is None else min(looks, ROUNDS_PER_LOOK))
         self._done = {} if log is None else dict(log.completions)
         self.known = len(self._done)
-        self._waiting = collections.deque(row for row in range(job.rows) if self._index(row) not in self._done)
-        self._rows: list[int | None] = [None] * rows  # the row of the job that each row of the batch decodes
+        self._limits_B = np.asarray(job.request.limits_B)
+        tickets = [self._ticket(row, arrivals) for row in range(job.rows)]
+        for ticket in tickets:
+            if self._index(ticket.row) in self._done:
+                ticket.emitted = len(self._done[self._index(ticket.row)].tokens)
+                schedule.finish(ticket)
+        tickets = [ticket for ticket in tickets if self._index(ticket.row) not in self._done]
+        self._to_come = collections.deque(sorted(tickets, key=lambda ticket: ticket.arrived))
+        self._waiting: list[Ticket] = []
+        self._running: list[Ticket | None] = [None] * rows  # the text that each row of the batch decodes
+        self._rounds_B = np.zeros(rows, int)  # that each of them has been busy for
         self._completions = self._logged()
 
     def __next__(self) -> Completion:
@@ -171,15 +240,18 @@ class Queue(Iterator[Completion]):
 
     def compile(self) -> None:
         """Compiles what the waiting prompts take, so that what follows can be timed."""
-        buckets = {bucket(len(prompt)): prompt for prompt in map(self._prompt, self._waiting)}
+        buckets = {bucket(len(ticket.prompt)): ticket.prompt for ticket in self._to_come}
         if not buckets:
             return
         state, newcomers = self._idle(), self._refill * self._job.pair.shards.count
         for prompt in buckets.values():
             rows = self._job.read([prompt] * newcomers, self._request([None] * newcomers))
             state = self._job.loop.insert(state, rows, [NOWHERE] * newcomers)
+        if self._schedule.preempts:
+            aside = Aside(rows=self._extract(state, [NOWHERE] * newcomers), index=0, rounds=0)
+            state = self._bring_back(state, dataclasses.replace(self._to_come[0], aside=aside), NOWHERE)
         if self._job.stops.texts:
-            state = self._job.end(state, [None] * len(self._rows))
+            state = self._job.end(state, [None] * len(self._running))
         jax.block_until_ready(self._job.run(state, 0).lengths_B)
 
     def close(self) -> None:
@@ -197,58 +269,142 @@ class Queue(Iterator[Completion]):
                 self._log.close()
 
     def _run(self) -> Iterator[Completion]:
-        if not self._waiting:
+        if not self._to_come:
             return
-        state, ended = self._idle(), []
-        rounds_B = np.zeros(len(self._rows), int)  # that each row has been busy for
+        state, ended, begin = self._idle(), [], self._clock.now()
         while True:
-            state, places = self._fill(state)
-            rounds_B[places] = 0
-            running = sum(row is not None for row in self._rows)
+            if self._to_come:  # processes must agree on what has arrived
+                now = gather_objects(self._clock.now() - begin)[0]
+                while self._to_come and self._to_come[0].arrived <= now:
+                    self._waiting.append(self._to_come.popleft())
+            state = self._fill(state)
+            running = sum(ticket is not None for ticket in self._running)
             if running:
                 enough = running - self._refill * self._job.pair.shards.count + 1
                 state = self._job.run(state, self._rounds, max(enough, 1))
             for completion in ended if self._log is not None else ():  # the device is at work
                 self._log.add(completion)
             yield from ended
+            ended = []
             if not running:
-                return
-            before_B, rounds_B = rounds_B, to_host(state.stats.rounds_B).astype(int)
-            texts = self._job.texts(state, self._rows)
+                if not self._to_come:
+                    return
+                self._clock.wait(max(begin + self._to_come[0].arrived - self._clock.now(), 0.0))
+                continue
+            before_B, self._rounds_B = self._rounds_B, to_host(state.stats.rounds_B).astype(int)
+            texts = self._job.texts(state, [None if ticket is None else ticket.row for ticket in self._running])
             # A string that ended a text may have been found some rounds later.
-            lost = [0 if text is None else rounds - text.stats.rounds for text, rounds in zip(texts, rounds_B)]
-            self.usage.add(rounds_B - before_B, sum(lost), bool(self._waiting))
+            lost = [0 if text is None else rounds - text.stats.rounds for text, rounds in zip(texts, self._rounds_B)]
+            self.usage.add(self._rounds_B - before_B, sum(lost), bool(self._waiting))
             if self._job.stops.texts:
                 state = self._job.end(state, texts)
-            ended = []
-            for place, text in enumerate(texts):
-                if text is not None and text.finish != Finish.RUNNING:
-                    ended.append(self._job.completion(self._rows[place], text))
-                    self._rows[place] = None
+            for place, (ticket, text) in enumerate(zip(self._running, texts)):
+                if ticket is None:
+                    continue
+                ticket.emitted = len(text.tokens)
+                if text.finish != Finish.RUNNING:
+                    ended.append(self._job.completion(ticket.row, text))
+                    self._running[place] = None
+                    self._schedule.finish(ticket)
+                    times = {"arrived": ticket.arrived, "ended": self._clock.now() - begin}
+                    self.served[self._index(ticket.row)] = Served(**times, emitted=ticket.emitted)
 
     def _idle(self) -> DecodeState:
         """Returns a state whose rows have all ended: one short prompt is read, and copied."""
-        shards, rows = self._job.pair.shards.count, len(self._rows)
+        shards, rows = self._job.pair.shards.count, len(self._running)
         return self._job.read([[0]] * shards, self._request([None] * rows), rows // shards)
 
-    def _fill(self, state: DecodeState) -> tuple[DecodeState, list[int]]:
-        """Reads waiting prompts into free rows, as many per data shard at a time; returns which rows are new."""
+    def _fill(self, state: DecodeState) -> DecodeState:
+        """Gives free rows to those who wait, and then the rows of those who are put aside for others."""
+        state = self._take(state)
+        if self._schedule.preempts and self._waiting:
+            state = self._take(self._put_aside(state))
+        return state
+
+    def _take(self, state: DecodeState) -> DecodeState:
+        """Gives free rows to those who wait, as many per data shard at a time: reads prompts, brings back the others."""
         shards = self._job.pair.shards.count
-        per_shard, filled = len(self._rows) // shards, []
-        while self._waiting and None in self._rows:
-            rows, at = [], []  # the job's rows of one call, and their places within each shard
+        per_shard = len(self._running) // shards
+        while self._waiting and None in self._running:
+            tickets, at = [], []  # of one call, and their places within each shard
             for shard in range(shards):
-                free = [n for n in range(per_shard) if self._rows[shard * per_shard + n] is None]
+                free = [n for n in range(per_shard) if self._running[shard * per_shard + n] is None]
                 for n in (free + [NOWHERE] * self._refill)[: self._refill]:
-                    row = self._waiting.popleft() if n != NOWHERE and self._waiting else None
-                    rows.append(row)
-                    at.append(NOWHERE if row is None else n)
-                    if row is not None:
-                        self._rows[shard * per_shard + n] = row
-                        filled.append(shard * per_shard + n)
-            newcomers = self._job.read(list(map(self._prompt, rows)), self._request(rows))
-            state = self._job.loop.insert(state, newcomers, at)
-        return state, filled
+                    able = self._able(self._waiting, shard) if n != NOWHERE else []
+                    ticket = self._schedule.choose(able) if able else None
+                    tickets.append(ticket)
+                    at.append(NOWHERE if ticket is None else n)
+                    if ticket is not None:
+                        self._waiting.remove(ticket)
+                        ticket.shard, place = shard, shard * per_shard + n
+                        self._running[place] = ticket
+                        self._rounds_B[place] = 0 if ticket.aside is None else ticket.aside.rounds
+            if not any(tickets):  # who waits was put aside in another shard
+                break
+            rows = [None if ticket is None or ticket.aside else ticket.row for ticket in tickets]
+            if rows != [None] * len(rows):
+                newcomers = self._job.read(list(map(self._prompt, rows)), self._request(rows))
+                places = [NOWHERE if row is None else n for row, n in zip(rows, at)]
+                state = self._job.loop.insert(state, newcomers, places)
+            for ticket, n in zip(tickets, at):
+                if ticket is not None and ticket.aside:
+                    state = self._bring_back(state, ticket, n)
+        return state
+
+    def _put_aside(self, state: DecodeState) -> DecodeState:
+        """Puts aside the texts that the schedule names, at most as many per data shard as are refilled at a time."""
+        shards, waiting = self._job.pair.shards.count, list(self._waiting)
+        per_shard, tickets, at = len(self._running) // shards, [], []
+        for shard in range(shards):
+            running = [one for one in self._running[shard * per_shard : (shard + 1) * per_shard] if one is not None]
+            for _ in range(self._refill):
+                able, ticket = self._able(waiting, shard), None
+                if able and running:
+                    newcomer = self._schedule.choose(able)
+                    ticket = self._schedule.displace(newcomer, running)
+                tickets.append(ticket)
+                at.append(NOWHERE if ticket is None else self._running.index(ticket) - shard * per_shard)
+                if ticket is not None:
+                    waiting.remove(newcomer)
+                    running.remove(ticket)
+        if any(tickets):
+            rows = self._extract(state, at)
+            for index, ticket in enumerate(tickets):
+                if ticket is not None:
+                    place = self._running.index(ticket)
+                    ticket.aside = Aside(rows=rows, index=index, rounds=int(self._rounds_B[place]))
+                    self._running[place] = None
+                    self._waiting.append(ticket)
+                    self.usage.put_aside += 1
+        return state
+
+    def _extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Returns some rows, in host memory; they are still in ``state``."""
+        rows = self._job.loop.extract(dataclasses.replace(state, request=None), at)
+        return to_host_memory(rows, self._job.pair.shards)
+
+    def _bring_back(self, state: DecodeState, ticket: Ticket, n: int) -> DecodeState:
+        """Writes a text that was put aside over the row ``n`` of its shard."""
+        aside, ticket.aside = ticket.aside, None
+        index = range(len(aside.rows.lengths_B))
+        request = self._request([ticket.row if i == aside.index else None for i in index])
+        rows = dataclasses.replace(to_device_memory(aside.rows, self._job.pair.shards), request=request)
+        return self._job.loop.insert(state, rows, [n if i == aside.index else NOWHERE for i in index])
+
+    def _able(self, waiting: list[Ticket], shard: int) -> list[Ticket]:
+        """Returns those of ``waiting`` that can be decoded in a shard: no text that has begun leaves its own."""
+        if not self._schedule.preempts:
+            return waiting
+        return [ticket for ticket in waiting if ticket.shard in (None, shard)]
+
+    def _ticket(self, row: int, arrivals: Sequence[float] | None) -> Ticket:
+        prompt = self._prompt(row)
+        return Ticket(
+            row=row,
+            prompt=prompt,
+            budget=int(self._limits_B[row]) - len(prompt),
+            arrived=0.0 if arrivals is None else arrivals[self._index(row)[0]],
+        )
 
     def _request(self, rows: Sequence[int | None]) -> Request:
         """Returns what is asked of some rows of the job; of None, nothing."""

@@ -21,6 +21,8 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, temperature
+from specsamp.serving.host_rows import to_device_memory, to_host_memory
+from support.schedules import Restless
 
 TARGET = TransformerLM(tiny(positions="rotary", num_layers=1))
 ROWS, SLOTS, BUDGET = 8, 32, 12
@@ -76,6 +78,12 @@ def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, da
     mesh = make_mesh(data, model, devices=jax.devices()[: data * model])
     done = list(generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call))
     assert [row.tokens for row in sorted(done, key=lambda row: row.prompt_index)] == alone
+    if data == 1:
+        return
+    more = dict(schedule=Restless(), rounds_per_slice=2)  # rows that are put aside in host memory, and brought back
+    work = generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call, **more)
+    assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == alone
+    assert work.usage.put_aside > 4
 
 
 @pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])
@@ -93,3 +101,10 @@ def test_no_cache_travels_and_a_feature_stays_where_it_is(pair, data, model):
     write = batch_rows._write_donated.lower(*bare, at_N, loop.shards).compile().as_text()
     for text in (read, write):
         assert "dynamic-" in text and not re.search(r"= \S+ (all-gather|all-to-all|collective-permute)\(", text)
+    aside = to_host_memory(dataclasses.replace(rows, request=None), loop.shards)
+    back = to_device_memory(aside, loop.shards)
+    for kept, old, new in zip(*map(jax.tree.leaves, (aside, dataclasses.replace(rows, request=None), back))):
+        assert kept.sharding.memory_kind == "pinned_host" and new.sharding == old.sharding
+        assert [piece.device for piece in kept.addressable_shards] == [piece.device for piece in old.addressable_shards]
+        assert kept.sharding.devices_indices_map(kept.shape) == old.sharding.devices_indices_map(old.shape)
+        np.testing.assert_array_equal(new, old)

@@ -83,7 +83,7 @@ def test_two_processes_give_the_tokens_of_one(worked):
     assert results.pop("chosen") == worker.tokens(plain)
     for how, tokens in results.items():
         assert tokens == expected, how
-    assert set(results) == {"shares", "one model over both", "rows over both, streamed", "queue"}
+    assert set(results) == {"shares", "one model over both", "rows over both, streamed", "queue", "put aside"}
 
 
 def test_a_checkpoint_crosses_layouts_and_processes(worked):

@@ -1,0 +1,192 @@
+"""Which waiting text takes a free row of a batch, and which running one is put aside for it.
+
+First come, first served lets a short text wait behind long ones. `ShortestFirst` is the scheduling of ALISE (Zhao and
+Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished ones whose prompts are near, the text with the
+fewest tokens to come goes first, a running one is put aside for it, and waiting counts, so that nothing waits for ever.
+
+A schedule decides when a text is decoded, never what it says. `specsamp.serving.queue` and `specsamp.serving.simulate`
+ask the same objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+ROUNDS_PER_LOOK = 8  # between two looks for what has arrived
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Ticket:
+    """A text that is asked for, and how far it is.
+
+    Attributes:
+      row: of the job.
+      prompt: token ids.
+      budget: the most tokens that it may have.
+      arrived: when, in seconds.
+      emitted: tokens so far.
+      shard: the data shard that it has begun in, which alone can go on with it.
+      aside: what is needed to go on, of a text that was put aside.
+    """
+
+    row: int
+    prompt: Sequence[int]
+    budget: int
+    arrived: float = 0.0
+    emitted: float = 0
+    shard: int | None = None
+    aside: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """When a text arrived and ended, in seconds, and its tokens."""
+
+    arrived: float
+    ended: float
+    emitted: int
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The normalised latency: all the time that the text took, waiting included, for each of its tokens."""
+        return (self.ended - self.arrived) / max(self.emitted, 1)
+
+
+def summary(served: Iterable[Served]) -> dict[str, float]:
+    """Returns the normalised latency of some texts, and their longest time, in seconds."""
+    served = list(served)
+    per_token = [one.seconds_per_token for one in served]
+    return {
+        "mean": float(np.mean(per_token)),
+        "p90": float(np.quantile(per_token, 0.9)),
+        "longest": max(one.ended - one.arrived for one in served),
+    }
+
+
+class Schedule:
+    """Decides who goes first. On several processes all must decide alike: by what they are given and nothing else.
+
+    Attributes:
+      preempts: whether `displace` may name a text; else it is never asked.
+    """
+
+    preempts: bool = False
+
+    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
+        """Returns the one of ``waiting`` that takes a free row; they lie in the order in which they began to wait."""
+        raise NotImplementedError
+
+    def displace(self, newcomer: Ticket, running: Sequence[Ticket]) -> Ticket | None:
+        """Returns the one of ``running`` that is put aside for ``newcomer``, the chosen one, or None."""
+        return None
+
+    def finish(self, ticket: Ticket) -> None:
+        """Is told of each text that has ended."""
+
+
+class FirstCome(Schedule):
+    """First come, first served."""
+
+    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
+        return waiting[0]
+
+
+class Predictor:
+    """Predicts lengths."""
+
+    def remaining(self, ticket: Ticket) -> float:
+        """Returns how many tokens are still to come."""
+        raise NotImplementedError
+
+    def finish(self, ticket: Ticket) -> None:
+        """Is told of each text that has ended."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Nearest(Predictor):
+    """Predicts the mean length of the finished texts whose prompts are nearest; the budget before any has finished.
+
+    Prompts are near whose tokens and pairs of tokens are alike: the cosine of their counts, hashed. Texts with about the
+    same budget come first, since who asks for much expects much. Of the nearest, those count that were longer than the
+    text already is; a text that outlives all of them is expected to spend its budget.
+
+    Attributes:
+      neighbours: finished texts that a prediction is made of.
+      capacity: the last so many finished texts are remembered.
+      width: of the hash.
+    """
+
+    neighbours: int = 8
+    capacity: int = 4096
+    width: int = 512
+
+    def __post_init__(self):
+        self._counts_NW = np.zeros((self.capacity, self.width), np.float32)
+        self._lengths_N, self._sizes_N = np.zeros(self.capacity), np.zeros(self.capacity, int)
+        self._finished = 0
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, np.ndarray]] = {}
+
+    def remaining(self, ticket: Ticket) -> float:
+        lengths = self._nearest(tuple(ticket.prompt), ticket.budget.bit_length())
+        longer = lengths[lengths > ticket.emitted]
+        expected = longer.mean() if len(longer) else ticket.budget
+        return min(float(expected), ticket.budget) - ticket.emitted
+
+    def finish(self, ticket: Ticket) -> None:
+        at = self._finished % self.capacity
+        self._counts_NW[at], self._lengths_N[at] = self._counts(tuple(ticket.prompt)), ticket.emitted
+        self._sizes_N[at] = ticket.budget.bit_length()
+        self._finished += 1
+
+    def _nearest(self, prompt: tuple[int, ...], size: int) -> np.ndarray:
+        """Returns the lengths of the nearest; they are looked for again when twice as many have finished."""
+        finished, lengths = self._known.get((prompt, size), (0, np.zeros(0)))
+        if self._finished >= max(2 * finished, 1):
+            count = min(self._finished, self.capacity)
+            near_N = self._counts_NW[:count] @ self._counts(prompt) + (self._sizes_N[:count] == size)
+            lengths = self._lengths_N[np.argsort(-near_N, kind="stable")[: self.neighbours]]
+            self._known[prompt, size] = self._finished, lengths
+        return lengths
+
+    def _counts(self, prompt: tuple[int, ...]) -> np.ndarray:
+        tokens = np.asarray(prompt, np.uint64)
+        pairs = tokens[:-1] * np.uint64(1_000_003) + tokens[1:] * np.uint64(2_654_435_761)
+        hashed = np.concatenate([tokens, pairs]) % np.uint64(self.width)
+        counts_W = np.sqrt(np.bincount(hashed.astype(np.int64), minlength=self.width))
+        return counts_W / np.linalg.norm(counts_W)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ShortestFirst(Schedule):
+    """The text with the fewest predicted tokens to come goes first, and running ones are put aside for it.
+
+    A second of waiting is worth ``ageing`` tokens. All texts age alike, so it is the later arrival of newcomers that
+    counts: a text with L tokens to come is passed by none that arrives more than L / ageing seconds after it.
+
+    Attributes:
+      predictor: of lengths.
+      ageing: in tokens a second; 0 lets long texts starve under a heavy load.
+      worth: a running text is put aside for one that has so many tokens less to come.
+    """
+
+    predictor: Predictor = dataclasses.field(default_factory=Nearest)
+    ageing: float = 1.0
+    worth: float = 16.0
+    preempts: bool = True
+
+    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
+        return min(waiting, key=self._standing)
+
+    def displace(self, newcomer: Ticket, running: Sequence[Ticket]) -> Ticket | None:
+        last = max(running, key=self._standing)
+        return last if self._standing(last) > self._standing(newcomer) + self.worth else None
+
+    def finish(self, ticket: Ticket) -> None:
+        self.predictor.finish(ticket)
+
+    def _standing(self, ticket: Ticket) -> float:
+        return self.predictor.remaining(ticket) + self.ageing * ticket.arrived

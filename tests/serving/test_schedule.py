@@ -1,0 +1,178 @@
+"""Who goes first, who is put aside, and that texts do not notice."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import (
+    BlockRule,
+    CoupledRule,
+    EarlyExitDrafter,
+    Pair,
+    ShortestFirst,
+    TokenRule,
+    chain,
+    generate_many,
+    penalties,
+    temperature,
+)
+from specsamp.serving import queue
+from specsamp.serving.schedule import Nearest, Ticket
+from specsamp.serving.simulate import Arrival, Costs, Oracle, simulate
+from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
+from support.schedules import FakeClock, Restless
+
+PAIR = table_pair()
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
+BUDGETS = [5, 21, 9, 30, 1, 13, 17]
+
+
+PENALISED = chain(penalties(repetition=1.3), temperature(0.9))
+PLAIN = dict(draft_length=0, sampling=chain(temperature(0.9)), rows=3)
+
+
+def by_row(completions):
+    return {(row.prompt_index, row.sample_index): row for row in completions}
+
+
+def layered_pair():
+    table = random_table(3, 12)
+    return Pair(target=LayeredTableLM(12), target_params=jnp.stack([near(table, 4, 0.5), 0.2 * table]))
+
+
+@pytest.mark.parametrize(
+    "pair, options",
+    [
+        (PAIR, dict(rule=TokenRule(), num_samples=2, return_log_probs=True)),
+        (PAIR, dict(rule=BlockRule(), refill=2)),
+        (PAIR, dict(rule=CoupledRule())),
+        (PAIR, PLAIN),
+        (layered_pair(), dict(drafter=EarlyExitDrafter(LayeredTableLM(12), 1, 2), sampling=PENALISED)),
+    ],
+    ids=["token", "block", "coupled", "plain", "early exit, penalties"],
+)
+def test_a_text_that_was_put_aside_goes_on_as_if_nothing_had_happened(pair, options):
+    """Tokens, log-probabilities, ends and counts; rounds are counted once."""
+    options = dict(sampling=chain(temperature(0.9)), rows=3) | options
+    undisturbed = generate_many(pair, PROMPTS, BUDGETS, **options)
+    disturbed = generate_many(pair, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **options)
+    expected, done = by_row(undisturbed), list(disturbed)
+    assert by_row(done) == expected and len(done) == len(expected)
+    assert disturbed.usage.put_aside > len(PROMPTS) and undisturbed.usage.put_aside == 0
+    assert disturbed.usage.busy == undisturbed.usage.busy
+
+
+def test_a_cache_that_gets_lost_shows(monkeypatch):
+    """The control of the test above."""
+    expected = by_row(generate_many(PAIR, PROMPTS, BUDGETS, **PLAIN))
+    keep = queue.to_host_memory
+    monkeypatch.setattr(
+        queue, "to_host_memory", lambda rows, shards: dataclasses.replace(keep(rows, shards), cache=0 * rows.cache)
+    )
+    done = by_row(generate_many(PAIR, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **PLAIN))
+    assert sum(done[key].tokens != expected[key].tokens for key in expected) >= 3
+
+
+def test_strings_end_texts_that_were_put_aside():
+    prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
+    work = generate_many(
+        counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, draft_length=3, stop=stop, schedule=Restless()
+    )
+    done = by_row(work)
+    assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
+    assert work.usage.put_aside > 0
+
+
+def test_prompts_are_decoded_when_they_have_arrived():
+    """In the order of arrival, after which the clock waits for those still to come."""
+    clock, arrivals = FakeClock(), [50, 0, 1000, 0, 50, 2000, 0]
+    work = generate_many(PAIR, PROMPTS, BUDGETS, arrivals=arrivals, clock=clock, **PLAIN)
+    done = list(work)
+    assert by_row(done) == by_row(generate_many(PAIR, PROMPTS, BUDGETS, **PLAIN))
+    assert [row.prompt_index for row in done][-2:] == [2, 5]
+    for (index, _), served in work.served.items():
+        assert served.arrived == arrivals[index] < served.ended and served.emitted == BUDGETS[index]
+    assert 2000 < clock.seconds < 2300
+    assert len(work.served) == 7
+
+
+def test_a_run_that_goes_on_knows_the_lengths_of_its_log(tmp_path):
+    predictor, log = Nearest(), tmp_path / "texts.jsonl"
+    list(generate_many(PAIR, [[1]] * 2, [12, 12], log=log, **PLAIN))
+    work = generate_many(PAIR, [[1]] * 2, [12, 12], log=log, schedule=ShortestFirst(predictor=predictor), **PLAIN)
+    assert work.known == 2 and predictor.remaining(Ticket(row=0, prompt=[1], budget=15)) == 12
+
+
+def test_a_short_text_that_comes_late_passes_long_ones():
+    """With the lengths known; the control is first come, first served."""
+    prompts, budgets, arrivals = [[1], [2], [3]], [40, 40, 2], [0, 0, 4]
+    options = PLAIN | dict(rows=1, rounds_per_slice=1, arrivals=arrivals)
+
+    def order(**schedule):
+        return [
+            row.prompt_index for row in generate_many(PAIR, prompts, budgets, clock=FakeClock(), **options, **schedule)
+        ]
+
+    assert order() == [0, 1, 2]
+    assert order(schedule=ShortestFirst(predictor=Oracle(budgets))) == [2, 0, 1]
+    assert order(schedule=ShortestFirst(predictor=Oracle(budgets), worth=50)) == [0, 2, 1]
+    assert order(schedule=ShortestFirst(predictor=Oracle(budgets), ageing=100)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("slices", [None, 4])
+def test_queue_and_simulator_take_the_same_turns(slices):
+    budgets = np.random.default_rng(0).permutation(np.arange(1, 25)).tolist()
+    prompts = [[1 + index % 11] for index in range(24)]
+    work = generate_many(PAIR, prompts, budgets, rounds_per_slice=slices, schedule=by_length(budgets), **PLAIN)
+    ends = {row.prompt_index: at for at, row in enumerate(work)}
+    arrivals = [Arrival(prompt=prompt, length=length, budget=99) for prompt, length in zip(prompts, budgets)]
+    costs = Costs(seconds_per_round={3: 1.0})
+    served = simulate(arrivals, by_length(budgets), costs, rows=3, rounds_per_slice=slices or 99)
+    order = sorted(range(24), key=ends.get)
+    assert [served[index].ended for index in order] == sorted(one.ended for one in served)
+    assert max(one.ended for one in served) == work.usage.rounds
+
+
+def by_length(lengths):
+    return ShortestFirst(predictor=Oracle(lengths))
+
+
+def test_lengths_are_predicted_from_near_prompts():
+    """Two kinds of prompts, of which no two are equal; before any text has ended there is the budget."""
+    random = np.random.default_rng(0)
+
+    def ticket(kind, emitted=0):
+        prompt = random.integers(*((0, 50) if kind == "short" else (50, 100)), 20).tolist()
+        return Ticket(row=0, prompt=prompt, budget=300, emitted=emitted)
+
+    predictor = Nearest(neighbours=4)
+    first = ticket("short", 7)
+    assert predictor.remaining(first) == 300 - 7
+    for _ in range(10):
+        predictor.finish(ticket("short", 10))
+        predictor.finish(ticket("long", 200))
+    assert predictor.remaining(first) == 10 - 7, "what was predicted of nothing is predicted again"
+    assert predictor.remaining(ticket("short")) == 10 and predictor.remaining(ticket("long", 150)) == 50
+    assert predictor.remaining(ticket("short", 10)) == 290, "it has outlived those that are near"
+    small = dataclasses.replace(ticket("long"), budget=16, emitted=15)
+    for _ in range(4):
+        predictor.finish(small)
+    assert predictor.remaining(dataclasses.replace(small, emitted=14)) == 1, "those of about the same budget come first"
+
+
+def test_the_nearest_forget():
+    predictor = Nearest(capacity=4)
+    for length in [1, 1, 1, 9, 9, 9, 9]:
+        predictor.finish(Ticket(row=0, prompt=[1], budget=20, emitted=length))
+    assert predictor.remaining(Ticket(row=0, prompt=[1], budget=20)) == 9
+
+
+@pytest.mark.parametrize(
+    "arrivals, message",
+    [([0.0], "1 arrivals for 2 prompts"), ([0, -1], r"arrivals\[1\] must be"), ([0, float("nan")], r"arrivals\[1\]")],
+)
+def test_arrivals_that_make_no_queue(arrivals, message):
+    with pytest.raises(ValueError, match=message):
+        generate_many(PAIR, [[1], [2]], 3, arrivals=arrivals)
