@@ -1,7 +1,7 @@
 """Evaluates a pair on a task: quality beside plain decoding with intervals, time per token, and what was accepted.
 
     python launch/evaluate.py --task=python
-    python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b-eagle3 --samples=10 --output=runs/he.json
+    python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
     python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4
     python launch/evaluate.py --task=python --methods=plain,token,always --output=runs/python.json
 
@@ -96,6 +96,11 @@ def main() -> None:
             raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
     if "rule" in _CONFIG.fields_set:
         raise ValueError(f"--config.rule={config.rule} would not be heeded: name it in --methods")
+    if config.get("chat") and task.continues:
+        raise ValueError(
+            f"chat = True, but {task.name} is completed and not answered: what follows its prompts is scored. Set "
+            "--config.chat=false"
+        )
     known = known_identity(config, problems)
     check_output(_OUTPUT.value, known)
     methods_of(config, None)  # refuses words before the pair is read

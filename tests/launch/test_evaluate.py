@@ -61,6 +61,7 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
         (["--methods=token/eagle"], "no drafter 'eagle'"),
         (["--methods=token/model/x"], "write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K"),
         (["--methods=token/model/0"], "draft at least one token"),
+        (["--config=configs/hf.py:llama-8b-eagle3"], "python is completed and not answered"),
         (["--methods="], "--methods is empty"),
         (["--methods=token/none"], "drafts nothing: write plain"),
         (["--config.rule=block"], "--config.rule=block would not be heeded: name it in --methods"),
