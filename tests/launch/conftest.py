@@ -5,6 +5,12 @@ import pytest
 from support.stand_in_cloud import Cloud
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """A narrow terminal gets one line for each number of a table."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
 def cloud(tmp_path):
     return Cloud(tmp_path)

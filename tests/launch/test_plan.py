@@ -113,12 +113,11 @@ def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
     assert "batch 1, rows that never end: K = 4, 2.50x" in done.stdout
 
 
-def test_a_band_is_shown_as_the_compile_report_shows_it(monkeypatch):
+def test_a_band_is_shown_as_the_compile_report_shows_it():
     """The same edges; and the speedup of programs with the same errors, which is one number."""
     path = "notebooks/results/compile_qwen_3b_v5e.json"
     document = json.loads((ROOT / path).read_text(encoding="utf-8"))
     step, drafted = (str(Band(**document["calibrated_ms"][name])) for name in ("target step", "round"))
-    monkeypatch.setenv("COLUMNS", "160")  # else a narrow terminal gets one line for each number
     done = call("plan", RATE, f"--compile_report={path}", "--longest=4", "--plain")
     rows = {line[:5]: line for line in done.stdout.splitlines() if line.startswith("K = ")}
     assert step in rows["K = 0"] and drafted in rows["K = 4"], done.stdout
