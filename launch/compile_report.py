@@ -79,6 +79,10 @@ def main() -> None:
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
     word = word_of(config)
+    if _WEIGHTS.value and word.draft == "head":
+        raise ValueError(
+            f"--weights={_WEIGHTS.value} is not known of a head: leave it out, or give --config.drafter=model"
+        )
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = models_of(config)

@@ -1,11 +1,12 @@
-"""Writes a head that was trained here: EAGLE-3's in the layout of speculators, Medusa's in that of its authors.
+"""Writes a head that was trained here: EAGLE-3's in the layout of speculators, Medusa's with its authors' names.
 
     python launch/export_head.py --run=runs/head --output=runs/my_pair/head
     python launch/demo.py --config=configs/trained_pair.py:runs/my_pair --config.drafter=head
 
-Other engines read both. For an MTP module by itself there is no public layout: it gets the names of MiMo's, and is read
-here alone. In the folder ``head`` of its target's pair, `load_pair(..., draft="head")` finds it. training.json, which no reader asks
-for, says how it was trained.
+Engines that read the layout of speculators read the first. Medusa's tensors have its authors' names, in safetensors rather
+than in their pickle; an MTP module by itself, for which there is no public layout, gets the names of MiMo's: both are
+read here, and have been tried in no other engine. In the folder ``head`` of its target's pair, `load_pair(..., draft="head")`
+finds it. training.json, which no reader asks for, says how it was trained.
 """
 
 import jax
@@ -31,10 +32,22 @@ _K = flags.DEFINE_integer(
 
 def main() -> None:
     entry.check_output(f"{_OUTPUT.value}/config.json")
+    check_folder(_OUTPUT.value)
     trained = open_trained_head(_RUN.value)
     with entry.reading(f"{_RUN.value}/run.json"):
         written = export(trained, _OUTPUT.value, target_name=_TARGET_NAME.value, K=_K.value)
     print(f"{_OUTPUT.value}: {written / 1e6:.1f} MB, of step {trained.step}")
+
+
+def check_folder(folder: str) -> None:
+    """Refuses to write over anything but a head that was exported.
+
+    Raises:
+      ValueError: there is a model, or a head that came from elsewhere.
+    """
+    place = storage.place(folder)
+    if (place / "config.json").exists() and not (place / "training.json").exists():
+        raise ValueError(f"{folder} holds a model or a head that was not exported here: give a folder of its own")
 
 
 def export(trained: TrainedModel, folder: str, *, target_name: str | None = None, K: int | None = None) -> int:

@@ -7,6 +7,7 @@ python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head 
 python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
 """
 
+import dataclasses
 import os
 from typing import Any
 
@@ -101,7 +102,9 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_length(config, model, target)
     check_generated(config, target)
     first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
-    teacher_params = make_teacher(config, task, target, windows)
+    teacher_params = make_teacher(config, task, target, windows, first)
+    if "head" in config and first is not None:
+        say_what_it_was_trained_for(config, first, target, console)
     if "head" in config and first is None:
         first_params = task.first_params(run_key(train_config), target.params)
     if entry.is_first():
@@ -145,12 +148,23 @@ def make_task(config: ConfigDict, model: TransformerLM, target: run.TrainedModel
     return Pretrain(model)
 
 
-def make_teacher(config: ConfigDict, task: Task, target: run.TrainedModel | None, windows: Windows) -> Any:
+def make_teacher(
+    config: ConfigDict,
+    task: Task,
+    target: run.TrainedModel | None,
+    windows: Windows,
+    first: run.TrainedModel | None = None,
+) -> Any:
     """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
     if "head" not in config:
         return None if target is None else target.params
     size = config.head.get("draft_vocab_size")
-    ids_U = most_frequent(windows.stream, task.target.vocab_size, size) if size else None
+    ids_U = None
+    if size:  # of a head that training begins with, each row of its output is that of one of its own ids
+        ids_U = (
+            most_frequent(windows.stream, task.target.vocab_size, size) if first is None else first.params[DRAFT_IDS]
+        )
+        ids_U = np.asarray(ids_U)
     return task.teacher(target.params, ids_U)
 
 
@@ -287,6 +301,8 @@ def check_first(
       ValueError: it has read what this run is judged by, or is of another tokenizer or model.
     """
     check_split(config.data.held_out, corpus, first)
+    if "head" in config:
+        check_same_head(config, first, task)
     own = first.folder / "tokenizer.json"  # a head that was exported has none: its target's is checked
     if own.exists() and JsonTokenizer(own, config.data.eos).to_json() != tokenizer.to_json():
         raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
@@ -294,6 +310,42 @@ def check_first(
     params = {name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS}
     check_shapes(f"the model in {config.init}", params, shapes)
     return params
+
+
+def check_same_head(config: ConfigDict, first: run.TrainedModel, task: Task) -> None:
+    """Checks that a head is read as it was trained: shapes show neither its layers nor where its norms stand.
+
+    Raises:
+      ValueError: with the fields that differ.
+    """
+    here, there = task.head.config, first.config
+    different = []
+    if type(here) is not type(there):
+        different = [f"its kind is {type(there).__name__}, here {type(here).__name__}"]
+    for sides in () if different else ((there, here), (there.layer, here.layer)):
+        values = {field.name: [getattr(side, field.name) for side in sides] for field in dataclasses.fields(sides[0])}
+        different += [
+            f"{name} is {old!r}, here {new!r}"
+            for name, (old, new) in values.items()
+            if old != new and name not in ("layer", "dtype")
+        ]
+    if different:
+        raise ValueError(
+            f"the head in {config.init} is another one: {'; '.join(different)}. Set these fields as it has them"
+        )
+
+
+def say_what_it_was_trained_for(
+    config: ConfigDict, first: run.TrainedModel, target: run.TrainedModel, console: Console
+) -> None:
+    """Says where a head that training begins with was trained for another target, or nobody knows for which."""
+    try:
+        trained_for = first.made_from("target")["sha256"]
+    except (KeyError, FileNotFoundError):
+        trained_for = None
+    if trained_for != target.describe()["sha256"]:
+        known = "for another target" if trained_for else "for a target that its folder does not name"
+        console.print(f"the head in {config.init} was trained {known}", style="yellow", markup=False, soft_wrap=True)
 
 
 def target_rows(config: ConfigDict, folder: epath.Path, target, windows: Windows, console: Console):

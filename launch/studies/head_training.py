@@ -44,7 +44,8 @@ def main() -> None:
     rows = held_out_windows(corpus, pair.tokenizer, data["length"], _WINDOWS.value)
     target = TransformerLM(pair.target.config)
     with entry.progress(console, "measuring on held-out text"):
-        task = TrainHead(head=pair.head, target=target, test_steps=_POSITIONS.value)
+        most = pair.head.config.max_tokens or _POSITIONS.value
+        task = TrainHead(head=pair.head, target=target, test_steps=min(most, _POSITIONS.value))
         params = {name: leaf for name, leaf in pair.draft_params.items() if name in trainable(task)}
         teacher = task.teacher(pair.target_params, pair.draft_params.get("draft_ids"))
         head = evaluate(task, params, teacher, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)

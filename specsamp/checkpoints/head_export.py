@@ -145,6 +145,8 @@ def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
 
 
 def _medusa(config: MedusaConfig, target_name: str, K: int) -> dict[str, Any]:
+    if not config.bias:
+        raise ValueError("bias = False: Medusa's own code has one in each block, and would take a random one")
     return {
         "model_type": "medusa",
         "base_model_name_or_path": target_name,

@@ -291,7 +291,15 @@ class Queue(Iterator[Completion]):
                     return
                 self._clock.wait(max(begin + self._to_come[0].arrived - self._clock.now(), 0.0))
                 continue
-            before_B, self._rounds_B = self._rounds_B, to_host(state.stats.rounds_B).astype(int)
+            rounds_B, finish_B, lengths_B = to_host((state.stats.rounds_B, state.finish_B, state.lengths_B))
+            before_B, self._rounds_B = self._rounds_B, rounds_B.astype(int)
+            is_running_B = np.array([ticket is not None for ticket in self._running])
+            if not self._job.stops.texts and not (is_running_B & (finish_B != Finish.RUNNING)).any():
+                self.usage.add(self._rounds_B - before_B, 0, bool(self._waiting))
+                for ticket, length in zip(self._running, lengths_B):
+                    if ticket is not None:
+                        ticket.emitted = int(length) - len(ticket.prompt)
+                continue  # no text is fetched before one has ended
             texts = self._job.texts(state, [None if ticket is None else ticket.row for ticket in self._running])
             # A string that ended a text may have been found some rounds later.
             lost = [0 if text is None else rounds - text.stats.rounds for text, rounds in zip(texts, self._rounds_B)]

@@ -214,11 +214,29 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(train
     more = HEAD | {"target": str(pair_folder), "init": str(tmp_path / "head"), "train.seed": 1} | fields
     train.start(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
 
+    other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
+    with pytest.raises(
+        ValueError, match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal"
+    ):
+        train.start(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
+    elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
+    elsewhere.mkdir()
+    for i in range(12):
+        (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8")
+    further = more | {"data.folder": str(elsewhere), "train.steps": 3}
+    train.start(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
+    ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
+    assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
+
     with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
         load_pair(pair_folder, draft="head")
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
     done = call("export_head", *arguments)
     assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
+    (pair_folder / "config.json").write_text("{}", encoding="utf-8")
+    refused = call("export_head", arguments[0], f"--output={pair_folder}")
+    assert refused.returncode == 2 and "give a folder of its own" in refused.stderr
+    (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
     pair, trained = load_pair(pair_folder, draft="head"), open_trained_head(tmp_path / "tuned")
