@@ -127,6 +127,8 @@ def compare_with_one_run(pair: Pair, problems: list[Problem], say) -> dict:
 def compare_with_alone(pair: Pair, task: Task, problems: list[Problem], say) -> dict:
     """Returns how many texts are those of their prompts alone, and where the others begin to differ."""
     some = problems[: _ALONE.value]
+    if not some:
+        return {"texts": 0, "tokens": 0, "differ": 0, "first_difference": []}
     work = generate_many(pair, [one.prompt for one in some], _TOKENS.value, rows=_ROWS.value, **settings(task))
     together = {one.prompt_index: one.tokens for one in work}
     differ = []
