@@ -40,6 +40,8 @@ setup(
             "jinja2>=3.1",
             "matplotlib>=3.8",
             "jupytext>=1.16",
+            "rouge-score>=0.1.2",
+            "pyarrow>=16",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket

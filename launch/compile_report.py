@@ -9,7 +9,8 @@
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-A head is of EAGLE-3's shape, with the 32,000 likeliest tokens of its target, whatever its files say. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
+A head is of EAGLE-3's shape, with the 32,000 likeliest tokens of its target, whatever its files
+say. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
 of the target together. Everything printed is a compiler estimate: nothing runs.
 """
 

@@ -19,8 +19,8 @@ from specsamp.sampling.penalties import ban, bias, penalties
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
+from specsamp.serving.generate_many import generate_many
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import generate_many
 from specsamp.serving.schedule import FirstCome, ShortestFirst
 
 __all__ = [

@@ -6,6 +6,7 @@ Only drawing needs matplotlib (``pip install specsamp[figures]``), which is impo
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -234,3 +235,13 @@ def _panel(key: Mapping[str, Any]) -> str:
 def _distribution(key: Mapping[str, Any]) -> str:
     temperature = key.get("draft_temperature")
     return distribution_of(key) + ("" if temperature is None else f", draft T = {temperature:g}")
+
+
+def to_png(figure: Any) -> bytes:
+    """Returns a figure as PNG, and forgets it."""
+    import matplotlib.pyplot as plt
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=140)
+    plt.close(figure)
+    return picture.getvalue()

@@ -6,7 +6,6 @@
 Ours are lines, with quartiles; the points are those of Chen et al. Nothing is measured here.
 """
 
-import io
 import os
 
 from absl import flags
@@ -40,10 +39,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: pip install -e .[figures]") from error
     for name, figure in drawn.items():
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=140)
         path = os.path.join(_OUTPUT.value, f"{name}.png")
-        storage.write(path, picture.getvalue())
+        storage.write(path, figures.to_png(figure))
         console.print(f"written to {path}", soft_wrap=True)
 
 

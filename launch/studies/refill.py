@@ -8,6 +8,7 @@ equally long and nothing is refilled; and how many texts differ from those of th
 logits may fall either way in another batch; table models, where tests ask for equal bits, have none.
 """
 
+import math
 import statistics
 import time
 
@@ -94,7 +95,7 @@ def compare_with_batches(pair: Pair, task: Task, problems: list[Problem], say) -
     return {
         "tokens_per_text": {"median": statistics.median(lengths), "least": lengths[0], "most": lengths[-1]},
         "runs": {way: runs[1:] for way, runs in found.items()},
-        "occupancy": usage.occupancy,
+        "occupancy": None if math.isnan(usage.occupancy) else usage.occupancy,
         "rounds_saved": 1 - found["queue"][-1]["rounds"] / found["batches"][-1]["rounds"],
         "speedup": statistics.median(batches["seconds"] / queue["seconds"] for batches, queue in pairs),
     }
@@ -151,8 +152,13 @@ def tables(document: dict) -> list[Table]:
         for way, runs in found["runs"].items()
         for run in runs
     ]
+    busy = (
+        "No prompt ever waited"
+        if found["occupancy"] is None
+        else f"Rows were busy {found['occupancy']:.1%} of the rounds in which prompts waited"
+    )
     note = (
-        f"Rows were busy {found['occupancy']:.1%} of the rounds in which prompts waited; {found['rounds_saved']:.0%} fewer "
+        f"{busy}; {found['rounds_saved']:.0%} fewer "
         f"rounds, {found['speedup']:.2f}x. Leaving the loop every {slices['rounds_per_slice']} rounds took "
         f"{slices['median'] - 1:+.1%}. {alone['texts'] - alone['differ']} of {alone['texts']} texts are those of the "
         "prompt alone."

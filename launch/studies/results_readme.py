@@ -126,7 +126,7 @@ SECTIONS = (
     ),
     Section(
         "HumanEval",
-        "Every other one of HumanEval's problems (82 of 164: two of four blocks, then time was up) in the setting of the paper "
+        "Two in four of HumanEval's problems (82 of 164, after which time was up) in the setting of the paper "
         "(T = 0.8, top-p 0.95, its stop texts), ten completions of each, on a machine that ran tests beside it. A model of 20.7M parameters solves none of them, and equal zeros prove nothing: the share that parses and the "
         "log-probability per token are compared. Generated programs ran in isolation.",
         measured.evaluation("python_pair_humaneval"),

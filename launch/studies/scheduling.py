@@ -12,7 +12,6 @@ With --two_kinds three requests in four ask for an eighth of the budget, as line
 early: lengths differ much, and budgets tell them.
 """
 
-import io
 import math
 import statistics
 import time
@@ -22,7 +21,7 @@ from absl import flags
 
 import _launch  # noqa: F401
 import entry
-from curves import COLOURS
+from curves import COLOURS, to_png
 from specsamp import FirstCome, Pair, ShortestFirst, chain, generate_many, load_pair, storage, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.decoding.checks import encode
@@ -240,10 +239,7 @@ def draw(document: dict) -> bytes:
             axis.plot(*zip(*points), color=colour, **style)
     axis.set(xlabel="arrivals, as a share of what the machine can do", ylabel="ms per token of a text", yscale="log")
     axis.legend(fontsize="small", frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=140)
-    plt.close(figure)
-    return picture.getvalue()
+    return to_png(figure)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ Each result is a task, or as many as it has categories. Bars are the share of ve
 with twice the standard error of independent tokens. Nothing is measured here.
 """
 
-import io
-
 from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from curves import COLOURS
+from curves import COLOURS, to_png
 from specsamp import storage
 from specsamp.analysis.grid import read_document
 
@@ -71,10 +69,7 @@ def draw(found: dict[str, dict[str, tuple[float, float]]]) -> bytes:
     axis.set(ylabel="accepted share of verified tokens", ylim=(0, 1), xticks=range(len(found)))
     axis.set_xticklabels(found, rotation=0 if len(found) < 6 else 30)
     axis.legend(fontsize="small", frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=140)
-    plt.close(figure)
-    return picture.getvalue()
+    return to_png(figure)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from specsamp.models.mtp import MTPConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """How a kind of head is written.
+    """The files of a kind of head.
 
     Attributes:
       whose: layout it is, for messages.

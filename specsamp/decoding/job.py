@@ -214,7 +214,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowText:
-    """What a row has written, on the host."""
+    """The text of a row so far, on the host."""
 
     tokens: list[int]
     from_draft: list[bool]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """What ends a text.
+    """Tokens and strings that end a text.
 
     Where a text ends depends on its tokens alone, not on the slice in which they were looked at.
 

@@ -24,8 +24,9 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.evaluation.task import Answer, Interval, Problem, Task, compare, summarise
+from specsamp.serving.generate_many import generate_many
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import Queue, generate_many
+from specsamp.serving.queue import Queue
 
 TURNS_APART = 1_000_000  # of the noise of a problem's turns
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
@@ -33,7 +34,7 @@ LOG_PROB = "log_prob"  # measured for every task: log-probability per token unde
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What is asked of every way to decode.
+    """The requests that every way to decode gets.
 
     Attributes:
       samples: completions of each problem.
@@ -183,7 +184,7 @@ def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequen
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one way to decode did, over all blocks of problems.
+    """Results of one way to decode, over all blocks of problems.
 
     Attributes:
       scores: means over problems, with intervals.

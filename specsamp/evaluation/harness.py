@@ -29,7 +29,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.evaluation.audit.teacher import padded_batches, read_logits
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_k, top_p
-from specsamp.serving.queue import DEFAULT_ROWS, generate_many
+from specsamp.serving.generate_many import DEFAULT_ROWS, generate_many
 
 try:
     from lm_eval.api.model import LM

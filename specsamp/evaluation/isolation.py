@@ -66,7 +66,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program, and its cause.
 
     Attributes:
       status: "passed", "failed" (an exception, or an end before the last line), "timeout", "memory", "output" (more
@@ -88,7 +88,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """How programs are isolated on this machine.
+    """The isolation of programs on this machine.
 
     Attributes:
       walls: those of `WALLS` that can be built.

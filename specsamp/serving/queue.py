@@ -1,7 +1,4 @@
-"""Many prompts over a fixed number of rows: a row that ends hands over its text and takes the next prompt.
-
-    for completion in generate_many(pair, prompts, rows=8):
-        print(completion.prompt_index, completion.text)
+"""The queue behind `generate_many`: texts that wait, the rows of a batch that decode them, and how busy these are.
 
 The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are read and written over
 their rows, and the other rows go on as if nothing had happened (`specsamp.decoding.batch_rows`). While the device
@@ -15,8 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -24,24 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding import checks
 from specsamp.decoding.batch_rows import NOWHERE
-from specsamp.decoding.checks import Prompt
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.generate import use_compilation_cache
 from specsamp.decoding.job import Job, bucket, to_host
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import DecodeState, Finish, Request
 from specsamp.mesh.distributed import gather_objects
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
 from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.schedule import ROUNDS_PER_LOOK, FirstCome, Schedule, Served, Ticket
-
-DEFAULT_ROWS = 8
+from specsamp.serving.schedule import ROUNDS_PER_LOOK, Schedule, Served, Ticket
 
 
 class Clock:
@@ -54,104 +39,9 @@ class Clock:
         time.sleep(seconds)
 
 
-def generate_many(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int | Sequence[int] = 128,
-    *,
-    rows: int = DEFAULT_ROWS,
-    refill: int = 1,
-    rounds_per_slice: int | None = None,
-    log: CompletionLog | str | os.PathLike | None = None,
-    schedule: Schedule = FirstCome(),
-    arrivals: Sequence[float] | None = None,
-    clock: Clock = Clock(),
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
-    rule: Rule = TokenRule(),
-    drafter: Drafter | None = None,
-    seed: int = 0,
-    stop: Sequence[int | str] | None = None,
-    num_samples: int = 1,
-    return_log_probs: bool = False,
-    prompt_ids: Sequence[int] | None = None,
-) -> Queue:
-    """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
-
-    A completion is the one that its prompt has alone, whatever the number of rows, the order of the prompts and their
-    lengths, unless the drafter looks at several rows at once (`Completion.row_independent`). Arguments that are not
-    named here are those of `generate`.
-
-    Args:
-      rows: texts that are decoded together; rounded up to a multiple of the data shards.
-      refill: rows of a data shard whose prompts are read in one call. The loop returns once so many have ended: more
-        than 1 reads prompts faster, where rows are many, and leaves rows idle for longer.
-      rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
-        strings end texts or prompts have arrivals.
-      log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
-        path, all parameters are read once to tell them from others.
-      schedule: who goes first, and who is put aside for others; for this call alone, as it may learn.
-      arrivals: for each prompt, when it is there to be decoded, in seconds from the first `next` on; default at once.
-      clock: of arrivals and `Queue.served`.
-
-    Returns:
-      An iterator of completions, whose `Queue.usage` says how busy the rows were.
-
-    Raises:
-      ValueError: before compilation, naming the value and the fix; or the log is of another call.
-    """
-    use_compilation_cache()
-    rows, refill = checks.integer("rows", rows, 1), checks.integer("refill", refill, 1)
-    if rounds_per_slice is not None:
-        rounds_per_slice = checks.integer("rounds_per_slice", rounds_per_slice, 1)
-    method = checks.make_method(
-        pair,
-        draft_length=draft_length,
-        drafter=drafter,
-        rule=rule,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-    )
-    job = Job.create(
-        pair,
-        prompts,
-        max_new_tokens,
-        method,
-        seed=seed,
-        stop=stop,
-        num_samples=num_samples,
-        return_log_probs=return_log_probs,
-        prompt_ids=prompt_ids,
-        batch=min(rows, _rows_asked(prompts, num_samples)) + refill * pair.shards.count,
-    )
-    if arrivals is not None:
-        arrivals = _checked_arrivals(arrivals, len(prompts))
-    if log is not None:
-        log = log if isinstance(log, CompletionLog) else CompletionLog(log)
-        log.open(job, seed)
-    times = {"arrivals": arrivals, "clock": clock}
-    return Queue(job, rows=rows, refill=refill, rounds=rounds_per_slice, log=log, schedule=schedule, **times)
-
-
-def _checked_arrivals(arrivals: Sequence[float], count: int) -> list[float]:
-    if len(arrivals) != count:
-        raise ValueError(f"{len(arrivals)} arrivals for {count} prompts: give each prompt one")
-    for index, seconds in enumerate(arrivals):
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"arrivals[{index}] must be seconds from 0 on; got {seconds!r}")
-    return [float(seconds) for seconds in arrivals]
-
-
-def _rows_asked(prompts: Sequence[Prompt], num_samples: int) -> int:
-    """Returns how many texts there are; what is no list of prompts is refused later."""
-    is_list = hasattr(prompts, "__len__") and isinstance(num_samples, int)
-    return len(prompts) * num_samples if is_list else 1
-
-
 @dataclasses.dataclass
 class Usage:
-    """How busy the rows of a batch were; a row is busy in a round in which it emits something that is kept.
+    """Counts of rounds in which the rows of a batch were busy; a row is busy in a round in which it emits something that is kept.
 
     Attributes:
       rows: of the batch.

@@ -10,6 +10,7 @@ ask the same objects.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ class Ticket:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """When a text arrived and ended, in seconds, and its tokens."""
+    """Times of a text, in seconds: its arrival and its end; and the number of its tokens."""
 
     arrived: float
     ended: float
@@ -67,7 +68,7 @@ def summary(served: Iterable[Served]) -> dict[str, float]:
     }
 
 
-class Schedule:
+class Schedule(abc.ABC):
     """Decides who goes first. On several processes all must decide alike: by what they are given and nothing else.
 
     Attributes:
@@ -76,9 +77,9 @@ class Schedule:
 
     preempts: bool = False
 
+    @abc.abstractmethod
     def choose(self, waiting: Sequence[Ticket]) -> Ticket:
         """Returns the one of ``waiting`` that takes a free row; they lie in the order in which they began to wait."""
-        raise NotImplementedError
 
     def displace(self, newcomer: Ticket, running: Sequence[Ticket]) -> Ticket | None:
         """Returns the one of ``running`` that is put aside for ``newcomer``, the chosen one, or None."""
@@ -95,12 +96,12 @@ class FirstCome(Schedule):
         return waiting[0]
 
 
-class Predictor:
+class Predictor(abc.ABC):
     """Predicts lengths."""
 
+    @abc.abstractmethod
     def remaining(self, ticket: Ticket) -> float:
         """Returns how many tokens are still to come."""
-        raise NotImplementedError
 
     def finish(self, ticket: Ticket) -> None:
         """Is told of each text that has ended."""

@@ -22,7 +22,7 @@ from specsamp.serving.schedule import ROUNDS_PER_LOOK, Predictor, Schedule, Serv
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a machine takes, measured or compiled.
+    """Costs of a machine in seconds, measured or compiled.
 
     Attributes:
       seconds_per_round: of a batch, by its rows.

@@ -37,7 +37,7 @@ class Prefixed(ByteTokenizer):
 
 
 def test_a_text_keeps_the_space_between_it_and_its_prompt():
-    """By itself ' !"' would lose it; so would a stop that holds the space."""
+    """The text ' !"' would by itself lose it; so would a stop that holds the space."""
     pair = dataclasses.replace(counting_pair(), tokenizer=Prefixed())
     prompt = [ord("x"), 31]  # the next one is a space
     for stop, text in (([], ' !"#'), (["#"], ' !"'), ([' !"'], "")):

@@ -140,7 +140,7 @@ def read(path):
 
 @pytest.fixture(params=[WALLS, FALLBACK], ids=["all walls", "without namespaces"])
 def walls(request, processes):
-    """What this machine has of some walls; no process may be left."""
+    """Isolation by some of the walls; no process may be left."""
     found = describe(request.param)
     if request.param[0] in found.missing or (found.missing and not found.suffices):
         pytest.skip("; ".join(found.sentences))
@@ -195,7 +195,7 @@ def test_programs_end(walls):
 
 
 def test_the_filter_refuses_calls():
-    """Without walls none of them is refused."""
+    """None of them is refused without walls."""
     found = describe(FALLBACK)
     if "system calls" in found.missing:
         pytest.skip("; ".join(found.sentences))
@@ -211,7 +211,7 @@ def output_lines(program, walls):
 
 
 def test_namespaces_alone(processes):
-    """What they see to by themselves: files cannot be written, processes are counted, and end with the program."""
+    """Namespaces by themselves: files cannot be written, processes are counted, and end with the program."""
     alone = describe(("namespaces",))
     if alone.missing:
         pytest.skip("; ".join(alone.sentences))
@@ -283,7 +283,7 @@ def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
 
 
 def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch):
-    """As where root has Python in its home, which nobody may not read."""
+    """Root has Python in its home, which nobody may not read."""
     fallback, run_it = describe(FALLBACK), isolation._run
 
     def run_within(program, limits, walls):

@@ -79,7 +79,7 @@ def test_what_cannot_be_evaluated_is_said(flags, message):
 
 
 def test_a_turn_follows_the_answer_to_the_one_before():
-    """With a template that repeats all it is given, a second turn holds the first and its answer."""
+    """A second turn, by a template that repeats all it is given, holds the first and its answer."""
     given = []
 
     class Template(ByteTokenizer):

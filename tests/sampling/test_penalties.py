@@ -17,7 +17,7 @@ SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), tem
 
 
 def penalised(logits, prompt, text):
-    """By the formulas, for one context."""
+    """Returns the logits of one context, by the formulas."""
     logits = logits.copy()
     for token in range(len(logits)):
         if token in prompt or token in text:
@@ -63,7 +63,7 @@ def test_the_control_is_seen():
 
 
 def test_a_draft_that_follows_the_same_penalties_is_accepted():
-    """Of a draft equal to the target; one without its penalties is not always."""
+    """A draft equal to the target is; one without its penalties is not always."""
     pair, prompts = table_pair(), [[1, 2, 3], [4]]
     sampling = chain(penalties(1.5, 0.5, [0.2, 1.0]), temperature(0.8))
 

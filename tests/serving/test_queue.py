@@ -43,7 +43,7 @@ def queue(order=range(7), **options):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What each prompt gets by itself."""
+    """Completions of each prompt by itself."""
     rows = []
     for index, (prompt, budget, value) in enumerate(zip(PROMPTS, BUDGETS, VALUES)):
         sampling = chain(temperature(value), top_p(0.9))

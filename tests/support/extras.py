@@ -31,6 +31,8 @@ LEFT_OUT = {
     "jupytext": "notebooks",
     "sentencepiece": "tokenizers of the kind of SentencePiece",
     "jinja2": "chat templates",
+    "rouge_score": "scores of summaries",
+    "pyarrow": "data sets in Parquet",
     "shellcheck": "the check of shell scripts",
     "libtpu": "programs compiled for TPUs",
 }
@@ -41,8 +43,6 @@ MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
 UNUSUAL = {"torch and transformers": "new comparisons with the models of Hugging Face (golden files stay)"}
 if is_here("torch") and is_here("transformers"):
     UNUSUAL = {}
-if not (is_here("rouge_score") and is_here("pyarrow")):
-    UNUSUAL["rouge-score and pyarrow"] = "scores of summaries, and data sets in Parquet (pip install -e .[eval])"
 
 
 def needs(*names):
