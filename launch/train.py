@@ -169,10 +169,10 @@ def make_teacher(
 
 
 def open_first(config: ConfigDict, target: run.TrainedModel | None) -> run.TrainedModel:
-    """Reads what training begins with: a run of the same kind, or a head that was exported or published."""
+    """Reads what training begins with: a run of the same kind, a head that was exported or published, a pair's target."""
     if "head" in config:
         return run.open_first_head(config.init, target.config)
-    return run.open_trained(config.init)
+    return run.open_target(config.init) if target is None else run.open_trained(config.init)
 
 
 def sizes_of(target: run.TrainedModel) -> dict[str, int]:

@@ -28,6 +28,8 @@ from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.schedule import ROUNDS_PER_LOOK, Schedule, Served, Ticket
 
+LOST = 0.05  # of a row's rounds, at most: between a string that ends its text and the next look for it
+
 
 class Clock:
     """Tells the time and lets it go by, in seconds."""
@@ -109,7 +111,8 @@ class Queue(Iterator[Completion]):
         self._job, self._log, self._schedule, self._clock = job, log, schedule, clock
         self._refill = min(refill, rows // shards)
         looks = job.rounds_per_look
-        self._rounds = rounds or (looks if arrivals is None else min(looks, ROUNDS_PER_LOOK))
+        self._most_rounds = rounds or (looks if arrivals is None else min(looks, ROUNDS_PER_LOOK))
+        self._adapts = rounds is None and bool(job.stops.texts)
         self._done = {} if log is None else dict(log.completions)
         self.known = len(self._done)
         self._limits_B = np.asarray(job.request.limits_B)
@@ -123,6 +126,7 @@ class Queue(Iterator[Completion]):
         self._waiting: list[Ticket] = []
         self._running: list[Ticket | None] = [None] * rows  # the text that each row of the batch decodes
         self._rounds_B = np.zeros(rows, int)  # that each of them has been busy for
+        self._ended = self._rounds_of_ended = 0  # texts, and their rounds
         self._completions = self._logged()
 
     def __next__(self) -> Completion:
@@ -171,7 +175,7 @@ class Queue(Iterator[Completion]):
             running = sum(ticket is not None for ticket in self._running)
             if running:
                 enough = running - self._refill * self._job.pair.shards.count + 1
-                state = self._job.run(state, self._rounds, max(enough, 1))
+                state = self._job.run(state, self._rounds_of_slice(), max(enough, 1))
             for completion in ended if self._log is not None else ():  # the device is at work
                 self._log.add(completion)
             yield from ended
@@ -204,8 +208,19 @@ class Queue(Iterator[Completion]):
                     ended.append(self._job.completion(ticket.row, text))
                     self._running[place] = None
                     self._schedule.finish(ticket)
+                    self._ended, self._rounds_of_ended = self._ended + 1, self._rounds_of_ended + text.stats.rounds
                     times = {"arrived": ticket.arrived, "ended": self._clock.now() - begin}
                     self.served[self._index(ticket.row)] = Served(**times, emitted=ticket.emitted)
+
+    def _rounds_of_slice(self) -> int:
+        """Returns the most rounds of the next slice.
+
+        A string that ends a text is found half a slice late, on average. Where texts are short, slices are: no more
+        than a twentieth of a row's rounds shall be lost.
+        """
+        if not self._adapts or not self._ended:
+            return self._most_rounds
+        return min(self._most_rounds, 1 + int(2 * LOST * self._rounds_of_ended / self._ended))
 
     def _idle(self) -> DecodeState:
         """Returns a state whose rows have all ended: one short prompt is read, and copied."""

@@ -143,6 +143,16 @@ def test_strings_end_texts_and_their_rows_take_the_next_prompt():
     assert work.usage.busy == sum(row.stats.rounds for row in done.values()), "rounds past a stop are not busy"
 
 
+def test_where_texts_are_short_strings_are_looked_for_in_every_round():
+    def lost(rounds_per_slice):
+        options = dict(rows=1, draft_length=1, stop=["gh"], rounds_per_slice=rounds_per_slice)
+        work = generate_many(counting_pair(), ["c"] * 12, 30, **options)
+        return [one.dropped for one in work], work.usage.occupancy
+
+    assert lost(None) == ([3] + [1] * 11, 33 / 34), "the first text says how short they are"
+    assert lost(4) == ([3] * 12, 33 / 44), "the control"
+
+
 def test_a_killed_run_goes_on_where_it_was(tmp_path, alone):
     path = tmp_path / "logs" / "texts.jsonl"
     first = queue(rows=3, log=path)
