@@ -59,8 +59,8 @@ def generate_many(
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
       refill: rows of a data shard whose prompts are read in one call. The loop returns once so many have ended: more
         than 1 reads prompts faster, where rows are many, and leaves rows idle for longer.
-      rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds (the fewer,
-        the shorter texts are) where strings end texts or prompts have arrivals.
+      rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
+        prompts have arrivals or strings end texts (the shorter these are, the fewer).
       log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
         path, all parameters are read once to tell them from others.
       schedule: who goes first, and who is put aside for others; for this call alone, as it may learn.
