@@ -44,7 +44,7 @@ from specsamp.decoding.method import Method
 from specsamp.evaluation.evaluate import Requests, Row, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import Interval, Problem, Task
 from specsamp.evaluation.tasks import TASKS, load_task
-from specsamp.mesh.distributed import gather_objects
+from specsamp.mesh.distributed import from_first
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.serving.log import CompletionLog
@@ -150,7 +150,7 @@ def measure(
         order = list(methods) if number % 2 == 0 else list(methods)[::-1]
         for name in order:
             key = {"method": name, "block": block}
-            if gather_objects(results.find(key) is not None)[0]:
+            if from_first(lambda: results.find(key) is not None):
                 continue
             where = f"{name}, block {block}"
             result = decode(

@@ -23,7 +23,7 @@ from round_times import devices_here, random_pair, round_ms, setting_config
 from specsamp import storage, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.report import Table
-from specsamp.analysis.timing import of_first_process
+from specsamp.mesh.distributed import gather_objects
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.tpu import ledger
 from specsamp.tpu.calibration import Band, two_digits
@@ -119,7 +119,7 @@ def score(setting: Setting, band: Band) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         return known | {"verdict": "out of memory"}
-    measured_ms = of_first_process(took.median)
+    measured_ms = gather_objects(took.median)[0]
     verdict = "within" if band.covers(measured_ms) else "below" if measured_ms < band.least else "above"
     return known | {"measured_ms": measured_ms, "quartiles_ms": (took.lower, took.upper), "verdict": verdict}
 

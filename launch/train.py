@@ -200,7 +200,7 @@ def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, 
             f"the processes differ in {', '.join(different)}: give all the same command, and hosts with another Python "
             "a --config.data.folder of their own copy of the text"
         )
-    word = distributed.gather_objects(os.urandom(8).hex())[0]
+    word = distributed.from_first(lambda: os.urandom(8).hex())
     if entry.is_first():
         storage.write(folder / "seen_by_all", word)
     multihost_utils.sync_global_devices("a word in the folder")

@@ -87,7 +87,7 @@ def compare(
 ) -> Agreement | str:
     """Measures one distribution and batch unless the results hold it; returns the result, or a line that says why not."""
     where, work = f"{key['law']}, batch {key['batch']}", experiment.workload
-    if known := distributed.gather_objects(results.find(key))[0]:  # the first process reads the file
+    if known := distributed.from_first(lambda: results.find(key)):
         told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
         return f"{where}: in {_OUTPUT.value} already, {told}"
     pair = experiment.pair

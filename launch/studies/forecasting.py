@@ -29,7 +29,7 @@ from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.split import SECONDS_PER_SAMPLE, find_iterations, time_products
 from specsamp.analysis.tables import interval
-from specsamp.analysis.timing import Quartiles, of_first_process, take_turns
+from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
@@ -37,6 +37,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import Weights
+from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -231,7 +232,7 @@ def _measure(
             tokens=side.workload.max_new_tokens,
         )
     samples = {rows: [ms for ms in answers["products", rows] if ms is not None] for rows in products}
-    return measured, {rows: of_first_process(float(np.mean(ms))) for rows, ms in samples.items()}
+    return measured, {rows: gather_objects(float(np.mean(ms)))[0] for rows, ms in samples.items()}
 
 
 def _now_and_then(timer: Callable[[], float], turns: int, turn: int) -> float | None:

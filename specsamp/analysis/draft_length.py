@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from specsamp.analysis.timing import of_first_process, take_turns
+from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Timing, Workload, decoders
 from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
@@ -95,7 +96,7 @@ def choose_draft_length(
     for side in sides.values():
         side.decode(0)  # compiles
     timings = take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
-    ms = {K: of_first_process(_ms_per_token(timings[K], workload)) for K in sides}  # all processes choose the same
+    ms = {K: gather_objects(_ms_per_token(timings[K], workload))[0] for K in sides}  # all processes choose the same
     best = min(ms, key=lambda K: ms[K])
     if jax.process_index() == 0:
         say(

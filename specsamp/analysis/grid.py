@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from specsamp import storage
 from specsamp.analysis import report
@@ -32,6 +30,7 @@ from specsamp.analysis.measured import Key, describe
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.mesh.distributed import from_first
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
@@ -216,8 +215,9 @@ def measure_cells(
       progress: is told which cell is being measured, and what of it.
     """
     now = []
-    missing = [number for number, cell in enumerate(cells) if again or results.find(cell.key) is None]
-    for number in _of_first_process(missing, len(cells)):
+    # All processes must measure the same cells, whatever files they see.
+    missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell.key) is None])
+    for number in missing:
         cell = cells[number]
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         started = datetime.datetime.now(datetime.UTC)
@@ -271,15 +271,6 @@ def set_aside(path: str | os.PathLike) -> str:
     aside = f"{path}.aside-{number}"
     storage.place(path).rename(aside)
     return aside
-
-
-def _of_first_process(missing: Sequence[int], count: int) -> list[int]:
-    """Returns the first process's list: all processes must measure the same cells, whatever files they see."""
-    if jax.process_count() == 1:
-        return list(missing)
-    wanted = np.zeros(count, bool)
-    wanted[list(missing)] = True
-    return np.flatnonzero(multihost_utils.broadcast_one_to_all(wanted)).tolist()
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, Any]:

@@ -19,9 +19,10 @@ import jax
 import numpy as np
 
 from specsamp.analysis import phases
-from specsamp.analysis.timing import Quartiles, of_first_process, take_turns
+from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.mesh.distributed import gather_objects
 
 SECONDS_PER_SAMPLE = 0.06  # long against the dispatch of a program, short enough for many turns
 WARM_SAMPLES = 3  # of whole rounds, not counted, before each turn
@@ -187,6 +188,6 @@ def find_iterations(run: Run, seconds: float) -> int:
     """Compiles ``run``, then returns how many iterations, an even number, take about ``seconds``."""
     run(1)
     n = 2
-    while n < MOST_ITERATIONS and (spent := of_first_process(run(n))) < seconds / 2:
+    while n < MOST_ITERATIONS and (spent := gather_objects(run(n))[0]) < seconds / 2:
         n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
     return min(n, MOST_ITERATIONS)

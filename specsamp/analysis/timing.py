@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 Name = TypeVar("Name", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -60,10 +58,3 @@ def take_turns(
         for name, run in runs.items():
             answers[name].append(run(turn))
     return answers
-
-
-def of_first_process(seconds: float) -> float:
-    """Returns the first process's clock reading: all processes must run equally many collectives."""
-    if jax.process_count() == 1:
-        return seconds
-    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))

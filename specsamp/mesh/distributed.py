@@ -21,8 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -36,6 +36,9 @@ from specsamp.mesh.layout import make_mesh
 # a machine that is too busy to answer in time.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
+
+
+T = TypeVar("T")
 
 
 def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
@@ -228,6 +231,20 @@ def gather_objects(value: Any) -> list[Any]:
     padded[: len(data)] = data
     gathered = multihost_utils.process_allgather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes)]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """Returns what the first process makes, in every process; an error that it meets is raised in all. All must call it."""
+    made, error = None, None
+    if jax.process_index() == 0:
+        try:
+            made = make()
+        except Exception as met:  # noqa: BLE001, whatever it is, the others must not wait for what does not come
+            error = met
+    made, error = gather_objects((made, error))[0]
+    if error is not None:
+        raise error
+    return made
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from specsamp import storage
 from specsamp.checkpoints.params import digest
 from specsamp.decoding.job import Job
 from specsamp.decoding.results import Completion, RowStats
-from specsamp.mesh.distributed import gather_objects
+from specsamp.mesh.distributed import from_first
 
 BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be appended to
 
@@ -62,9 +62,8 @@ class CompletionLog:
         except TypeError as error:
             raise ValueError(f"the identity of a log must be JSON ({error}); got {identity!r}") from error
         with contextlib.ExitStack() as lock:
-            if jax.process_index() == 0:
-                lock.enter_context(storage.locked(self.path, wait=False))
-            lines = gather_objects(self._read() if jax.process_index() == 0 else None)[0]
+            from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
+            lines = from_first(self._read)
             self.completions = self._completions(lines, asked, job)
             if jax.process_index() == 0:
                 whole = [json.dumps(asked), *lines[1:]]

@@ -23,7 +23,7 @@ from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.job import Job, bucket, to_host
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import DecodeState, Finish, Request
-from specsamp.mesh.distributed import gather_objects
+from specsamp.mesh.distributed import from_first
 from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.schedule import ROUNDS_PER_LOOK, Schedule, Served, Ticket
@@ -168,7 +168,7 @@ class Queue(Iterator[Completion]):
         state, ended, begin = self._idle(), [], self._clock.now()
         while True:
             if self._to_come:  # processes must agree on what has arrived
-                now = gather_objects(self._clock.now() - begin)[0]
+                now = from_first(lambda: self._clock.now() - begin)
                 while self._to_come and self._to_come[0].arrived <= now:
                     self._waiting.append(self._to_come.popleft())
             state = self._fill(state)

@@ -24,7 +24,6 @@ from specsamp import (
     top_p,
 )
 from specsamp.analysis.draft_length import choose_draft_length
-from specsamp.analysis.timing import of_first_process
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
@@ -54,7 +53,7 @@ def tokens(completions) -> list[list[int]]:
 def decode(folder: pathlib.Path) -> None:
     """Each with its share on its own devices, together on one mesh, and rows split between processes."""
     # Clocks differ; how often a phase is repeated must not.
-    assert of_first_process(1.0 + jax.process_index()) == 1.0
+    assert distributed.gather_objects(1.0 + jax.process_index())[0] == 1.0
     results = {}
     replica = distributed.my_replica(4)
     mine = replica.share(len(PROMPTS))
@@ -77,6 +76,14 @@ def decode(folder: pathlib.Path) -> None:
         done = {(row.prompt_index, row.sample_index): row.tokens for row in work}
         assert (work.usage.rounds == 0) == is_known and log.exists() == (jax.process_index() == 0)
     results["queue"] = [done[key] for key in sorted(done)]
+    writer = generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
+    try:  # the first process sees that the file is taken, and both end
+        generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
+    except ValueError as error:
+        assert "is being written by another run" in str(error)
+    else:
+        raise AssertionError("a log had two writers")
+    writer.close()
     # What has arrived is for the first clock to say; who is put aside waits in the memory of each host.
     times = {"arrivals": [0.0, 0.0, 0.1, 0.0, 0.2], "rounds_per_slice": 2}
     work = generate_many(over_both, PROMPTS, rows=4, schedule=Restless(), **times, **CALL)
