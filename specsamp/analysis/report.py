@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+import specsamp
 from specsamp import storage
 from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
-from specsamp.mesh.distributed import source_version
+from specsamp.mesh.distributed import commit, source_version
 
 BAR = "█"  # cells of a bar are green
 GAP = 2  # spaces between columns
@@ -49,7 +50,9 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("jax", "jaxlib", "flax", "specsamp")},
+        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
+        "specsamp": specsamp.__version__,
+        "commit": commit(),
         "source": source_version(),
         "platform": device.platform,
         "device_kind": device.device_kind,

@@ -19,6 +19,7 @@ import pathlib
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -147,6 +148,18 @@ def source_version() -> str:
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
+
+
+def commit() -> str:
+    """Returns the commit of this checkout, "-dirty" where files differ from it; or "not a checkout"."""
+    root = pathlib.Path(specsamp.__file__).parents[1]
+    if not (root / ".git").exists():
+        return os.environ.get("SPECSAMP_VERSION") or "not a checkout"
+    git = ["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or the folder is another user's
+        return "unknown"
 
 
 def check_same_code(version: str) -> None:
