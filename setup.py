@@ -51,6 +51,7 @@ setup(
         "fsspec>=2024.2",  # and etils, both come with the packages above: files in buckets
         "etils[epath]>=1.9",
         "rich>=13",
+        "packaging>=23",
     ],
     extras_require={
         # The TPU's compiler is tested on a CPU.

@@ -8,7 +8,6 @@ one line; 130, interrupted.
 """
 
 import contextlib
-import glob
 import importlib.util
 import os
 import re
@@ -32,11 +31,12 @@ from rich.markup import escape
 from config_file import ConfigFlag
 from specsamp import storage
 from specsamp.analysis import report
+from specsamp.doctor import has_tpu
 from specsamp.mesh import distributed
 from specsamp.models.compiling import is_out_of_memory
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
-if importlib.util.find_spec("libtpu") and not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"):
+if importlib.util.find_spec("libtpu") and not has_tpu():
     if not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
         jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 

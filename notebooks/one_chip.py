@@ -38,6 +38,11 @@ if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Col
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
 
 # %%
+from specsamp import doctor
+
+doctor.check()  # a TPU that JAX does not see would go unnoticed
+
+# %%
 import pathlib
 import tempfile
 

@@ -1,0 +1,233 @@
+"""Looks for what makes a machine slow or wrong without a word: versions that do not fit, devices that JAX does not see.
+
+    from specsamp import doctor
+    doctor.check()          # first thing in a notebook: stops with the fix, before a minute is spent on the wrong device
+
+``specsamp doctor`` prints all findings, and says more about a pair that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import glob
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping
+
+import jax
+from packaging.requirements import Requirement
+
+from specsamp.analysis.report import machine
+from specsamp.decoding.generate import use_compilation_cache
+
+PLUGINS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # whose versions JAX itself names
+LEAST_FREE_BYTES = 2 << 30
+USABLE = 0.9  # of a device's memory, by weights: caches and temporaries take the rest
+GATED = ("meta-llama/", "google/gemma", "mistralai/")  # checkpoints whose licence is accepted first
+
+
+class Level(enum.IntEnum):
+    """How bad a finding is; the worst is the exit status of the command."""
+
+    FINE = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found, and what to do about it."""
+
+    level: Level
+    what: str
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What there is to know about a machine.
+
+    Attributes:
+      versions: of JAX and its plugins, as far as they are installed.
+      required: for each of these, what JAX says that it needs, such as ``==0.0.50.*``.
+      has_tpu, has_gpu: whether the machine has one, whatever JAX sees.
+      platform: of the devices that JAX sees.
+      asked_platforms: what ``JAX_PLATFORMS`` or the configuration of JAX allows; empty: all.
+      memory_bytes: of one of these devices; None: unknown.
+      cache: the folder of compiled programs; None: they are not kept.
+      free_bytes: on its disk.
+    """
+
+    python: tuple[int, int]
+    versions: Mapping[str, str]
+    required: Mapping[str, str]
+    has_tpu: bool
+    has_gpu: bool
+    platform: str
+    devices: int
+    asked_platforms: str
+    memory_bytes: int | None
+    cache: str | None
+    free_bytes: int | None
+    has_hub_token: bool
+    has_gcloud: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A pair that is asked for.
+
+    Attributes:
+      devices: of its mesh.
+      weights_bytes: what each of them must hold; None: known only when the files are read.
+      from_hub: the names of its checkpoints that lie on the hub.
+    """
+
+    devices: int = 1
+    weights_bytes: float | None = None
+    from_hub: tuple[str, ...] = ()
+
+
+def check() -> None:
+    """Warns of what is found on this machine.
+
+    Raises:
+      RuntimeError: an error was found; with its fix.
+    """
+    findings = examine(facts())
+    for finding in findings:
+        if finding.level is Level.WARNING:
+            warnings.warn(f"{finding.what}: {finding.fix}", stacklevel=2)
+    for finding in findings:
+        if finding.level is Level.ERROR:
+            raise RuntimeError(f"{finding.what}: {finding.fix}")
+
+
+def examine(known: Facts, wanted: Wanted = Wanted()) -> list[Finding]:
+    """Returns what facts mean, also for a pair that is asked for."""
+    cloud = "gcloud" if known.has_gcloud else "no gcloud: launch/tpu needs it to order slices (cloud.google.com/sdk)"
+    return [
+        *_versions(known),
+        _devices(known),
+        *_pair(known, wanted),
+        _cache(known),
+        _hub(known, wanted),
+        Finding(level=Level.FINE, what=cloud),
+    ]
+
+
+def _pair(known: Facts, wanted: Wanted) -> list[Finding]:
+    found = []
+    if wanted.devices > known.devices:
+        what = f"the pair's mesh takes {wanted.devices} devices, JAX sees {known.devices}"
+        fix = "set --config.mesh.data and --config.mesh.model to what there is, or take a larger slice"
+        found.append(Finding(level=Level.ERROR, what=what, fix=fix))
+    if wanted.weights_bytes is not None and known.memory_bytes is not None:
+        what = f"weights take {wanted.weights_bytes / 1e9:.1f} of the {known.memory_bytes / 1e9:.1f} GB of a device"
+        if wanted.weights_bytes < USABLE * known.memory_bytes:
+            found.append(Finding(level=Level.FINE, what=what))
+        else:
+            fix = "divide the target over more devices (--config.mesh.model), or take a smaller pair"
+            found.append(Finding(level=Level.ERROR, what=what, fix=fix))
+    return found
+
+
+def _cache(known: Facts) -> Finding:
+    fix = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
+    if known.cache is None:
+        what = "compiled programs are not kept, so every start compiles again"
+        return Finding(level=Level.WARNING, what=what, fix=fix)
+    if known.free_bytes is not None and known.free_bytes < LEAST_FREE_BYTES:
+        what = f"{known.cache}, for compiled programs, has {known.free_bytes / 1e9:.1f} GB left"
+        return Finding(level=Level.WARNING, what=what, fix=f"make room, or {fix}")
+    return Finding(level=Level.FINE, what=f"compiled programs are kept in {known.cache}")
+
+
+def _hub(known: Facts, wanted: Wanted) -> Finding:
+    gated = [name for name in wanted.from_hub if name.startswith(GATED)]
+    if known.has_hub_token:
+        return Finding(level=Level.FINE, what="a token of the hub")
+    if not gated:
+        return Finding(level=Level.FINE, what="no token of the hub: gated checkpoints need one (hf auth login)")
+    fix = "accept its licence on its page, then: hf auth login"
+    return Finding(level=Level.WARNING, what=f"{gated[0]} is gated, and there is no token of the hub", fix=fix)
+
+
+def _versions(known: Facts) -> list[Finding]:
+    found = []
+    if known.python < (3, 11):
+        what = f"Python {known.python[0]}.{known.python[1]} is too old"
+        found.append(Finding(level=Level.ERROR, what=what, fix="make an environment with Python 3.11 or newer"))
+    for name, needed in known.required.items():
+        if not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):
+            what = f"{name} {known.versions[name]} does not fit jax {known.versions['jax']}, which needs {needed}"
+            found.append(Finding(level=Level.ERROR, what=what, fix=f"pip install '{name}{needed}'"))
+    told = ", ".join(f"{name} {version}" for name, version in known.versions.items())
+    return found or [Finding(level=Level.FINE, what=f"Python {known.python[0]}.{known.python[1]}, {told}")]
+
+
+def _devices(known: Facts) -> Finding:
+    seen = f"{known.devices} x {known.platform}"
+    if known.platform != "cpu" or not (known.has_tpu or known.has_gpu):
+        memory = "" if known.memory_bytes is None else f", {known.memory_bytes / 1e9:.1f} GB each"
+        return Finding(level=Level.FINE, what=f"JAX sees {seen}{memory}")
+    what = f"this machine has a {'TPU' if known.has_tpu else 'GPU'}, but JAX sees only {seen}"
+    if "cpu" in known.asked_platforms:
+        fix = f"JAX_PLATFORMS is {known.asked_platforms!r}: unset it"
+    elif known.has_tpu:
+        fix = "pip install 'jax[tpu]'" if "libtpu" not in known.versions else "end the process that holds the TPU"
+    else:
+        fix = "pip install 'jax[cuda13]' (jax[cuda12] for an older driver)"
+    return Finding(level=Level.ERROR, what=what, fix=f"{fix}, and start again")
+
+
+def facts() -> Facts:
+    """Reads the facts of this machine; the devices are JAX's, which starts its backend."""
+    versions = {}
+    for name in ("jax", *PLUGINS):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cache = use_compilation_cache()
+    device, host = jax.local_devices()[0], machine()["memory_gib"]
+    if device.platform == "cpu":
+        memory = None if host is None else int(host * (1 << 30) / jax.local_device_count())
+    else:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+    token = pathlib.Path(os.environ.get("HF_HOME") or pathlib.Path.home() / ".cache/huggingface") / "token"
+    return Facts(
+        python=sys.version_info[:2],
+        versions=versions,
+        required={name: needed for name in PLUGINS if name in versions and (needed := required(name))},
+        has_tpu=has_tpu(),
+        has_gpu=os.path.exists("/dev/nvidia0"),
+        platform=device.platform,
+        devices=jax.device_count(),
+        asked_platforms=jax.config.jax_platforms or "",
+        memory_bytes=memory,
+        cache=cache,
+        free_bytes=None if cache is None or not os.path.isdir(cache) else shutil.disk_usage(cache).free,
+        has_hub_token=bool(os.environ.get("HF_TOKEN")) or token.exists(),
+        has_gcloud=shutil.which("gcloud") is not None,
+    )
+
+
+def has_tpu() -> bool:
+    """Returns whether this machine has a TPU, whatever is installed."""
+    return bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+
+
+def required(name: str) -> str:
+    """Returns the versions of a package that the installed JAX asks for, of its extras too; empty: any."""
+    for line in importlib.metadata.requires("jax") or ():
+        requirement = Requirement(line)
+        extras = "minimum-jaxlib", "ci"  # of its own tests
+        if requirement.name == name and not any(extra in line for extra in extras):
+            return str(requirement.specifier)
+    return ""

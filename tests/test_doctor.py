@@ -1,0 +1,84 @@
+"""The doctor: each planted trouble is found with its fix, and a sound machine has none."""
+
+import dataclasses
+
+import pytest
+
+from specsamp import doctor
+from specsamp.doctor import Facts, Level, Wanted, examine
+from support.run_script import call
+
+SOUND = Facts(
+    python=(3, 12),
+    versions={"jax": "0.12.0", "jaxlib": "0.12.0", "libtpu": "0.0.50.1"},
+    required={"jaxlib": "<=0.12.0,>=0.11.2", "libtpu": "==0.0.50.*"},
+    has_tpu=True,
+    has_gpu=False,
+    platform="tpu",
+    devices=8,
+    asked_platforms="",
+    memory_bytes=16 << 30,
+    cache="/home/me/.cache/specsamp/xla",
+    free_bytes=100 << 30,
+    has_hub_token=False,
+    has_gcloud=True,
+)
+
+
+def test_a_sound_machine_has_nothing_to_mend():
+    findings = examine(SOUND, Wanted(devices=8, weights_bytes=9e9))
+    assert {finding.level for finding in findings} == {Level.FINE}
+    assert "JAX sees 8 x tpu, 17.2 GB each" in [finding.what for finding in findings]
+
+
+TROUBLES = [
+    (dict(python=(3, 10)), "Python 3.10 is too old", "3.11 or newer"),
+    (dict(versions=SOUND.versions | {"libtpu": "0.0.44"}), "libtpu 0.0.44 does not fit", "'libtpu==0.0.50.*'"),
+    (dict(versions=SOUND.versions | {"jaxlib": "0.11.0"}), "jaxlib 0.11.0 does not fit", "'jaxlib<=0.12.0,>=0.11.2'"),
+    (dict(platform="cpu", versions={"jax": "0.12.0"}, required={}), "sees only 8 x cpu", "pip install 'jax[tpu]'"),
+    (dict(platform="cpu", asked_platforms="cpu"), "sees only 8 x cpu", "JAX_PLATFORMS is 'cpu': unset it"),
+    (dict(platform="cpu"), "this machine has a TPU", "the process that holds the TPU"),
+    (dict(platform="cpu", has_tpu=False, has_gpu=True), "this machine has a GPU", "jax[cuda13]"),
+    (dict(memory_bytes=9 << 30), "weights take 9.0 of the 9.7 GB", "--config.mesh.model"),
+    (dict(devices=4), "mesh takes 8 devices, JAX sees 4", "--config.mesh.data"),
+]
+
+
+@pytest.mark.parametrize(("changes", "what", "fix"), TROUBLES)
+def test_what_must_be_mended(changes, what, fix):
+    findings = examine(dataclasses.replace(SOUND, **changes), Wanted(devices=8, weights_bytes=9e9))
+    (found,) = [finding for finding in findings if finding.level is Level.ERROR]
+    assert what in found.what and fix in found.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "from_hub", "what"),
+    [
+        (dict(cache=None), (), "are not kept"),
+        (dict(free_bytes=1 << 20), (), "has 0.0 GB left"),
+        ({}, ("meta-llama/Llama-3.1-8B",), "is gated"),
+    ],
+)
+def test_what_is_only_warned_of(changes, from_hub, what):
+    findings = examine(dataclasses.replace(SOUND, **changes), Wanted(from_hub=from_hub))
+    (found,) = [finding for finding in findings if finding.level is Level.WARNING]
+    assert what in found.what and found.fix
+
+
+def test_a_notebook_stops_with_the_fix(monkeypatch):
+    doctor.check()  # here
+    monkeypatch.setattr(doctor, "facts", lambda: dataclasses.replace(SOUND, platform="cpu", asked_platforms="cpu"))
+    with pytest.raises(RuntimeError, match="sees only 8 x cpu: JAX_PLATFORMS is 'cpu': unset it"):
+        doctor.check()
+
+
+def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
+    assert call("doctor", f"--bucket={tmp_path}").returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    found = call("doctor", "--config=configs/hf.py:llama-8b", "--config.mesh.model=8")
+    assert found.returncode == 1 and "meta-llama/Llama-3.1-8B is gated" in found.stdout
+    found = call("doctor", "--config=configs/chinchilla.py", "--bucket=/proc/nowhere")
+    assert found.returncode == 2
+    assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout and "/proc/nowhere cannot be" in found.stdout
