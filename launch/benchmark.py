@@ -14,6 +14,7 @@ import jax
 from absl import flags
 
 import entry
+import price
 from cells import check_points, known_identity, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
@@ -28,6 +29,7 @@ _PROMPTS = flags.DEFINE_string(
     "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
 )
 _OUTPUT = entry.define_output()
+_CHIP_HOUR = price.define_chip_hour()
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     experiment = build(config, prompts, mesh=config_mesh(config))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value)
+    run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
+import price
 from config_file import choose, require
 from drafters import drafter_name, make_drafter, word_of
 from experiment import (
@@ -28,6 +29,7 @@ from hyper import Point, product, sweep
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
+from specsamp.analysis.measured import describe
 from specsamp.analysis.workload import check_fits
 from specsamp.decoding.checks import Prompt, integer
 from specsamp.sampling.rules import Rule
@@ -212,11 +214,13 @@ def run_cells(
     output: str | None,
     console: Console,
     again: bool = False,
+    chip_hour: float | None = None,
 ) -> None:
     """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
 
     Args:
       again: measures what it does hold, too.
+      chip_hour: dollars, to say what tokens cost.
     """
     cells = make_cells(config, points, experiment)
     for cell in cells:
@@ -248,12 +252,24 @@ def run_cells(
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
     entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
+    entry.show(price.tables(costs_of(rows), price.chips_here(), chip_hour), console)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)
         entry.show(tables.result_tables(measured[0][1], label), console)
     if output and not storage.is_stream(output):
         console.print(f"\nwritten to {output}", soft_wrap=True)
+
+
+def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Returns milliseconds per token, plain and drafted, of the cells that did not run out of memory."""
+    rows = []
+    for cell in cells:
+        if "result" in cell:
+            result, name = cell["result"], describe(cell["key"])
+            rows += [(f"{name}, plain", result["autoregressive"]["ms_per_token"]["median"])]
+            rows += [(name, result["speculative"]["ms_per_token"]["median"])] * bool(cell["key"]["draft_length"])
+    return rows
 
 
 def read_prompts(path: str) -> list[Prompt]:

@@ -32,6 +32,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 import entry
+import price
 from config_file import ConfigFlag, choose
 from drafters import DRAFTERS, drafter_name, make_drafter
 from experiment import RULES, Experiment, build, config_mesh, headline
@@ -79,6 +80,7 @@ _LEAVE_OUT_LONG = flags.DEFINE_bool(
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
+_CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 
 
@@ -131,7 +133,9 @@ def main() -> None:
         return
     for sentence in warnings(results.cells):
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
-    entry.show(tables(task, tabulate(results.cells, PLAIN)), console)
+    rows = tabulate(results.cells, PLAIN)
+    costs = [(row.name, row.ms_per_token) for row in rows if not math.isnan(row.ms_per_token)]
+    entry.show([*tables(task, rows), *price.tables(costs, price.chips_here(), _CHIP_HOUR.value)], console)
     if _OUTPUT.value:
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
 

@@ -21,6 +21,7 @@ from absl import flags
 from rich.console import Console
 
 import entry
+import price
 from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag
 from drafters import word_of
@@ -34,7 +35,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import compiled_costs
 from specsamp.tpu.tables import basis
-from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.topology import CHIPS, parse
 
 _ACCEPTANCE = flags.DEFINE_float(
     "acceptance", None, "The chance that a drafted token is accepted, from 0 to 1, the same at every position."
@@ -65,7 +66,10 @@ _CHIP = flags.DEFINE_enum(
     "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
 )
 _DEVICES = flags.DEFINE_integer(
-    "devices", None, "How many chips hold the models together; needed with --chip.", lower_bound=1
+    "devices",
+    None,
+    "How many chips hold the models together; needed with --chip, and where costs are given with --chip_hour.",
+    lower_bound=1,
 )
 _CALL_MS = flags.DEFINE_float("call_ms", 0, "Constant milliseconds of every call; goes with --chip.", lower_bound=0)
 _MEASURED = flags.DEFINE_string(
@@ -91,6 +95,7 @@ _NEW_TOKENS = flags.DEFINE_integer(
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
 _CALIBRATION = define_calibration()
+_CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
@@ -119,7 +124,10 @@ def main() -> None:
         for context in _CONTEXT.value or [None]
         for batch in _BATCH.value
     ]
-    entry.show([plan_table(plan, costs) for plan in plans], console)
+    chips = priced_chips()
+    for plan in plans:
+        ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
+        entry.show([plan_table(plan, costs), *price.tables(ms, chips, _CHIP_HOUR.value)], console)
     if cells and _NEW_TOKENS.value and max(_BATCH.value) > 1:
         console.print("Measured cells count all texts together: where they differ, the slowest row takes longer.")
     for plan in plans:
@@ -133,6 +141,14 @@ def main() -> None:
             )
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
+    if _CHIP_HOUR.value is not None:
+        document["dollars_per_million_tokens"] = [
+            {
+                one.draft_length: price.dollars_per_million(one.ms_per_token.value, chips, _CHIP_HOUR.value)
+                for one in plan.forecasts
+            }
+            for plan in plans
+        ]
     if _ACCEPTANCE.value is not None:
         document["block_rule_mirrored"] = {K: block_mirrored(K) for K in range(_LONGEST.value + 1)}
     entry.write_result(_OUTPUT.value, document, console)
@@ -140,7 +156,7 @@ def main() -> None:
 
 GOES_WITH = {
     "context": ("chip", "compile_report"),
-    "devices": ("chip",),
+    "devices": ("chip", "chip_hour"),
     "call_ms": ("chip",),
     "latency_us": ("compile_report",),
     "calibration": ("compile_report",),
@@ -254,6 +270,24 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         devices=_DEVICES.value,
         call_ms=_CALL_MS.value,
     )
+
+
+def priced_chips() -> int:
+    """Returns the chips whose price counts: those of --devices, of a compile report, or of what was measured.
+
+    Raises:
+      ValueError: nothing says how many they are.
+    """
+    if _DEVICES.value is not None:
+        return _DEVICES.value
+    if _COMPILE_REPORT.value:
+        return math.prod(parse(storage.read_json(_COMPILE_REPORT.value)["report"]["topology"])[1])
+    if _MEASURED.value:
+        cells = grid.read_document(_MEASURED.value)["cells"]
+        return cells[0]["environment"]["devices"]
+    if _CHIP_HOUR.value is not None:
+        raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
+    return 1
 
 
 def check_devices(held: Sequence[TransformerConfig]) -> None:

@@ -16,6 +16,7 @@ from absl import flags
 
 import entry
 import hyper
+import price
 from cells import check_points, known_identity, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
@@ -31,14 +32,15 @@ _GATHER = flags.DEFINE_multi_string(
     "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
 )
 _OUTPUT = entry.define_output()
+_CHIP_HOUR = price.define_chip_hour()
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
 def main() -> None:
     console = entry.make_console()
     if _GATHER.value:
-        if _OUTPUT.value or _POD.value or _AGAIN.value:
-            raise ValueError("--gather measures and writes nothing: leave out --output, --pod and --again")
+        if _OUTPUT.value or _POD.value or _AGAIN.value or _CHIP_HOUR.value is not None:
+            raise ValueError("--gather measures and writes nothing: leave out --output, --pod, --again and --chip_hour")
         for path in _GATHER.value:  # a table each: files are of other pairs or machines
             document = grid.read_document(path)
             with entry.reading(path):
@@ -57,7 +59,7 @@ def main() -> None:
     experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
     console.print(headline(experiment))
     use_compilation_cache()
-    run_cells(_CONFIG.value, points, experiment, _OUTPUT.value, console, _AGAIN.value)
+    run_cells(_CONFIG.value, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value)
 
 
 def hyper_points(module: types.ModuleType, name: str) -> list[Point]:

@@ -119,3 +119,11 @@ def test_files_of_prompts(tmp_path):
     (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}', encoding="utf-8")
     assert cells.read_prompts(str(tmp_path / "a.txt")) == ["def f():\n  x", "class A:"]
     assert cells.read_prompts(str(tmp_path / "b.json")) == ["x"]
+
+
+def test_what_cells_cost_is_said_of_both_sides():
+    rows = grid.read_document("notebooks/results/python_pair_grid.json")["cells"]
+    cell = next(cell for cell in rows if cell["key"]["draft_length"])
+    (plain, plain_ms), (name, ms) = cells.costs_of([cell, {"key": cell["key"], "error": "out of memory"}])
+    assert plain == f"{name}, plain"
+    assert plain_ms / ms == pytest.approx(cell["result"]["speedup"]["median"], rel=0.2)

@@ -25,6 +25,12 @@ MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature
         ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
         (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
         (MEASURED, ["batch 1, rows that never end: K ="]),
+        (
+            (RATE, *CALLS, "--chip_hour=3.6", "--devices=16"),
+            ["16 chips at $3.6 an hour", "14.1                   226"],
+        ),
+        ((RATE, REPORT, "--chip_hour=3.22"), ["16 chips at $3.22 an hour"]),
+        ((*MEASURED, "--chip_hour=1"), ["1 chip at $1 an hour"]),
         ((*MEASURED, "--batch=6", "--new_tokens=128", "--longest=16"), ["K = 16", "count all texts together"]),
     ],
 )
@@ -37,6 +43,7 @@ def test_forecasts(arguments, found):
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ((RATE, *CALLS, "--chip_hour=3"), "--chip_hour needs --devices: how many chips take these milliseconds"),
         (("--acceptance=1.5", *CALLS), "the acceptance rate must be a chance, in [0, 1]; got 1.5"),
         (("--histogram=3,x", *CALLS), "--histogram=3,x: invalid literal"),
         ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),

@@ -1,0 +1,39 @@
+"""The flag --chip_hour of commands that forecast or measure times: what tokens cost, at a price for chips."""
+
+from collections.abc import Iterable
+
+import jax
+from absl import flags
+
+from specsamp.analysis.report import Table
+
+
+def define_chip_hour() -> flags.FlagHolder:
+    """Defines --chip_hour."""
+    help = "Also print dollars per million tokens, at this price in dollars of a chip for an hour."
+    return flags.DEFINE_float("chip_hour", None, help, lower_bound=0)
+
+
+def chips_here() -> int:
+    """Returns the chips of this job; some TPU chips are two devices."""
+    return len({tuple(getattr(device, "coords", ())) or device.id for device in jax.devices()})
+
+
+def tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
+    """Returns what a million tokens cost; no table if no price was given.
+
+    Args:
+      rows: a name, and milliseconds per token over all rows of a batch.
+      chips: that are busy with them.
+      chip_hour: dollars.
+    """
+    if chip_hour is None:
+        return []
+    cells = [(name, f"{ms:.3g}", f"{dollars_per_million(ms, chips, chip_hour):.3g}") for name, ms in rows]
+    note = f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and never idle; prefill is not counted"
+    return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
+
+
+def dollars_per_million(ms_per_token: float, chips: int, chip_hour: float) -> float:
+    """Returns dollars: a million tokens at so many milliseconds take ``ms_per_token / 3.6`` hours."""
+    return ms_per_token / 3.6 * chips * chip_hour
