@@ -278,16 +278,13 @@ def priced_chips() -> int:
     Raises:
       ValueError: nothing says how many they are.
     """
-    if _DEVICES.value is not None:
-        return _DEVICES.value
+    if _DEVICES.value is not None or _CHIP_HOUR.value is None:
+        return _DEVICES.value or 1
     if _COMPILE_REPORT.value:
         return math.prod(parse(storage.read_json(_COMPILE_REPORT.value)["report"]["topology"])[1])
     if _MEASURED.value:
-        cells = grid.read_document(_MEASURED.value)["cells"]
-        return cells[0]["environment"]["devices"]
-    if _CHIP_HOUR.value is not None:
-        raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
-    return 1
+        return grid.read_document(_MEASURED.value)["cells"][0]["environment"]["devices"]
+    raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
 
 
 def check_devices(held: Sequence[TransformerConfig]) -> None:
