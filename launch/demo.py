@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 import entry
+from colours import DRAFTED, PROMPT, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
@@ -39,8 +40,6 @@ _PASSES = flags.DEFINE_integer(
 )
 
 NUM_PROMPTS = 3
-DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
-BRACKETS = "⟦", "⟧"
 
 
 def main() -> None:
@@ -120,14 +119,6 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
 def prompt_and(prompt: str, parts: list[Text]) -> Text:
     """Returns the prompt, dim, and the parts after it, each in its own style."""
     return Text().append(prompt, style=PROMPT).append_text(Text().join(parts))
-
-
-def own(piece: str, coloured: bool) -> Text:
-    """Returns a token of the target: on a background, or in brackets. Line breaks keep the background off the margin."""
-    if not coloured:
-        return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
-    head, line_break, tail = piece.partition("\n")
-    return Text.assemble((head + ("↵" if line_break else ""), OWN), line_break, (tail, OWN))
 
 
 def show_agreement(experiment: Experiment, prompts: int, timings: dict, console: Console) -> None:

@@ -190,7 +190,8 @@ class Drafter(abc.ABC):
         """Reads a chunk of the prompts after the target did; returns its state and the target's cache.
 
         Args:
-          tokens_BT: right-padded, in slots ``start_B ..``; chunks come in order and T may differ.
+          tokens_BT: right-padded, in slots ``start_B ..``; chunks come in order and T may differ. After rounds a longer
+            text may be read on, from a token on that was read or emitted before.
           start_B: int32, the first slot of the chunk.
           lengths_B: int32, of the whole prompts: what lies beyond is padding.
           target_output: of the same chunk.

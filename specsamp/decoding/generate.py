@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 from absl import logging
@@ -24,7 +24,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Chunk, Completion
-from specsamp.decoding.state import Finish
+from specsamp.decoding.state import DecodeState, Finish
 from specsamp.decoding.text import TextStream
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
@@ -142,7 +142,7 @@ def stream(
         num_samples=num_samples,
         prompt_ids=prompt_ids,
     )
-    return _chunks(job, rounds_per_chunk)
+    return chunks(job, job.prefill, rounds_per_chunk)
 
 
 def use_compilation_cache() -> str | None:
@@ -179,8 +179,9 @@ def _cache_folder() -> pathlib.Path | None:
     return folder
 
 
-def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
-    state, decoders = job.prefill(), [job.continuation(row) for row in range(job.rows)]
+def chunks(job: Job, prefill: Callable[[], DecodeState], rounds_per_chunk: int) -> Generator[Chunk, None, DecodeState]:
+    """Decodes what ``prefill`` has read, a few rounds at a time, and returns the state in which all rows have ended."""
+    state, decoders = prefill(), [job.continuation(row) for row in range(job.rows)]
     shown, ended = [0] * job.rows, [False] * job.rows
     streams = [None if decoder is None else TextStream(decoder, job.stops) for decoder in decoders]
     while not all(ended):
@@ -200,3 +201,4 @@ def _chunks(job: Job, rounds_per_chunk: int) -> Iterator[Chunk]:
                 finish=finish,
             )
             shown[row], ended[row] = len(text.tokens), finish is not None
+    return state

@@ -29,7 +29,7 @@ from specsamp.decoding import batch_rows
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, Prefix, Sampler
-from specsamp.decoding.prefill import first_state
+from specsamp.decoding.prefill import first_state, next_state
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models import compiling
@@ -95,6 +95,32 @@ class Loop:
         read = functools.partial(first_state, self, slots=slots, num_samples=num_samples, chunk=chunk)
         specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
         return self.shards.map(read, specs)(weights, request, tokens_BP, lengths_B)
+
+    @functools.partial(jax.jit, static_argnames=("self", "chunk"), donate_argnames="state")
+    def extend(
+        self,
+        weights: Weights,
+        request: Request,
+        state: DecodeState,
+        tokens_BS: Array,
+        start_B: Array,
+        lengths_B: Array,
+        *,
+        chunk: int,
+    ) -> DecodeState:
+        """Reads longer texts into rows that hold the beginnings of them: what is there is not read again.
+
+        Args:
+          request: of the new texts.
+          state: without its request; donated.
+          tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
+          start_B: int32, at most ``state.lengths_B - 2``, or 0: a draft may not have seen the token before the last.
+          lengths_B: of the whole texts.
+          chunk: tokens read per call; beyond the longest text there must be as many slots.
+        """
+        extend = functools.partial(next_state, self, chunk=chunk)
+        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+        return self.shards.map(extend, specs)(weights, request, state, tokens_BS, start_B, lengths_B)
 
     @property
     def compiler_options(self) -> compiling.Options:

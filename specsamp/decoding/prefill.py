@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
+from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import check_logits
 
 if TYPE_CHECKING:
@@ -31,31 +33,82 @@ def first_state(
 
     Arguments and errors are those of `Loop.prefill`.
     """
-    batch, padded_length = tokens_BP.shape
+    padded_length = tokens_BP.shape[1]
     with jax.named_scope("prefill"):
         cache, drafter_state = _read_prompts(loop, weights, tokens_BP, lengths_B, slots, chunk)
 
     def copy(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), tree)
 
-    def empty(dtype: Any) -> Array:
-        return jnp.zeros((batch * num_samples, slots), dtype)
+    tokens_RS = jnp.pad(copy(tokens_BP), ((0, 0), (0, slots - padded_length)))
+    return _begin(loop, request, tokens_RS, copy(lengths_B), copy(cache), copy(drafter_state))
 
-    tokens_RP, lengths_B = copy(tokens_BP), copy(lengths_B)
+
+def next_state(
+    loop: Loop,
+    weights: Weights,
+    request: Request,
+    state: DecodeState,
+    tokens_BS: Array,
+    start_B: Array,
+    lengths_B: Array,
+    *,
+    chunk: int,
+) -> DecodeState:
+    """Reads what follows the first ``start_B`` tokens of rows that were decoded before.
+
+    Arguments are those of `Loop.extend`.
+    """
+    read = _reader(loop, weights, lengths_B)
+
+    def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
+        at_B = start_B + index * chunk
+        return read(gather_tokens(tokens_BS, at_B, chunk), at_B, *memories)
+
+    with jax.named_scope("prefill"):
+        chunks = -(-jnp.max(lengths_B - start_B) // chunk)
+        memories = jax.lax.fori_loop(0, chunks, read_chunk, (state.cache, state.drafter_state))
+    return _begin(loop, request, tokens_BS, lengths_B, *memories)
+
+
+def _begin(
+    loop: Loop, request: Request, tokens_BS: Array, lengths_B: Array, cache: Any, drafter_state: Any
+) -> DecodeState:
+    """Returns the state of rows of which nothing has been emitted yet."""
+    batch = len(lengths_B)
+
+    def empty(dtype: Any) -> Array:
+        return jnp.zeros(tokens_BS.shape, dtype)
+
     return DecodeState(
-        tokens_BS=jnp.pad(tokens_RP, ((0, 0), (0, slots - padded_length))),
+        tokens_BS=tokens_BS,
         lengths_B=lengths_B,
         finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
         from_draft_BS=empty(bool),
         log_probs_BS=empty(jnp.float32) if loop.keep_log_probs else None,
         rounds_BS=empty(jnp.int32) if loop.keep_rounds else None,
-        cache=copy(cache),
-        drafter_state=copy(drafter_state),
-        stats=Stats.zeros(batch * num_samples, loop.drafter.max_accepted),
+        cache=cache,
+        drafter_state=drafter_state,
+        stats=Stats.zeros(batch, loop.drafter.max_accepted),
         request=request,
-        warp_state=request.sampling.init(tokens_RP, lengths_B, loop.target.vocab_size),
-        draft_warp_state=request.draft_sampling.init(tokens_RP, lengths_B, loop.target.vocab_size),
+        warp_state=request.sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
+        draft_warp_state=request.draft_sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
     )
+
+
+def _reader(loop: Loop, weights: Weights, lengths_B: Array) -> Callable[..., tuple[Any, Any]]:
+    """Returns what feeds a chunk of the prompts to target and drafter."""
+
+    def read(tokens_BT: Array, start: Array | int, cache: Any, drafter_state: Any) -> tuple[Any, Any]:
+        start_B = jnp.full_like(lengths_B, start) if jnp.ndim(start) == 0 else start
+        output = loop.target(weights.target, tokens_BT, start_B, cache, hidden_layers=loop.drafter.hidden_layers)
+        check_logits("target", loop.target, output)
+        drafter_state, cache = loop.drafter.read(
+            weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
+        )
+        return cache, drafter_state
+
+    return read
 
 
 def _read_prompts(
@@ -66,15 +119,7 @@ def _read_prompts(
         raise ValueError(f"chunk must be at least 1; got {chunk}")
     batch, padded_length = tokens_BP.shape
 
-    def read(tokens_BT: Array, start: Array | int, cache: Any, drafter_state: Any) -> tuple[Any, Any]:
-        start_B = jnp.full_like(lengths_B, start)
-        output = loop.target(weights.target, tokens_BT, start_B, cache, hidden_layers=loop.drafter.hidden_layers)
-        check_logits("target", loop.target, output)
-        drafter_state, cache = loop.drafter.read(
-            weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
-        )
-        return cache, drafter_state
-
+    read = _reader(loop, weights, lengths_B)
     memories = loop.target.init_cache(batch, slots), loop.drafter.init(batch, slots)
     if chunk is None or chunk >= padded_length:
         return read(tokens_BP, 0, *memories)

@@ -42,6 +42,7 @@ class FeatureState:
     feature_BD: Array  # what the head returned for the last pair
     ready_B: Array  # bool, whether there was one: a prompt of one token has none
     edge_BD: Array  # of the last token that was read of a prompt, whose pair waits for the next chunk
+    has_edge_B: Array  # bool, whether there is one: after a round, and before the first chunk, there is none
 
 
 def read_pairs(
@@ -171,6 +172,7 @@ class FeatureDrafter(Drafter):
             feature_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
             ready_B=jnp.zeros((batch,), bool),
             edge_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
+            has_edge_B=jnp.zeros((batch,), bool),
         )
 
     def pin(self, state: FeatureState, replicate: Callable[[Any], Any]) -> FeatureState:
@@ -188,14 +190,15 @@ class FeatureDrafter(Drafter):
     ) -> tuple[FeatureState, Any]:
         """Reads the pairs that end in this chunk: the first one begins with the last token of the chunk before.
 
-        The first chunk of all has one pair less; its last row is stale and written again by the next.
+        The first chunk of all has one pair less, and so has the first after a round: its first token's pair was read
+        then. The last row of such a chunk is stale and written again by the next.
         """
         embedded_BTD, cache = self._embed(weights, tokens_BT, start_B, cache)
         features_BTD = self.head.fuse(weights.draft, target_output.hidden)
         late_BTD = jnp.concatenate([state.edge_BD[:, None], features_BTD[:, :-1]], axis=1)
         early_BTD = jnp.concatenate([embedded_BTD[:, 1:], embedded_BTD[:, -1:]], axis=1)
-        is_first_B = start_B == 0
-        first_B = jnp.maximum(start_B - 1, 0)  # the slot of the first pair
+        is_first_B = ~state.has_edge_B
+        first_B = jnp.where(is_first_B, start_B, start_B - 1)  # the slot of the first pair
         returned_BTD, head_cache = self.head(
             weights.draft,
             jnp.where(is_first_B[:, None, None], early_BTD, embedded_BTD),
@@ -211,6 +214,7 @@ class FeatureDrafter(Drafter):
             feature_BD=jnp.where(here_B[:, None], feature_BD, state.feature_BD),
             ready_B=lengths_B >= 2,
             edge_BD=features_BTD[:, -1],
+            has_edge_B=jnp.ones_like(state.has_edge_B),
         ), cache
 
     def propose(
@@ -265,8 +269,9 @@ class FeatureDrafter(Drafter):
             weights.draft, embedded_BTD, features_BTD, prefix.lengths_B - 1, state.cache
         )
         feature_BD = self.head.take(returned_BTD, verdict.num_accepted_B)
-        ready_B = jnp.ones_like(state.ready_B)
-        return dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD, ready_B=ready_B), cache
+        ready_B, has_edge_B = jnp.ones_like(state.ready_B), jnp.zeros_like(state.has_edge_B)
+        state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
+        return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
 
     def _embed(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any) -> tuple[Array, Any]:
         """Embeds tokens in slots ``start_B ..`` of the target; its cache remembers them, if it remembers tokens."""

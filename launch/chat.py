@@ -1,0 +1,149 @@
+"""Talks with a pair: answers as they are written, in the colours of who wrote them; turns stay in the caches.
+
+    python launch/chat.py --config=configs/hf.py:llama-8b-eagle3 --config.max_new_tokens=512
+    python launch/chat.py --system='Answer in one sentence.' --config=FILE
+    python launch/chat.py            # the pair that comes along has no chat template: it goes on with your Python
+
+A line is a turn. /new begins anew, /undo takes the last turn back, /quit or the end of the input ends; Ctrl-C ends an
+answer. Each turn says how many tokens were read: those of the turn alone, since caches are kept.
+"""
+
+import time
+
+from absl import flags
+from rich.console import Console
+from rich.text import Text
+
+import entry
+from colours import DRAFTED, own
+from config_file import ConfigFlag
+from experiment import Experiment, build, config_mesh, headline, refuse
+from specsamp.decoding.conversation import Conversation
+from specsamp.decoding.results import Chunk
+from specsamp.decoding.text import Continuation
+
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_SYSTEM = flags.DEFINE_string("system", None, "What the model is told before the first turn.")
+_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=2)
+
+COMMANDS = {"/new", "/undo", "/quit"}
+
+
+def main() -> None:
+    console = entry.make_console(soft_wrap=True)
+    config = _CONFIG.value
+    refuse(config, "draft_temperature", "synthetic_acceptance")
+    with entry.progress(console, "reading the pair"):
+        experiment = build(config, ["def main():"], mesh=config_mesh(config))
+    tokenizer = experiment.pair.tokenizer
+    if tokenizer is None:
+        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
+    has_template = knows_conversations(tokenizer)
+    if _SYSTEM.value and not has_template:
+        raise ValueError("--system: this pair has no chat template, and nobody to be told")
+    console.print(headline(experiment), markup=False)
+    told = "/new, /undo, /quit" if has_template else "no chat template: what you type is completed; /new, /undo, /quit"
+    console.print(told, style="dim")
+    talk = Talk(experiment, has_template, _SYSTEM.value, console)
+    while (line := ask(console)) is not None:
+        if line == "/quit":
+            break
+        talk.turn(line)
+
+
+def ask(console: Console) -> str | None:
+    """Returns the next line that is not empty; None at the end of the input."""
+    while True:
+        try:
+            line = console.input("[bold]> [/]" if console.is_terminal else "")
+        except EOFError:
+            return None
+        if line.strip():
+            return line.rstrip()
+
+
+def knows_conversations(tokenizer) -> bool:
+    try:
+        tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    except ValueError:
+        return False
+    return True
+
+
+class Talk:
+    """What was said so far, and who goes on with it."""
+
+    def __init__(self, experiment: Experiment, has_template: bool, system: str | None, console: Console):
+        self.experiment, self.has_template, self.system, self.console = experiment, has_template, system, console
+        self.chat = Conversation(
+            experiment.pair,
+            max_tokens=_TOKENS.value,
+            sampling=experiment.sampling,
+            rule=experiment.rule,
+            drafter=experiment.drafter,
+            seed=experiment.workload.seed,
+        )
+        self.turns: list[tuple[str, str]] = []  # what was asked and answered
+
+    def turn(self, line: str) -> None:
+        if line == "/new":
+            self.turns = []
+        elif line == "/undo":
+            self.turns = self.turns[:-1]
+        elif line.startswith("/") and line.split()[0] not in COMMANDS and self.has_template:
+            self.console.print(f"no command {line.split()[0]}: {', '.join(sorted(COMMANDS))}", style="yellow")
+        else:
+            self.answer(line)
+
+    def answer(self, line: str) -> None:
+        start, pieces = time.perf_counter(), Pieces(self.experiment.pair.tokenizer, self.console)
+        try:
+            prompt = self.prompt(line)
+            for chunk in self.chat.stream(prompt, self.experiment.workload.max_new_tokens):
+                pieces.show(chunk)
+        except KeyboardInterrupt:
+            self.console.print(" (ended)", style="dim")
+        except ValueError as error:  # longer than there is room for, or nothing that the template takes
+            self.console.print(f"{error}. /new begins anew", style="red", markup=False)
+            return
+        else:
+            seconds, stats = time.perf_counter() - start, self.chat.stats
+            rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.0%}"
+            told = (
+                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
+            )
+            self.console.print(f"\n{told}{rate}; read {self.chat.tokens_read} tokens", style="dim")
+        self.turns.append((line, pieces.text))
+
+    def prompt(self, line: str):
+        if not self.has_template:
+            return "".join(f"{asked}\n{answered}\n" for asked, answered in self.turns) + f"{line}\n"
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return [*messages, {"role": "user", "content": line}]
+
+
+class Pieces:
+    """Prints an answer as it grows, by who wrote it."""
+
+    def __init__(self, tokenizer, console: Console):
+        self.decoder, self.console = Continuation(tokenizer, []), console
+        self.coloured = console.color_system is not None and not console.no_color
+        self.text, self.tokens = "", []
+
+    def show(self, chunk: Chunk) -> None:
+        """Prints the text of a round: what was drafted and accepted, then the target's own."""
+        count = next((i for i, by_draft in enumerate(chunk.from_draft) if not by_draft), len(chunk.tokens))
+        drafted = self.decoder.decode([*self.tokens, *chunk.tokens[:count]])[len(self.text) :]
+        self.tokens += chunk.tokens
+        self.text += chunk.text
+        split = len(drafted) if chunk.text.startswith(drafted) else 0
+        written = Text(entry.visible(chunk.text[:split]), style=DRAFTED)
+        if chunk.text[split:]:
+            written.append_text(own(entry.visible(chunk.text[split:]), self.coloured))
+        self.console.print(written, end="")
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)

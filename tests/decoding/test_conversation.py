@@ -1,0 +1,146 @@
+"""Conversations: a text that goes on where another one ended is the same as one that is read anew."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Pair, generate, temperature
+from specsamp.decoding.checks import choose_drafter
+from specsamp.decoding.conversation import Conversation
+from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.job import Job
+from specsamp.decoding.method import Method
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from support.fakes import counting_pair, random_table, table_pair
+from support.heads import LayeredTable, eagle3
+
+V = 12
+
+
+def said(chat, text, budget, **options):
+    """What one turn writes."""
+    return [token for chunk in chat.stream(text, budget, **options) for token in chunk.tokens]
+
+
+def anew(pair, text, budget, **options):
+    return generate(pair, [text], budget, **options)[0].tokens
+
+
+def test_turns_on_a_table_are_those_of_whole_texts():
+    """Sampled, with every kind of continuation: more, less, another text, and one that was cut by a stop."""
+    pair = table_pair()
+    options = dict(sampling=temperature(1.0), draft_length=3, seed=5)
+    chat = Conversation(pair, max_tokens=100, **options)
+    text = [1, 2]
+    for added, budget in (([], 9), ([3], 4), ([0, 2, 1], 11), ([1] * 20, 2)):
+        text = text + added
+        written = said(chat, text, budget)
+        assert written == anew(pair, text, budget, **options)
+        assert chat.tokens == text + written
+        text = chat.tokens
+    assert chat.tokens_read == 20 + 2, "the token before the last may be unknown to the draft"
+    for other in (text[:10], [2, 2, 2], text[:1]):
+        assert said(chat, other, 5) == anew(pair, other, 5, **options)
+
+
+def test_a_head_goes_on():
+    """The same tokens, and as many of them drafted."""
+    pair, drafter = headed_pair()
+    options = dict(drafter=drafter, sampling=temperature(0.5), seed=1)
+    chat = Conversation(pair, max_tokens=200, **options)
+    first = said(chat, [5, 6, 7], 20)
+    text = [5, 6, 7, *first, 9, 8, 7, 3]
+    chunks = list(chat.stream(text, 60))
+    (whole,) = generate(pair, [text], 60, **options)
+    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
+    assert [flag for chunk in chunks for flag in chunk.from_draft] == whole.from_draft
+    assert chat.tokens_read <= 6
+    assert sum(whole.from_draft) > 5
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
+    """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and nothing else."""
+    pair, drafter = PAIRS[kind]()
+    text, slots = [5, 6, 7, 2, 9, 4, 1], 128
+    chosen = choose_drafter(pair, None, drafter)
+    method = Method(drafter=chosen, sampling=temperature(1.0))
+    job = Job.create(pair, [text[:4]], 20, method)
+    state = dataclasses.replace(job, slots=slots).prefill()
+    state = job.run(state)
+    whole = [*text[:4], *job.texts(state, [0])[0].tokens, *text]
+    then = Job.create(pair, [whole], 5, method)
+    anew = dataclasses.replace(then, slots=slots).prefill()
+    start, lengths = jnp.asarray([len(whole) - len(text) - 2]), jnp.asarray([len(whole)])
+    state = dataclasses.replace(state, request=None)
+    on = then.loop.extend(then.weights, then.request, state, anew.tokens_BS, start, lengths, chunk=4)
+
+    def committed(tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if slots in leaf.shape and leaf.dtype == jnp.float32]
+        return [np.moveaxis(leaf, leaf.shape.index(slots), 0)[: len(whole) - 1] for leaf in leaves]
+
+    for ours, theirs in zip(committed(on.drafter_state), committed(anew.drafter_state), strict=True):
+        np.testing.assert_allclose(ours[: len(whole) - 2], theirs[: len(whole) - 2], atol=1e-5)
+    for ours, theirs in zip(committed(on.cache), committed(anew.cache), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def twins():
+    """All that is drafted is accepted: after each round the draft has not seen the token before the last."""
+    model = TransformerLM(tiny(vocab_size=50, num_layers=2, positions="rotary"))
+    params = model.init(jax.random.key(0))
+    return Pair(target=model, target_params=params, draft=model, draft_params=params), None
+
+
+def headed_pair():
+    """A random head on a table: what it proposes depends on all that it has read."""
+    target, head = LayeredTable(V), eagle3(V)
+    params = jax.tree.map(lambda x: 3 * x, head.init(jax.random.key(2)))
+    pair = Pair(target=target, target_params=random_table(0, V), head=head, draft_params=params)
+    return pair, FeatureDrafter(target, head, 3)
+
+
+PAIRS = {
+    "model": twins,
+    "head": headed_pair,
+}
+
+
+def test_text_and_stops():
+    chat = Conversation(counting_pair(), draft_length=2, stop=["gh"])
+    assert "".join(chunk.text for chunk in chat.stream("abc", 20)) == "def"
+    assert "".join(chunk.text for chunk in chat.stream("abcdefgxyz", 3)) == "{|}"
+    assert chat.tokens_read == 4
+
+
+def test_a_stream_that_is_left_behind_is_forgotten():
+    chat = Conversation(counting_pair(), draft_length=2)
+    next(chat.stream("abc", 20))
+    assert chat.tokens == []
+    assert "".join(chunk.text for chunk in chat.stream("abc", 4)) == "defg"
+    assert chat.tokens_read == 3
+
+
+def test_turns_compile_once():
+    chat = Conversation(counting_pair(), draft_length=2)
+    said(chat, "abc", 5)
+    said(chat, "abcdefgh", 5)
+    loop = chat._method.loop(counting_pair())
+    before = type(loop).extend._cache_size()
+    said(chat, "abcdefghijklmnopqrs", 3)
+    assert type(loop).extend._cache_size() == before
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        Conversation(counting_pair(), max_tokens=1)
+    with pytest.raises(ValueError, match="more than the target's 64 positions"):
+        Conversation(counting_pair(), max_tokens=100)
+    assert Conversation(counting_pair()).max_tokens == 64
+    chat = Conversation(counting_pair(), max_tokens=10)
+    with pytest.raises(ValueError, match="has 3 tokens, and 8 more are asked for: beyond the max_tokens = 10"):
+        chat.stream("abc", 8)

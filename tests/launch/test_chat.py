@@ -1,0 +1,54 @@
+"""The chat: turns stay in the caches, commands do what they say, and bad turns do not end it."""
+
+import io
+import types
+
+from rich.console import Console
+
+from launch import chat
+from support.run_script import call, save_tiny_pair
+
+
+def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
+    save_tiny_pair(tmp_path, ["def f(x):"])
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n")
+    )
+    done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--config.max_new_tokens=6", "--max_tokens=60")
+    assert done.returncode == 0, done.stderr
+    assert "no chat template: what you type is completed" in done.stdout
+    first, again, longer = [line for line in done.stdout.splitlines() if "tokens, " in line and "a second" in line]
+    read = [int(line.rpartition("read ")[2].split()[0]) for line in (first, again, longer)]
+    assert all(line.startswith("6 tokens") for line in (first, again, longer))
+    assert read[1] == 2, "the same turn again: only the pending tokens are read"
+    assert read[2] < read[0] + 16, "what was said and answered is not read again"
+    assert "beyond the max_tokens = 60 that it was made for. /new begins anew" in done.stdout
+
+
+def test_a_system_message_takes_a_template(tmp_path):
+    save_tiny_pair(tmp_path, ["def f(x):"])
+    done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--system=Be brief.")
+    assert (done.returncode, done.stderr) == (2, "--system: this pair has no chat template, and nobody to be told\n")
+
+
+def test_messages_of_a_conversation():
+    talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=[("Hi", "Hello."), ("Why?", "Because.")])
+    messages = chat.Talk.prompt(talk, "And then?")
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello."),
+        ("user", "Why?"),
+        ("assistant", "Because."),
+        ("user", "And then?"),
+    ]
+
+
+def test_pieces_are_marked_by_who_wrote_them():
+    out = io.StringIO()
+    tokenizer = types.SimpleNamespace(decode=bytes)
+    tokenizer.decode = lambda tokens: bytes(tokens).decode()
+    pieces = chat.Pieces(tokenizer, Console(file=out, no_color=True, width=80))
+    for text, flags in (("abc", [True, True, False]), ("d", [False]), ("ef", [True, True])):
+        pieces.show(types.SimpleNamespace(text=text, tokens=list(text.encode()), from_draft=flags))
+    assert out.getvalue() == "ab⟦c⟧⟦d⟧ef" and pieces.text == "abcdef"
