@@ -134,13 +134,13 @@ class TrainHead:
         target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
         return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
 
-    def init(self, key):
-        return _without_ids(self.head.init(key))
-
-    def first_params(self, key: Array, target_params: Any) -> Any:
-        """Returns what training begins with: random parameters, but for what a kind of head takes from its target."""
-        output_VD = target_params.get(OUTPUT_EMBEDDING, target_params["embedding"])
-        return self.head.config.begin(self.init(key), jnp.asarray(output_VD, jnp.float32))
+    def init(self, key, teacher_params=None):
+        params = _without_ids(self.head.init(key))
+        if teacher_params is None:
+            return params
+        of_target = teacher_params["target"]
+        output_VD = of_target.get(OUTPUT_EMBEDDING, of_target["embedding"])
+        return self.head.config.begin(params, output_VD.astype(jnp.float32))
 
     def param_axes(self):
         return _without_ids(self.head.param_axes())
