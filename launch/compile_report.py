@@ -7,10 +7,11 @@
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
+    python launch/compile_report.py --config=configs/hf.py:mimo-7b-mtp --topology=v5e:2x2
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-A head is of EAGLE-3's shape, with the 32,000 likeliest tokens of its target, whatever its files
-say. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
+A head in a folder, and a module that a published checkpoint holds beside its target, have their own shape; any other
+is of EAGLE-3's, with the 32,000 likeliest tokens of its target. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
 of the target together. Everything printed is a compiler estimate: nothing runs.
 """
 
@@ -28,7 +29,7 @@ from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag, choose, require
 from drafters import word_of
 from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
-from shapes import eagle3_of, first_layers, known_models
+from shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
@@ -87,7 +88,7 @@ def main() -> None:
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = models_of(config)
-    head = FeatureHead(eagle3_of(target.config)) if word.draft == "head" else None
+    head = FeatureHead(head_of(config, target.config)) if word.draft == "head" else None
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
@@ -105,6 +106,8 @@ def main() -> None:
         raise ValueError(str(error)) from error
     if fewer:
         console.print(f"the draft's {draft.config.num_heads} heads go over {parallelism} of the {num_devices} devices")
+    if head is not None:
+        console.print(f"the head is of the kind {head.config.kind}")
     target = shard_model(target, Layout.tensor_parallel(mesh))
     layout = draft_layout(mesh, parallelism)
     draft = shard_model(draft, layout) if head is None else shard_head_step(target.config, head, layout)
@@ -143,6 +146,7 @@ def main() -> None:
         "config": config.to_dict(),
         "libtpu": tables.version("libtpu"),
         "models": {"target": target.config, "draft": draft.config if head is None else head.config},
+        "head": None if head is None else head.config.kind,
         "report": report,
         "ms_per_token": {
             str(a): {

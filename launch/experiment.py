@@ -20,7 +20,7 @@ from shapes import known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
-from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
 from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
@@ -61,13 +61,13 @@ class Experiment:
 
     @functools.cached_property
     def weights(self) -> str | None:
-        """Returns what tells these weights from others: a `fingerprint` of files or a `digest`; None: they are random.
+        """Returns what tells these weights from others: a `fingerprint` of files or a digest; None: they are random.
 
         It may read all parameters: only what writes cells asks, and all processes do.
         """
         if self.folder is not None:
             return fingerprint(self.folder, "model" if self.pair.head is None else "head")
-        return None if self.pair_name is None else digest((self.pair.target_params, self.pair.draft_params))
+        return None if self.pair_name is None else digest_of_pair(self.pair)
 
     @property
     def configs(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def build(
         )
         name = ", ".join(run or "random" for run in runs) if any(runs) else None
     else:
-        pair = load_pair(name, draft=word.draft or "model")
+        pair = load_pair(name, draft=word.draft or "model", check_fit=False)  # it is checked below, on these prompts
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
@@ -173,7 +173,8 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
                 entry.visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False
             )
 
-    read = read_head_pair if word_of(config).draft == "head" else read_pair
+    # How a head fits is said by `build`, on the prompts that are meant.
+    read = functools.partial(read_head_pair, check_fit=False) if word_of(config).draft == "head" else read_pair
     return read(
         config.hugging_face.target,
         config.hugging_face.draft,

@@ -11,10 +11,13 @@ from config_file import choose
 from drafters import word_of
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
+from specsamp.checkpoints.head_config import parse_head
+from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config, default_layers
+from specsamp.models.heads import HeadConfig
 from specsamp.models.transformer import TransformerLM
 
 PRESETS = {
@@ -56,6 +59,19 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
         draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
         own_output=True,
     )
+
+
+def head_of(config: ConfigDict, target: models.TransformerConfig) -> HeadConfig:
+    """Returns the shape of the head that a configuration names.
+
+    It is that of a head in a folder, of a module in the published checkpoint of its target, or else of EAGLE-3's.
+    """
+    name = config.hugging_face.draft if "hugging_face" in config else ""
+    if name and pathlib.Path(name, "config.json").is_file():
+        return open_head(name, target, dtype=target.dtype).config
+    if name in CONFIGS:
+        return parse_head(name, CONFIGS[name], target, target.dtype, ())[1]
+    return eagle3_of(target)
 
 
 def known_models(config: ConfigDict) -> dict[str, TransformerLM]:

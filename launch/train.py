@@ -50,7 +50,7 @@ from specsamp.training.generated import complete_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.task import Distill, Pretrain, Task
-from specsamp.training.trainer import Intervals, TrainConfig, check_devices, run_key, train
+from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
 _WORKDIR = flags.DEFINE_string(
@@ -105,8 +105,6 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     teacher_params = make_teacher(config, task, target, windows, first)
     if "head" in config and first is not None:
         say_what_it_was_trained_for(config, first, target, console)
-    if "head" in config and first is None:
-        first_params = task.first_params(run_key(train_config), target.params)
     if entry.is_first():
         run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
         if "head" in config and config.head.get("draft_vocab_size"):

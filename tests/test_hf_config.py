@@ -7,13 +7,16 @@ import pytest
 from jax.sharding import AxisType
 
 from configs import hf
-from launch import experiment
+from launch import experiment, shapes
+from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.mesh.sharded_head import shard_head
+from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config, default_layers
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
@@ -26,7 +29,9 @@ PUBLISHED = {  # parameters, of their model cards and safetensors indices
     "Qwen/Qwen2.5-3B": 3.0859e9,
     "Qwen/Qwen2.5-0.5B": 494.03e6,
     "Qwen/Qwen3-32B": 32.762e9,
+    "Qwen/Qwen3-8B": 8.1907e9,
     "Qwen/Qwen3-0.6B": 596.05e6,
+    "XiaomiMiMo/MiMo-7B-RL": 7.8334e9 - 210.79e6,  # without its module
     "google/gemma-2-9b": 9.2417e9,
     "google/gemma-2-2b": 2.6143e9,
     "EleutherAI/pythia-12b": 11.846e9,
@@ -69,7 +74,7 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
     assert config.drafter == "head"
     shape, names = mesh_axes(1, config.mesh.model, None, experiment.num_kv_heads(config))
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
-    target = published_config(hf.PAIRS[name.removesuffix("-eagle3").replace("qwen-8b", "qwen-32b")].target)
+    target = published_config(hf.HEADS[name].target)
     layer = dataclasses.replace(target, num_layers=1, window=None, global_layers=(), query_key_norm=False)
     for draft_vocab_size in (32_000, 64_000):
         head = FeatureHead(
@@ -88,6 +93,35 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
 def test_a_module_in_the_checkpoint_of_its_target_has_one_name_for_both():
     config = hf.get_config("mimo-7b-mtp")
     assert config.hugging_face.target == config.hugging_face.draft and config.drafter == "head"
+
+
+HEAD_PARAMETERS = {  # of their safetensors indices
+    "llama-8b-eagle3": ("EAGLE-3", 424_689_664),
+    "qwen-8b-eagle3": ("EAGLE-3", 399_523_840),
+    "mimo-7b-mtp": ("MTP", 210_790_400),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_PARAMETERS)
+def test_heads_of_known_shape_have_their_published_size(name):
+    kind, size = HEAD_PARAMETERS[name]
+    config = hf.get_config(name)
+    head = shapes.head_of(config, shapes.known_models(config)["target"].config)
+    made = jax.eval_shape(FeatureHead(head).init, jax.random.key(0))
+    assert head.kind == kind and size == sum(
+        leaf.size for key, leaf in made.items() if key != DRAFT_IDS for leaf in jax.tree.leaves(leaf)
+    )
+
+
+def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
+    target = tiny(num_layers=2, positions="rotary")
+    head = FeatureHead(MedusaConfig(layer=target, target_layers=2, hidden_layers=(2,), own_output=True, num_heads=3))
+    write_head(tmp_path, head, head.init(jax.random.key(0)), target_name="a-target", K=3)
+    config = hf.get_config(f"a-target,{tmp_path}")
+    found = shapes.head_of(config, target)
+    assert found.kind == "Medusa" and found.num_heads == 3
+    config.hugging_face.draft = "nobody/knows"
+    assert shapes.head_of(config, published_config("Qwen/Qwen3-8B")).kind == "EAGLE-3"
 
 
 def test_two_names_are_a_pair_and_anything_else_is_refused():

@@ -2,6 +2,7 @@
 
     python launch/studies/compile_training.py --topology=v5p:2x2x4 --output=runs/compile_head_training.json
     python launch/studies/compile_training.py --layers=7     # a target of seven layers, sooner
+    python launch/studies/compile_training.py --test_steps=1    # beside the first: what a step of the test takes
 
 The step is that of launch/train.py, with AdamW: what it computes it makes again for the gradient (``test_time.chunk``), and
 logits exist for a chunk of positions at a time. Memory is the compiler's, per device; nothing ran.
@@ -59,7 +60,7 @@ def main() -> None:
     step = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=outputs)
     chip, _ = parse(_TOPOLOGY.value)
     with entry.progress(console, "compiling"):
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         lowered = step.lower(task, config, *arguments)
         memory, problem = None, None
         try:
@@ -68,7 +69,7 @@ def main() -> None:
             if not is_out_of_memory(error):
                 raise
             problem = str(error).splitlines()[0]
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     document = {
         "kind": "compiler estimate",
         "libtpu": version("libtpu"),
@@ -82,6 +83,7 @@ def main() -> None:
         "fits": memory is not None and memory.fits,
         "out_of_memory": problem,
         "compile_seconds": seconds,
+        "compile_cpu_seconds": cpu_seconds,  # of all cores, whatever else the machine does
     }
     entry.show([table(document, memory)], console)
     entry.write_result(_OUTPUT.value, document, console)

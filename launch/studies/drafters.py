@@ -8,15 +8,21 @@ The draft model of a pair, prompt lookup, an early exit and the pair's head, gre
 draft length. ``--head`` adds a head that launch/export_head.py wrote. An early exit of the pair's own target, which was
 not trained for it, is hardly accepted: ``--exit_target`` names the run of one that was, whose texts are its own.
 
-Every drafter takes turns with plain decoding of its target. A cell is written when it is done, and one that the output
-already holds is not measured again.
+Every drafter takes turns with plain decoding of its target. Temperature and top-p are numbers of one program: a drafter
+is compiled once for each K, and greedy decoding pays for the warp that it does not need, on both sides. A cell is written
+when it is done, and one that the output already holds is not measured again.
+
+A second table says what the same acceptance would be worth on a chip, by the costs that the compiler estimates for another
+target and its drafters (``--costs``, of compile_study.py): a head is taken to cost what EAGLE-3's does there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,14 +30,16 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
-from specsamp.analysis import report
+from specsamp import chain, storage, temperature, top_p, use_compilation_cache
+from specsamp.analysis import report, tables
+from specsamp.analysis.costs import CostTable
 from specsamp.analysis.grid import Cell, Results, measure_cells
-from specsamp.analysis.measured import counts_of
+from specsamp.analysis.measured import counts_of, measured_acceptance
+from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
-from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding.checks import encode
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
@@ -40,7 +48,9 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import Warp
+from specsamp.tpu.calibration import estimate
+from specsamp.tpu.costs import banded_costs
+from specsamp.tpu.work import Work, calls_of_round
 from specsamp.training.run import open_target
 
 _PAIR = flags.DEFINE_string("pair", "python", "The pair, by name or folder.")
@@ -55,13 +65,17 @@ _TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens that each prompt i
 _SAMPLINGS = flags.DEFINE_multi_enum(
     "sampling", ["greedy", "0.8/0.95", "1.0"], ["greedy", "0.8/0.95", "1.0"], "Distribution; may be repeated."
 )
+_COSTS = flags.DEFINE_string(
+    "costs",
+    str(pathlib.Path(__file__).parents[2] / "notebooks" / "results" / "compile_heads.json"),
+    "Take the costs on a chip from this file, which compile_study.py wrote of heads.",
+)
+_CHIPS = flags.DEFINE_string("chips", "v5e:2x2", "Forecast for this slice of the file of costs.")
+_CHIP_TARGET = flags.DEFINE_string("chip_target", "Llama 3.1 8B", "Forecast for this target of the file of costs.")
 _OUTPUT = entry.define_output()
 
-SAMPLINGS: dict[str, tuple[float, float, Warp]] = {  # temperature, top-p, and the two as a warp
-    "greedy": (0.0, 1.0, greedy()),
-    "0.8/0.95": (0.8, 0.95, chain(temperature(0.8), top_p(0.95))),
-    "1.0": (1.0, 1.0, temperature(1.0)),
-}
+HEAD = "EAGLE-3"  # the name of a head in the file of costs
+SAMPLINGS = {"greedy": (0.0, 1.0), "0.8/0.95": (0.8, 0.95), "1.0": (1.0, 1.0)}  # temperature and top-p
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +85,7 @@ class Source:
     name: str
     pair: Pair
     make: Callable[[int], Drafter]  # of K
+    kind: str  # "model", "head", "early exit" or "lookup"
     most: int | None = None  # tokens that it drafts; None: any number
 
 
@@ -78,6 +93,7 @@ def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
     found = sources()
+    chips = costs_on_chips(storage.read_json(_COSTS.value))
     prompts = load_prompts(_PAIR.value)[: _PROMPTS.value]
     tokens = tuple(map(tuple, encode(found[0].pair, prompts)))
     work = Workload(
@@ -94,10 +110,14 @@ def main() -> None:
 
     kept = f"the cells measured so far are in {_OUTPUT.value}; the same command goes on"
     with entry.keeps(kept), entry.progress(console, "starting") as say:
-        for source in found:
-            measure_cells(source.pair, cells_of(source, work), results, header=header, progress=say)
-    cells = [results.find(cell.key) for source in found for cell in cells_of(source, work)]
-    entry.show([table(cells)], console)
+        asked = {source: cells_of(source, work) for source in found}
+        for source, cells in asked.items():
+            measure_cells(
+                source.pair, cells, results, header=header, progress=lambda text: say(f"{source.name}, {text}")
+            )
+    measured = {source: [results.find(cell.key) for cell in cells] for source, cells in asked.items()}
+    shown = [cell for cells in measured.values() for cell in by_sampling(cells)]
+    entry.show([table(shown), chip_table(measured, chips)], console)
 
 
 def sources() -> list[Source]:
@@ -115,17 +135,18 @@ def sources() -> list[Source]:
         exits = dataclasses.replace(pair, target=model, target_params=own.params)
     EarlyExitDrafter(exits.target, _EXIT_LAYER.value, 1, window)
     found = [
-        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window)),
-        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K)),
+        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window), kind="model"),
+        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K), kind="lookup"),
         Source(
             name=f"early exit after {_EXIT_LAYER.value}" + (" (trained for it)" if own is not None else ""),
             pair=exits,
             make=lambda K: EarlyExitDrafter(exits.target, _EXIT_LAYER.value, K, window),
+            kind="early exit",
         ),
     ]
     heads = {}
     if (pair_folder(_PAIR.value) / "head").is_dir():
-        heads["its head"] = load_pair(_PAIR.value, draft="head")
+        heads["its head"] = load_pair(_PAIR.value, draft="head", check_fit=False)
     for text in _HEADS.value:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
@@ -145,7 +166,7 @@ def head_source(name: str, pair: Pair) -> Source:
     def make(K: int) -> Drafter:
         return FeatureDrafter(pair.target, pair.head, K, decode_window())
 
-    return Source(name=name, pair=pair, make=make, most=pair.head.config.max_tokens)
+    return Source(name=name, pair=pair, make=make, kind="head", most=pair.head.config.max_tokens)
 
 
 def identity(work: Workload) -> dict[str, Any]:
@@ -160,14 +181,13 @@ def identity(work: Workload) -> dict[str, Any]:
 
 
 def cells_of(source: Source, work: Workload) -> list[Cell]:
-    """Makes the cells of one drafter: other weights are other cells."""
-    weights = digest((source.pair.target_params, source.pair.draft_params))
+    """Makes the cells of one drafter, those of a program together: other weights are other cells."""
+    weights = digest_of_pair(source.pair)
     cells = []
-    for name in _SAMPLINGS.value:
-        heat, share, warp = SAMPLINGS[name]
-        for K in _LENGTHS.value:
-            if source.most is not None and K > source.most:
-                continue
+    for K in _LENGTHS.value:
+        if source.most is not None and K > source.most:
+            continue
+        for heat, share in (SAMPLINGS[name] for name in _SAMPLINGS.value):
             key = {"draft_length": K, "drafter": source.name, "rule": "token", "batch": 1}
             key |= {"temperature": heat, "top_k": 0, "top_p": share, "min_p": 0.0, "weights": weights}
             cells.append(
@@ -175,7 +195,7 @@ def cells_of(source: Source, work: Workload) -> list[Cell]:
                     key=key,
                     drafter=source.make(K),
                     rule=TokenRule(),
-                    sampling=warp,
+                    sampling=chain(temperature(heat), top_p(share)),
                     draft_sampling=None,
                     workload=work,
                 )
@@ -229,8 +249,13 @@ def table(cells: list[Mapping[str, Any]]) -> report.Table:
 
 def sampling_name(key: Mapping[str, Any]) -> str:
     """Returns what a cell's distribution is called here."""
-    asked = key["temperature"], key["top_p"]
-    return next(name for name, (*numbers, _) in SAMPLINGS.items() if tuple(numbers) == asked)
+    return next(name for name, numbers in SAMPLINGS.items() if numbers == (key["temperature"], key["top_p"]))
+
+
+def by_sampling(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns cells in the order of their distributions, then of K."""
+    names = list(SAMPLINGS)
+    return sorted(cells, key=lambda cell: (names.index(sampling_name(cell["key"])), cell["key"]["draft_length"]))
 
 
 def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
@@ -239,6 +264,63 @@ def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
     if split is None:
         return None
     return sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
+
+
+def costs_on_chips(document: Mapping[str, Any]) -> dict[str, tuple[str, CostTable]]:
+    """Returns what drafts for the named target on the named slice, and the costs of its rounds, by kind of drafter.
+
+    A round was compiled for one K; costs in between lie on the line from a step of the target to it, those beyond on its
+    continuation.
+
+    Raises:
+      ValueError: the file has no such target or slice, with those that it has.
+    """
+    asked, found = {"target": _CHIP_TARGET.value, "topology": _CHIPS.value}, {}
+    for cell in document["cells"]:
+        name = cell["name"]
+        if any(name[field] != value for field, value in asked.items()):
+            continue
+        drafter, chip = name["drafter"], name["topology"].partition(":")[0]
+        works = {program: Work(**facts["work"]) for program, facts in cell["programs"].items()}
+        K = works["round"].calls - 1
+        bands = [
+            estimate(chip, works["target step"]),
+            estimate(chip, *calls_of_round(works["round"], works["draft step"], K)),
+        ]
+        kind = "head" if drafter == HEAD else "early exit" if drafter.startswith("early exit") else "model"
+        found[kind] = drafter, banded_costs((0, K), bands, batch=1)
+    if not found:
+        known = sorted({f"{cell['name']['target']} on {cell['name']['topology']}" for cell in document["cells"]})
+        raise ValueError(f"{_COSTS.value} has no {_CHIP_TARGET.value} on {_CHIPS.value}: it has {'; '.join(known)}")
+    return found
+
+
+def chip_table(
+    measured: Mapping[Source, Sequence[Mapping[str, Any]]], chips: Mapping[str, tuple[str, CostTable]]
+) -> report.Table:
+    """Returns a forecast for each cell whose kind of drafter has costs there."""
+    rows = []
+    for source, cells in measured.items():
+        if source.kind not in chips:
+            continue
+        drafter, costs = chips[source.kind]
+        show = tables.span if costs.open else functools.partial(tables.interval, digits=2)
+        for name in _SAMPLINGS.value:
+            same = [cell for cell in cells if "result" in cell and sampling_name(cell["key"]) == name]
+            lengths = [cell["key"]["draft_length"] for cell in same]
+            if not same:
+                continue
+            plan = make_plan(measured_acceptance(same), costs, draft_lengths=lengths)
+            rows += [
+                (source.name, drafter, name, str(K), show(plan[K].ms_per_token), show(plan[K].speedup, "x"))
+                for K in lengths
+            ]
+    return report.Table(
+        title=f"The same acceptance, with {_CHIP_TARGET.value} on {_CHIPS.value} (forecast)",
+        header=("drafter", "costs of", "sampling", "K", "ms per token", "speedup"),
+        rows=rows,
+        note="costs are the compiler's estimates, calibrated; acceptance is that of the pair measured here",
+    )
 
 
 if __name__ == "__main__":

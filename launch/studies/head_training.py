@@ -35,7 +35,7 @@ BATCH = 8
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
-    trained, pair = open_trained_head(_RUN.value), load_pair(_PAIR.value, draft="head")
+    trained, pair = open_trained_head(_RUN.value), load_pair(_PAIR.value, draft="head", check_fit=False)
     drafting = load_pair(_PAIR.value)
     config = trained.run_config()
     data = config["data"]

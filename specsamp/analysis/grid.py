@@ -18,7 +18,7 @@ import functools
 import gc
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-CELLS_BETWEEN_CLEARING = 8  # of compiled programs: Linux allows a process 65,530 mappings, a program takes several
+KEPT_PROGRAMS = 8  # cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,12 @@ class Cell:
     sampling: Warp
     draft_sampling: Warp | None
     workload: Workload
+
+    @property
+    def program(self) -> Hashable:
+        """Returns what is compiled for it: the numbers of a distribution are data."""
+        warps = jax.tree.structure((self.sampling, self.draft_sampling))
+        return self.drafter, self.rule, warps, self.workload.batch
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -214,11 +220,15 @@ def measure_cells(
       header: makes what is written before the cells in the file, and into each cell, at the time of writing.
       progress: is told which cell is being measured, and what of it.
     """
-    now = []
+    now, kept = [], set()
     # All processes must measure the same cells, whatever files they see.
     missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell.key) is None])
     for number in missing:
         cell = cells[number]
+        if cell.program not in kept and len(kept) == KEPT_PROGRAMS:
+            jax.clear_caches()
+            kept.clear()
+        kept.add(cell.program)
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         started = datetime.datetime.now(datetime.UTC)
 
@@ -236,8 +246,6 @@ def measure_cells(
         )
         if "result" in measured:
             now.append((cell, measured["result"]))
-        if len(now) % CELLS_BETWEEN_CLEARING == 0:
-            jax.clear_caches()
         if "result" not in measured and results.find(cell.key) is not None:
             continue  # what there was is worth more
         seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()

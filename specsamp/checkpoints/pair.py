@@ -32,6 +32,7 @@ from specsamp.checkpoints.int8_storage import dequantise, quantise
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
+from specsamp.evaluation.head_check import EXAMPLES, warn_unless_it_fits
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
@@ -44,13 +45,16 @@ def shipped() -> list[str]:
     return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
 
 
-def load_pair(name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: str = "float32") -> Pair:
+def load_pair(
+    name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: str = "float32", check_fit: bool = True
+) -> Pair:
     """Reads a pair, ready for `generate`.
 
     Args:
       name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
+      check_fit: warns if a head is hardly accepted on a few of the pair's prompts; False saves some seconds.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
@@ -77,12 +81,15 @@ def load_pair(name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: 
     else:
         params = _load_params(folder / "draft.safetensors", models["draft"])
         drafting = {"draft": models["draft"], "draft_params": params}
-    return Pair(
+    pair = Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),
         tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=eos),
         **drafting,
     )
+    if draft == "head" and check_fit:
+        warn_unless_it_fits(pair, load_prompts(folder) if (folder / "prompts.json").is_file() else EXAMPLES)
+    return pair
 
 
 def head_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
@@ -112,11 +119,15 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 
 def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
-    """Returns the first 16 digits of a SHA-256 over the files of target and draft: other weights have another one."""
+    """Returns the first 16 digits of a SHA-256 over the files of target and draft: other weights have another one.
+
+    So have equal weights of a head that is read otherwise, by its config.json.
+    """
     folder, digest = pair_folder(name_or_path), hashlib.sha256()
     drafting = [folder / "draft.safetensors"]
     if draft == "head":
-        drafting = sorted(head_folder(name_or_path).glob("*.safetensors"))
+        place = head_folder(name_or_path)
+        drafting = [*sorted(place.glob("*.safetensors")), place / "config.json"]
     for path in (folder / "target.safetensors", *drafting):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

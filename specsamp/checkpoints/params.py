@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from specsamp.decoding.pair import Pair
 
 MOST_SHOWN = 6
 
@@ -43,6 +47,17 @@ def digest(params: Any) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         found.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {int(_weighted_sum(leaf)):x};".encode())
     return found.hexdigest()[:16]
+
+
+def digest_of_pair(pair: Pair) -> str:
+    """Returns the digest of a pair's parameters, and of how its head reads them, which no value shows."""
+    of_params = digest((pair.target_params, pair.draft_params))
+    if pair.head is None:
+        return of_params
+    fields = dataclasses.asdict(pair.head.config)
+    del fields["layer"]["vocab_size"]  # a mesh pads it
+    told = json.dumps([of_params, pair.head.config.kind, fields], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @jax.jit

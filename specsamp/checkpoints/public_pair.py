@@ -15,6 +15,7 @@ from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpo
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
+from specsamp.evaluation.head_check import warn_unless_it_fits
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
 from specsamp.mesh.sharded_head import shard_head
@@ -84,6 +85,7 @@ def read_head_pair(
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
+    check_fit: bool = True,
 ) -> Pair:
     """Reads a target and a head that drafts from its hidden states, ready for `generate`.
 
@@ -92,6 +94,7 @@ def read_head_pair(
       dtype, mesh, draft_model_parallelism, progress: see `read_pair`.
       say: is told if the head was trained for another model of the same sizes.
       check: is shown target and head before any weight is read, and raises ValueError if they will not do.
+      check_fit: warns if the head is hardly accepted on a few short texts; False saves compiling two programs.
 
     Raises:
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
@@ -129,7 +132,10 @@ def read_head_pair(
         tokenizer=checkpoint.tokenizer,
         stop=checkpoint.stop_ids or None,
     )
-    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
+    pair = pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
+    if check_fit:
+        warn_unless_it_fits(pair)
+    return pair
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,12 @@ CONFIGURED = "as configured"
 STARTS = 16  # drafts per text, at most
 # Another reading is clearly better if it gains so much acceptance, a mean over positions, and so many standard errors.
 CLEAR_GAIN, CLEAR_ERRORS = 0.05, 4.0
+CHECKED_TEXTS, CHECKED_TOKENS, CHECKED_K = 4, 64, 2  # of a head that is read
+EXAMPLES = (
+    "The steam engine was improved by James Watt, whose separate condenser kept the cylinder hot. It soon drove mills,",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
+    "In a large bowl, mix the flour and the salt. Then add the water, a little at a time, and knead the dough until it",
+)
 LOW = 0.2  # acceptance of the first position; heads that fit have more than a half
 
 
@@ -107,7 +114,9 @@ class HeadCheck:
         return told
 
 
-def check_head(pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampling: Warp | None = None) -> HeadCheck:
+def check_head(
+    pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampling: Warp | None = None, others: bool = True
+) -> HeadCheck:
     """Measures the acceptance of a pair's head under each way to read it.
 
     Args:
@@ -115,6 +124,7 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampli
         than ``K + 2`` tokens.
       K: tokens per draft.
       sampling: the warp of both distributions; default none, temperature 1.
+      others: False: only the way in which it is configured, which takes the fewest programs.
 
     Raises:
       ValueError: the pair has no head, or all texts are too short.
@@ -129,7 +139,7 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampli
     weights = pair.weights(FeatureDrafter(pair.target, pair.head, 1), slots)
     warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
     ways = {CONFIGURED: _Way(head=pair.head, hidden_layers=pair.head.hidden_layers, params=pair.draft_params)}
-    ways |= _other_ways(pair.head, pair.draft_params)
+    ways |= _other_ways(pair.head, pair.draft_params) if others else {}
     layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))
     found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
     for number, (tokens_BT, _, indices) in enumerate(batches):
@@ -160,6 +170,18 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampli
             for name, way in ways.items()
         )
     )
+
+
+def warn_unless_it_fits(pair: Pair, texts: Sequence[Prompt] = EXAMPLES) -> None:
+    """Warns, before an hour is spent on it, if the head of a pair that was read is hardly accepted on a few texts.
+
+    What else its files could mean is measured only then.
+    """
+    tokens = [one[:CHECKED_TOKENS] for one in encode(pair, texts[:CHECKED_TEXTS])]
+    if max(map(len, tokens)) < CHECKED_K + 2:
+        return
+    if not check_head(pair, tokens, CHECKED_K, others=False).fits:
+        warnings.warn("\n".join(check_head(pair, tokens, CHECKED_K).sentences), stacklevel=3)
 
 
 def write_texts(

@@ -57,6 +57,7 @@ class Eagle1Config(HeadConfig):
     fc_bias: bool = True
 
     module: ClassVar[type[HeadModule]] = Eagle1
+    kind: ClassVar[str] = "EAGLE-1"
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,6 +121,7 @@ class Eagle3Config(HeadConfig):
     norm_output: bool = False
 
     module: ClassVar[type[HeadModule]] = Eagle3
+    kind: ClassVar[str] = "EAGLE-3"
     fused: ClassVar[tuple[str, ...]] = ("fc",)
 
     def __post_init__(self):

@@ -57,6 +57,7 @@ class HeadConfig:
     own_output: bool = False
 
     module: ClassVar[type[HeadModule]]
+    kind: ClassVar[str]  # what texts call such heads
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
     has_layer: ClassVar[bool] = True  # a decoder layer, and so a cache; of other heads' ``layer`` only sizes count
 
@@ -103,6 +104,10 @@ class HeadConfig:
         in whose place they stand; None: there is none. Layers that are counted otherwise go without saying.
         """
         return {}
+
+    def is_read_by_a_step(self, name: str) -> bool:
+        """Returns whether a step that drafts one token multiplies by the parameter ``name`` of the top level."""
+        return name != "embedding" and name not in self.fused
 
     @property
     def num_outputs(self) -> int:

@@ -86,6 +86,7 @@ class MedusaConfig(HeadConfig):
     bias: bool = True
 
     module: ClassVar[type[HeadModule]] = Medusa
+    kind: ClassVar[str] = "Medusa"
     has_layer: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -111,6 +112,10 @@ class MedusaConfig(HeadConfig):
         last = self.num_heads - 1
         places = {f"head_{k}": f"head_{k + 1}" for k in range(last)} | {f"head_{last}": None}
         return {"every head one token earlier": ({"num_heads": last}, places)}
+
+    def is_read_by_a_step(self, name: str) -> bool:
+        """One head; all are as large as the first."""
+        return name == "head_0"
 
     @property
     def max_tokens(self) -> int:

@@ -59,6 +59,7 @@ class MTPConfig(HeadConfig):
     norm_output: bool = False
 
     module: ClassVar[type[HeadModule]] = MTP
+    kind: ClassVar[str] = "MTP"
 
     def __post_init__(self):
         super().__post_init__()

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from specsamp import storage
-from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding.job import Job
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.mesh.distributed import from_first
@@ -36,8 +36,8 @@ class CompletionLog:
         """Names a file, which is read by `open`.
 
         Args:
-          identity: what else must be the same for a run to go on; as JSON. Default: a digest of all parameters, which
-            reads them.
+          identity: what else must be the same for a run to go on; as JSON. Default: `digest_of_pair`, which reads
+            all parameters.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"log must be a path or a CompletionLog; got {path!r}")
@@ -56,7 +56,7 @@ class CompletionLog:
         """
         identity = self.identity
         if identity is None:
-            identity = {"weights": digest((job.pair.target_params, job.pair.draft_params))}
+            identity = {"weights": digest_of_pair(job.pair)}
         try:
             asked = json.loads(json.dumps({"completions_of": describe(job, seed) | dict(identity)}))
         except TypeError as error:

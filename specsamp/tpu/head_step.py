@@ -52,8 +52,8 @@ class HeadStep(LanguageModel):
     def streamed(self, weights: Any) -> list[Array]:
         """Returns the matrices of a step: what only `FeatureHead.fuse` reads is read once a round."""
         params, of_target = weights["head"]["params"], weights["target"]["params"]
-        skipped = {"embedding", *self.head.config.fused}
-        matrices = [x for name, part in params.items() if name not in skipped for x in jax.tree.leaves(part)]
+        read = [part for name, part in params.items() if self.head.config.is_read_by_a_step(name)]
+        matrices = jax.tree.leaves(read)
         if not self.head.config.own_output:
             matrices.append(of_target.get(OUTPUT_EMBEDDING, of_target["embedding"]))
         return [x for x in matrices if x.ndim >= 2]

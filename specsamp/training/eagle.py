@@ -37,24 +37,43 @@ from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "own_keys", "own_values", "count"],
+    meta_fields=["later"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCache:
-    """The keys and values ``[B, M, T, H]`` of the steps so far; a `LayerCache` for the attention of a head.
+    """The keys and values of the steps so far; a `LayerCache` for the attention of a head.
 
     Row t of a step sees the rows up to t of the first step, and row t alone of every later one, its own included.
+
+    Attributes:
+      later: R, the steps after the first, for which there is room.
+      keys, values: of the first step, ``[B, M, T, H]``; None before it.
+      own_keys, own_values: of the later ones, ``[R, B, M, T, H]``.
+      count: how many of them there are so far.
     """
 
-    keys: tuple[Array, ...] = ()
-    values: tuple[Array, ...] = ()
+    later: int
+    keys: Array | None = None
+    values: Array | None = None
+    own_keys: Array | None = None
+    own_values: Array | None = None
+    count: Array | int = 0
 
     @property
     def num_slots(self) -> int:
-        return self.keys[0].shape[2] + len(self.keys) - 1
+        return self.keys.shape[2] + self.later
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
         """Adds a step; ``start_B`` is its number, which its positions were counted from."""
-        return type(self)(keys=(*self.keys, k_BMTH), values=(*self.values, v_BMTH))
+        if self.keys is None:
+            room = jnp.zeros((self.later, *k_BMTH.shape), k_BMTH.dtype)
+            return dataclasses.replace(self, keys=k_BMTH, values=v_BMTH, own_keys=room, own_values=room)
+        number = start_B[0]
+        own = (self.own_keys.at[number - 1].set(k_BMTH), self.own_values.at[number - 1].set(v_BMTH))
+        return dataclasses.replace(self, own_keys=own[0], own_values=own[1], count=number)
 
     def attend(
         self,
@@ -65,18 +84,18 @@ class StepCache:
         bias_BNTS: Array | None = None,
         cap: float | None = None,
     ) -> Array:
-        (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys[0].shape[1]
+        (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys.shape[1]
         q_BMGTH = q_BNTH.reshape(batch, kv_heads, heads // kv_heads, length, size)
-        first_BMGTS = contract("BMGTH,BMSH->BMGTS", q_BMGTH, self.keys[0], dtype=jnp.float32)
-        own_BMGTR = [contract("BMGTH,BMTH->BMGT", q_BMGTH, k, dtype=jnp.float32)[..., None] for k in self.keys[1:]]
-        scores = jnp.concatenate([first_BMGTS, *own_BMGTR], axis=-1) * scale
+        first_BMGTS = contract("BMGTH,BMSH->BMGTS", q_BMGTH, self.keys, dtype=jnp.float32)
+        own_BMGTR = contract("BMGTH,RBMTH->BMGTR", q_BMGTH, self.own_keys, dtype=jnp.float32)
+        scores = jnp.concatenate([first_BMGTS, own_BMGTR], axis=-1) * scale
         scores = scores if cap is None else soft_cap(scores, cap)
-        is_seen_TS = jnp.arange(self.num_slots)[None] <= jnp.arange(length)[:, None]
-        is_seen_TS |= (jnp.arange(self.num_slots) >= length)[None]
+        slots_S = jnp.arange(self.num_slots)
+        is_own_S = (slots_S >= length) & (slots_S < length + self.count)
+        is_seen_TS = (slots_S[None] <= jnp.arange(length)[:, None]) | is_own_S[None]
         probs = jax.nn.softmax(jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf), axis=-1).astype(q_BNTH.dtype)
-        mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values[0])
-        for step, v_BMTH in enumerate(self.values[1:]):
-            mixed_BMGTH = mixed_BMGTH + probs[..., length + step, None] * v_BMTH[:, :, None]
+        mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values)
+        mixed_BMGTH = mixed_BMGTH + contract("BMGTR,RBMTH->BMGTH", probs[..., length:], self.own_values)
         return mixed_BMGTH.reshape(batch, heads, length, size)
 
 
@@ -134,13 +153,13 @@ class TrainHead:
         target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
         return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
 
-    def init(self, key):
-        return _without_ids(self.head.init(key))
-
-    def first_params(self, key: Array, target_params: Any) -> Any:
-        """Returns what training begins with: random parameters, but for what a kind of head takes from its target."""
-        output_VD = target_params.get(OUTPUT_EMBEDDING, target_params["embedding"])
-        return self.head.config.begin(self.init(key), jnp.asarray(output_VD, jnp.float32))
+    def init(self, key, teacher_params=None):
+        params = _without_ids(self.head.init(key))
+        if teacher_params is None:
+            return params
+        of_target = teacher_params["target"]
+        output_VD = of_target.get(OUTPUT_EMBEDDING, of_target["embedding"])
+        return self.head.config.begin(params, output_VD.astype(jnp.float32))
 
     def param_axes(self):
         return _without_ids(self.head.param_axes())
@@ -204,19 +223,22 @@ class TrainHead:
         layers = *head.hidden_layers, self.target.num_layers - 1
         *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
         embedded_BTD = self._embed(weights, target_params, tokens_BT)[:, 1:]
-        features_BTD, cache = head.fuse(weights, tuple(hidden)), StepCache()
+        before = head.fuse(weights, tuple(hidden)), StepCache(later=max(self.test_steps - 1, 1))
 
-        def run(weights, embedded_BTD, features_BTD, start_B, cache):
-            return head(weights, embedded_BTD, features_BTD, start_B, cache)
-
-        run = run if self.chunk is None else jax.checkpoint(run)
-        returned = []
-        for step in range(self.test_steps):
+        def run(weights, embedded_BTD, before, step):
             # Rows whose tokens lie beyond the window come round: what they return is compared with nothing.
             token_BTD = jnp.roll(embedded_BTD, -step, axis=1)
-            start_B = jnp.full(len(tokens_BT), step)
-            features_BTD, cache = run(weights, token_BTD, features_BTD, start_B, cache)
-            returned.append(jnp.roll(features_BTD, step + 1, axis=1))
+            return head(weights, token_BTD, before[0], jnp.full(len(tokens_BT), step), before[1])
+
+        run = run if self.chunk is None else jax.checkpoint(run)
+
+        def go_on(before, step):
+            after = run(weights, embedded_BTD, before, step)
+            return after, after[0]
+
+        first = run(weights, embedded_BTD, before, jnp.int32(0))
+        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))  # a loop: each is compiled alike
+        returned = [jnp.roll(features_BTD, i + 1, axis=1) for i, features_BTD in enumerate([first[0], *later])]
         return stream_BTD, jnp.stack(returned)
 
     def _compare(
@@ -240,8 +262,7 @@ class TrainHead:
         def of_target(x_BTD: Array) -> Array:
             return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
 
-        sums = []
-        for step, features_BTD in enumerate(features_SBTD):
+        def sums(step: Array | int, features_BTD: Array) -> Array:
             logits_BTU = self.head.logits(weights, features_BTD, of_target, step)
             draft_BTU = jax.nn.log_softmax(logits_BTU)
             exists_BT = (rows_T > step)[None] & jnp.ones_like(is_counted_BT)
@@ -253,8 +274,11 @@ class TrainHead:
                 draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
                 accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
             of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
-            sums.append(jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each]))
-        return jnp.stack(sums)
+            return jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each])
+
+        if self.head.config.max_tokens is not None:  # each step has parameters of its own
+            return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
+        return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
         """Returns the target's logits ``[B, T, U]`` of some ids: by their rows of its output, not out of all logits."""

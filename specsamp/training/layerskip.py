@@ -118,7 +118,7 @@ class LayerSkip:
                 f"a model of {self.model.num_layers} layer has none to leave it after: give it two or more"
             )
 
-    def init(self, key):
+    def init(self, key, teacher_params=None):
         return self.model.init(key)
 
     def param_axes(self):

@@ -23,8 +23,8 @@ class Task(Protocol):
 
     drafts: bool  # whether `measure` compares a draft with its target under a warp
 
-    def init(self, key: Array) -> Any:
-        """Returns random parameters, float32."""
+    def init(self, key: Array, teacher_params: Any = None) -> Any:
+        """Returns what training begins with, float32: random, but for what is taken from a teacher that is given."""
 
     def param_axes(self) -> Any:
         """Returns the logical axes of the parameters, see `specsamp.mesh.layout.Layout`."""
@@ -60,7 +60,7 @@ class Pretrain:
     model: TransformerLM
     drafts = False
 
-    def init(self, key):
+    def init(self, key, teacher_params=None):
         return self.model.init(key)
 
     def param_axes(self):
@@ -105,7 +105,7 @@ class Distill:
         if self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
 
-    def init(self, key):
+    def init(self, key, teacher_params=None):
         return self.model.init(key)
 
     def param_axes(self):

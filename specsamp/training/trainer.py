@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -125,18 +126,15 @@ class Batches(Protocol):
         """Returns ``[size, T + 1]`` int32 tokens, the same whenever it is asked for this step."""
 
 
-def init_state(task: Task, config: TrainConfig, params: Any = None) -> TrainState:
-    """Builds the state of step 0, from random parameters or from the given ones.
-
-    Raises:
-      ValueError: the given parameters have other shapes than the task's.
-    """
-    key = run_key(config)
-    if params is None:
-        params = task.init(key)
-    else:
-        check_shapes("what training starts from", params, jax.eval_shape(task.init, key))
+def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
+    """Builds the state of step 0, from the parameters that the task begins with, or from a copy of the given ones."""
+    params = task.init(run_key(config), teacher_params) if params is None else jax.tree.map(jnp.copy, params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
+
+
+def new_state(shardings: TrainState) -> Callable[..., TrainState]:
+    """Compiles `init_state` so that each array is made where it belongs, and whole on no device that holds a part."""
+    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
 
 
 def run_key(config: TrainConfig) -> Array:
@@ -224,9 +222,9 @@ def train(
 
     # Closed whatever happens: what is being written is finished.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        state = first_state(task, config, checkpoints, shardings, params)
         teacher_axes = task.teacher_axes()
         teacher_params = put(teacher_params, Layout.tensor_parallel(mesh).shardings(teacher_axes, teacher_params))
+        state = first_state(task, config, checkpoints, shardings, params, teacher_params)
         step_function = jax.jit(
             train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
         )
@@ -260,9 +258,14 @@ def train(
 
 
 def first_state(
-    task: Task, config: TrainConfig, checkpoints: Checkpoints, shardings: TrainState, params: Any = None
+    task: Task,
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    shardings: TrainState,
+    params: Any = None,
+    teacher_params: Any = None,
 ) -> TrainState:
-    """Restores the latest checkpoint; without one, begins at ``params`` (which are copied) or at random.
+    """Restores the latest checkpoint; without one, begins at ``params`` (which are copied) or as the task does.
 
     Raises:
       ValueError: the checkpoint is damaged, or it or ``params`` are of another model.
@@ -274,8 +277,9 @@ def first_state(
         step, opt_state = saved["rest"]
         return TrainState(step=step, params=saved["params"], opt_state=opt_state)
     if params is not None:
-        return put(init_state(task, config, jax.tree.map(jnp.copy, params)), shardings)
-    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, config)
+        check_shapes("what training starts from", params, jax.eval_shape(task.init, run_key(config)))
+        params = put(params, shardings.params)
+    return new_state(shardings)(task, config, params, teacher_params)
 
 
 def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:

@@ -83,6 +83,24 @@ def stored(path):
     return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
 
 
+def test_programs_are_kept_while_they_are_few(benchmarks, monkeypatch):
+    """A temperature is data of one program; a draft length is another."""
+    benchmarks(*[{"n": 0}] * 6)
+    monkeypatch.setattr(grid, "KEPT_PROGRAMS", 2)
+    when = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: when.append(len(results.cells)))
+    results = grid.Results.open(None, IDENTITY)
+    cells = [
+        dataclasses.replace(
+            cell(draft_length=K, temperature=heat), drafter=NgramDrafter(K=K), sampling=temperature(heat)
+        )
+        for K in (1, 2, 3)
+        for heat in (0.0, 1.0)
+    ]
+    grid.measure_cells(None, cells, results)
+    assert when == [4]
+
+
 def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, benchmarks):
     path = str(tmp_path / "new" / "grid.json")
     calls = benchmarks({"n": 1}, KeyboardInterrupt())

@@ -131,6 +131,16 @@ def test_pairs_of_one_shape_are_told_apart_by_their_weights(original, params, sa
     assert fingerprint(saved) != fingerprint(original)
 
 
+def test_heads_of_equal_weights_are_told_apart_by_their_config(saved):
+    (saved / "head").mkdir()
+    (saved / "head" / "model.safetensors").write_bytes(b"weights")
+    found = []
+    for layers in ([1, 2, 3], [1, 2, 4]):
+        (saved / "head" / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": layers}))
+        found.append(fingerprint(saved, "head"))
+    assert len({*found, fingerprint(saved)}) == 3
+
+
 def test_files_of_a_pair_have_the_permissions_that_the_umask_leaves(params, tmp_path):
     before = os.umask(0o077)
     try:

@@ -1,14 +1,19 @@
 """Digests that tell the values of parameters from others: the same on every mesh and with rows of padding."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.params import digest, digest_of_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
+from support.heads import layer_config
 
 MODEL = TransformerLM(tiny(num_layers=1))
 PARAMS = jax.jit(MODEL.init)(jax.random.key(0))
@@ -28,6 +33,18 @@ def test_places_names_and_signs_count():
     others += [{"a": x.at[:2].set(x[1::-1])}, {"a": x, "b": y}, {"a": y, "b": x}, ({"a": x}, {"b": y})]
     others += [({"a": x, "b": y}, None), {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, jnp.int32)}]
     assert len({digest(one) for one in others}) == len(others)
+
+
+def test_heads_that_read_other_layers_have_another_digest():
+    """With equal weights; a vocabulary that a mesh padded is the same head."""
+
+    def of(**fields):
+        layer = layer_config(fields.pop("vocab_size", 32))
+        config = Eagle3Config(layer=layer, target_layers=6, **({"hidden_layers": (1, 2, 3)} | fields))
+        return digest_of_pair(types.SimpleNamespace(target_params=PARAMS, draft_params={}, head=FeatureHead(config)))
+
+    assert of(vocab_size=40) == of()
+    assert len({of(), of(hidden_layers=(1, 2, 4)), of(norm_output=True), digest((PARAMS, {}))}) == 4
 
 
 def test_a_mesh_and_padding_do_not_change_it():

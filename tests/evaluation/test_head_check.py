@@ -11,7 +11,13 @@ from specsamp import Pair
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.evaluation.head_check import _read_target, check_head, draft_acceptance, write_texts
+from specsamp.evaluation.head_check import (
+    _read_target,
+    check_head,
+    draft_acceptance,
+    warn_unless_it_fits,
+    write_texts,
+)
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, for_rows, temperature
@@ -165,6 +171,16 @@ def test_a_head_of_another_target_is_said_loudly(pairs, texts):
     found = check_head(read_otherwise(pair, dict(pair.draft_params) | {"output": wrong}), texts, K=2)
     assert not found.fits and found.readings[0].by_position[0] < 0.1
     assert found.sentences[1].startswith("WARNING: THE HEAD DOES NOT FIT: ")
+
+
+def test_a_head_that_does_not_fit_is_warned_of_when_it_is_read(pairs, texts):
+    """One that fits is not; texts that are too short say nothing."""
+    pair = pairs["eagle3"]
+    warn_unless_it_fits(pair, texts)
+    wrong = read_otherwise(pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]})
+    with pytest.warns(UserWarning, match="WARNING: THE HEAD DOES NOT FIT"):
+        warn_unless_it_fits(wrong, texts)
+    warn_unless_it_fits(wrong, [[0, 1]])
 
 
 def test_the_acceptance_is_that_of_decoding():

@@ -67,11 +67,14 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     kinds = [ModelDrafter, NgramDrafter, EarlyExitDrafter, FeatureDrafter]
     assert [type(drafter) for drafter in measured] == kinds
     rows = [line.split() for line in done.stdout.splitlines() if " greedy " in line]
-    assert [row[-6:] for row in rows] == [["1", "1.50", "0.50", "2.00", "0.50", "0.50x"]] * 4
+    assert [row[-6:] for row in rows[:4]] == [["1", "1.50", "0.50", "2.00", "0.50", "0.50x"]] * 4
+    forecasts = [" ".join(row) for row in rows[4:]]  # of the drafters whose costs on the chip are known
+    assert len(forecasts) == 2 and "draft model Llama 3.2 1B greedy 1 " in forecasts[0]
+    assert "Medusa EAGLE-3 greedy 1 " in forecasts[1] and all(one.endswith(")") for one in forecasts)
     again = study(pair, output, "--K=1", "--K=2", "--sampling=greedy", "--sampling=1.0", head)
     assert (again.returncode or 0) == 0, again.stderr
     more = [(type(drafter), drafter.K) for drafter in measured[4:]]
-    assert more == [(kind, K) for kind in kinds for K in (2, 1, 2) if kind is not FeatureDrafter or K == 1]
+    assert more == [(kind, K) for kind in kinds for K in (1, 2, 2) if kind is not FeatureDrafter or K == 1]
     cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
     assert len(cells) == len(measured) == 4 + 10
 
@@ -80,6 +83,7 @@ def test_what_is_refused_before_anything_is_measured(pair, tmp_path):
     for argument, message in (
         ("--head=Medusa", "--head=Medusa: write a name and a folder, such as Medusa=runs/medusa_head"),
         ("--exit_layer=2", "from 1 to 1, for a target of 2 layers; got 2"),
+        ("--chips=v4:2x2", "has no Llama 3.1 8B on v4:2x2: it has Llama 3.1 8B on v5e:2x2; "),
         ("--exit_target=/nowhere", "no training run at '/nowhere'"),
     ):
         done = study(pair, tmp_path / "cells.json", argument)

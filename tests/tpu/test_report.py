@@ -20,6 +20,7 @@ from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.head_step import shard_head_step
 from specsamp.tpu.programs import Programs
@@ -100,24 +101,36 @@ def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
 
 
-def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
-    """K = 4 calls of its layer, the last of which reads the target's hidden states; nothing else passes between chips."""
-    shape = dict(vocab_size=8192, width=2048, num_heads=16, num_kv_heads=8, feedforward_width=4096, dtype="bfloat16")
-    target = TransformerConfig(num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **shape)
-    layer = dataclasses.replace(target, num_layers=1)
-    head = FeatureHead(
-        Eagle3Config(layer=layer, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=4096, own_output=True)
-    )
+SHAPE = dict(vocab_size=8192, width=2048, num_heads=16, num_kv_heads=8, feedforward_width=4096, dtype="bfloat16")
+ROTARY = TransformerConfig(num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **SHAPE)
+OF_HEAD = dict(layer=dataclasses.replace(ROTARY, num_layers=1), target_layers=2, own_output=True)
+
+
+def programs_with(head):
     mesh = described_mesh("v5e:2x2")
-    made = Programs(
-        target=shard_model(TransformerLM(target), Layout.tensor_parallel(mesh)),
-        draft=shard_head_step(target, head, draft_layout(mesh)),
+    return Programs(
+        target=shard_model(TransformerLM(ROTARY), Layout.tensor_parallel(mesh)),
+        draft=shard_head_step(ROTARY, head, draft_layout(mesh)),
         mesh=mesh,
         sampling=chain(top_p(0.8)),
         batch=1,
         slots=1024,
         head=head,
     )
+
+
+def test_a_step_of_medusa_s_reads_one_of_its_heads():
+    """However many there are; all of them are held."""
+    two, three = (programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n))) for n in (2, 3))
+    one_head = 2 * (8192 + 2048) * 2048 / 4
+    assert two.floor(two.draft) == three.floor(three.draft) == pytest.approx(one_head, rel=0.01)
+    assert three.bytes_of_state()[0] - two.bytes_of_state()[0] == pytest.approx(one_head, rel=0.01)
+
+
+def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
+    """K = 4 calls of its layer, the last of which reads the target's hidden states; nothing else passes between chips."""
+    head = FeatureHead(Eagle3Config(**OF_HEAD, hidden_layers=(0, 1, 2), draft_vocab_size=4096))
+    made = programs_with(head)
     found = compile_report(made, topology="v5e:2x2", draft_length=4, rule=TokenRule(), names=("round",))
     of_calls = 4 * (3 + 1) + 2 * 2 + 1 + 1  # a call has one for embedding, attention, mlp and logits each
     assert set(found["round"].collectives) == {"all-reduce", "all-gather"}

@@ -1,19 +1,20 @@
 """Training of Medusa heads: each begins as the target's output, and learns the token at its own offset."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.eagle import TrainHead
-from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
+from specsamp.training.trainer import TrainConfig, first_state, init_state, new_state, state_shardings, train_step
 
 V, LENGTH, NUM_HEADS = 8, 12, 2
 TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary"))
@@ -35,7 +36,7 @@ def target_params():
 
 def test_heads_begin_as_the_target_s_own_output(target_params):
     """A residual block adds nothing at first, so all heads say what the target says of its own next token."""
-    weights = HEAD.training_weights(TASK.first_params(KEY, target_params), None)
+    weights = HEAD.training_weights(TASK.init(KEY, TASK.teacher(target_params)), None)
     stream, features = jax.jit(TASK._steps)(weights, target_params, ROWS)
     expected = TARGET.read_out(target_params, stream)
     for step in range(NUM_HEADS):
@@ -61,7 +62,8 @@ def test_a_head_learns_from_the_loss_of_its_offset_alone(target_params):
 
 
 def losses(target_params, mesh):
-    state, teacher = init_state(TASK, TRAIN, TASK.first_params(KEY, target_params)), TASK.teacher(target_params)
+    teacher = TASK.teacher(target_params)
+    state = init_state(TASK, TRAIN, teacher_params=teacher)
     state = jax.device_put(state, state_shardings(TASK, TRAIN, mesh))
     found = []
     for _ in range(TRAIN.steps):
@@ -78,6 +80,29 @@ def test_the_loss_falls_and_every_offset_is_accepted_more(target_params):
         accepted = one[f"acceptance/position_{i}"]
         assert accepted[-1] > accepted[0] + 0.2, accepted
     np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-3)
+
+
+def test_a_new_state_is_made_where_it_belongs(target_params):
+    """Heads, which begin as the target's output, and their moments: nothing is moved, and little is made beside them."""
+    mesh = make_mesh(2, 4)
+    target = dataclasses.replace(TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4))
+    layer = dataclasses.replace(LAYER, vocab_size=2048)
+    head = FeatureHead(dataclasses.replace(HEAD.config, layer=layer))
+    task = TrainHead(head=head, target=target, test_steps=NUM_HEADS)
+    shardings = state_shardings(task, TRAIN, mesh)
+    teacher = task.teacher(target.init(KEY))
+    teacher = jax.device_put(teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher))
+    whole = init_state(task, TRAIN, teacher_params=teacher)
+    nothing_saved = types.SimpleNamespace(latest=None)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        made = first_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
+        with pytest.raises(jax.errors.JaxRuntimeError):  # the control: made whole, and put in its place
+            jax.block_until_ready(jax.device_put(whole, shardings))
+    assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
+    jax.tree.map(np.testing.assert_array_equal, made, whole)
+    sizes = new_state(shardings).lower(task, TRAIN, None, teacher).compile().memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    assert sizes.output_size_in_bytes + sizes.temp_size_in_bytes < 0.4 * size
 
 
 def test_more_steps_than_heads_are_refused():

@@ -177,7 +177,7 @@ def test_microbatches_change_nothing_but_rounding(params):
 class Noisy:
     """Draws a number in every microbatch; the loss is one parameter times it."""
 
-    def init(self, key):
+    def init(self, key, teacher_params=None):
         return {"scale": jnp.ones(())}
 
     def loss(self, params, teacher_params, tokens_BT, key, step):
@@ -260,9 +260,9 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
     np.testing.assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
 
 
-def test_parameters_of_another_model_list_both_shapes(params):
+def test_parameters_of_another_model_list_both_shapes(params, tmp_path):
     with pytest.raises(ValueError, match=r"is of another model: embedding: \(32, 16\) there, \(32, 24\) wanted"):
-        init_state(Pretrain(lm(width=24)), TRAIN, params)
+        run(tmp_path, Pretrain(lm(width=24)), params=params)
 
 
 def test_weight_decay_leaves_scales_alone():
