@@ -19,7 +19,7 @@ from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
-from specsamp.evaluation.head_check import HeadCheck, check_head, write_texts
+from specsamp.checkpoints.head_check import HeadCheck, check_head, write_texts
 
 _CONFIG = ConfigFlag("configs/hf.py")
 _PROMPTS = flags.DEFINE_string(

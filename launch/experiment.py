@@ -19,6 +19,7 @@ from drafters import drafter_name, make_drafter, word_of
 from shapes import known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
+from specsamp.checkpoints.head_check import check_head, write_texts
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
@@ -26,7 +27,6 @@ from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
 from specsamp.models.transformer import TransformerLM

@@ -27,12 +27,12 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from specsamp import storage
+from specsamp.checkpoints.head_check import EXAMPLES, warn_unless_it_fits
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.int8_storage import dequantise, quantise
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.head_check import EXAMPLES, warn_unless_it_fits
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM

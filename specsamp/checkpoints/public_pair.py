@@ -10,12 +10,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from specsamp.checkpoints.head_check import warn_unless_it_fits
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.head_check import warn_unless_it_fits
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
 from specsamp.mesh.sharded_head import shard_head

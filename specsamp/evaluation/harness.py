@@ -26,7 +26,7 @@ from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import to_host
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.audit.teacher import padded_batches, read_logits
+from specsamp.decoding.whole_texts import padded_batches, read_logits
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_k, top_p
 from specsamp.serving.generate_many import DEFAULT_ROWS, generate_many

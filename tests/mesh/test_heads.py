@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, Pair, chain, generate, temperature
+from specsamp.checkpoints.head_check import check_head
 from specsamp.decoding.checks import default_drafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
-from specsamp.evaluation.head_check import check_head
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny

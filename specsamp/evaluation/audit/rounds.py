@@ -32,6 +32,7 @@ import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.job import to_host
+from specsamp.decoding.whole_texts import padded_batches, read_logits
 from specsamp.evaluation.audit.evidence import POWER, Evidence, tilted
 from specsamp.evaluation.audit.mistakes import (
     MISTAKES,
@@ -39,7 +40,6 @@ from specsamp.evaluation.audit.mistakes import (
     wrong_distributions,
 )
 from specsamp.evaluation.audit.subject import Subject
-from specsamp.evaluation.audit.teacher import padded_batches, read_logits
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs

@@ -18,7 +18,8 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.teacher import full_warp, next_logits
+from specsamp.decoding.whole_texts import full_warp
+from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM

@@ -29,7 +29,7 @@ from specsamp.decoding.generate import generate
 from specsamp.decoding.job import to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
-from specsamp.evaluation.audit.teacher import full_warp, padded_batches
+from specsamp.decoding.whole_texts import full_warp, padded_batches
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
