@@ -67,6 +67,14 @@ def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):
     assert choose(pair)[0] == 1
 
 
+def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
+    """All processes must choose the same: with another K each they would wait for each other for ever."""
+    clocks({0: 1.0, 1: 2.5, 4: 12.0})
+    told = iter([3.0, 1.0, 2.0])  # of K = 0, 1, 4
+    monkeypatch.setattr(draft_length, "gather_objects", lambda ms: [next(told), ms])
+    assert choose(pair)[0] == 1
+
+
 def test_acceptance_counts_as_well(pair, clocks):
     clocks({0: 1.0, 1: 1.1, 4: 1.5})
     poor = dataclasses.replace(pair, draft_params=fakes.near(pair.target_params, 1, 50.0))

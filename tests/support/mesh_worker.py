@@ -12,18 +12,15 @@ import jax
 import numpy as np
 
 from specsamp import (
-    NgramDrafter,
     Pair,
     TransformerLM,
     chain,
     generate,
     generate_many,
-    greedy,
     stream,
     temperature,
     top_p,
 )
-from specsamp.analysis.draft_length import choose_draft_length
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
@@ -39,6 +36,7 @@ DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))
 PUBLIC = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=8, head_size=8)
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10], [3]]
 CALL = {"max_new_tokens": 12, "sampling": chain(temperature(0.8), top_p(0.9)), "num_samples": 2}
+PLAIN = CALL | {"draft_length": 0}  # one program less, where no draft matters
 
 
 def pair() -> Pair:
@@ -52,20 +50,16 @@ def tokens(completions) -> list[list[int]]:
 
 def decode(folder: pathlib.Path) -> None:
     """Each with its share on its own devices, together on one mesh, and rows split between processes."""
-    # Clocks differ; how often a phase is repeated must not.
+    # Clocks differ; which K they choose, and how often a phase is repeated, must not.
     assert distributed.gather_objects(1.0 + jax.process_index())[0] == 1.0
     results = {}
     replica = distributed.my_replica(4)
     mine = replica.share(len(PROMPTS))
-    part = generate(shard(pair(), replica.mesh), [PROMPTS[i] for i in mine], prompt_ids=mine, **CALL)
+    part = generate(shard(pair(), replica.mesh), [PROMPTS[i] for i in mine], prompt_ids=mine, **PLAIN)
     by_prompt = [tokens(part[2 * i : 2 * i + 2]) for i in range(len(mine))]
     results["shares"] = [row for rows in replica.gather(mine, by_prompt, len(PROMPTS)) for row in rows]
     results["one model over both"] = tokens(generate(shard(pair(), distributed.my_replica(8).mesh), PROMPTS, **CALL))
     over_both = shard(pair(), make_mesh(2, 4), draft_model_parallelism=1)
-    # All processes must choose the same: another K would be another program, and they would wait for each other.
-    K = choose_draft_length(over_both, PROMPTS, 12, make_drafter=NgramDrafter, draft_lengths=(1,), repeats=1)
-    drafter = NgramDrafter(1) if K else None
-    results["chosen"] = tokens(generate(over_both, PROMPTS, 12, draft_length=K, drafter=drafter, sampling=greedy()))
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
