@@ -10,7 +10,6 @@ TARGET = random_table(0, V)
 NEAR = near(TARGET, 1, 0.5)
 FAR = random_table(2, V)
 PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
-SAMPLES = samples_for(V**4 - 1, len(PROMPTS))  # of each prompt, four tokens long
 FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
