@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from support import extras
-from support.run_script import ROOT, call, run
+from support.run_script import ROOT, call
 
 pytestmark = extras.needs("libtpu", "matplotlib")
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "notebooks" / "results"
 
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"
-    done = run(
+    done = call(
         "compile_report",
         "--plain",
         "--config=configs/chinchilla.py:tiny",
@@ -24,7 +24,7 @@ def test_a_report_of_a_small_pair(tmp_path):
         "--acceptance=0.8",
         f"--output={output}",
     )
-    assert done.returncode == 0, done.stderr
+    assert not done.returncode, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
     document = json.loads(output.read_text(encoding="utf-8"))
     programs = {program["name"]: program for program in document["report"]["programs"]}
@@ -35,7 +35,7 @@ def test_a_report_of_a_small_pair(tmp_path):
 
 def test_what_fits(tmp_path):
     output = tmp_path / "fits.json"
-    done = run(
+    done = call(
         "compile_report",
         "--plain",
         "--config=configs/chinchilla.py:tiny",
@@ -43,7 +43,7 @@ def test_what_fits(tmp_path):
         "--fits",
         f"--output={output}",
     )
-    assert done.returncode == 0, done.stderr
+    assert not done.returncode, done.stderr
     for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
         assert (cell["share"] <= 0.98) == (cell["batch"] <= cell["most_rows"])
 
@@ -87,8 +87,8 @@ def test_a_figure_of_complete_answers_is_drawn_whatever_compiler_gave_them(tmp_p
     assert not done.returncode, done.stderr
     assert figure.read_bytes().startswith(b"\x89PNG") and json.loads(output.read_text(encoding="utf-8")) == document
     output.write_text(json.dumps(document | {"cells": document["cells"][1:]}), encoding="utf-8")
-    done = run("studies/compile_study", *asked)
-    assert done.returncode != 0 and "by libtpu and jax ('0.0.1', " in done.stderr, done.stderr
+    done = call("studies/compile_study", *asked)
+    assert done.returncode and "by libtpu and jax ('0.0.1', " in done.stderr, done.stderr
 
 
 def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
