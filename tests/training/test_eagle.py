@@ -53,33 +53,39 @@ TOKENS = jnp.asarray(HELD_OUT[:2])
 
 @pytest.fixture(scope="module")
 def target_params():
-    return TARGET.init(jax.random.key(5))
+    return jax.jit(TARGET.init)(jax.random.key(5))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5))
-def decoded_logits(head, params, target_params, tokens_T, row, step):
-    """Returns the head's logits after the true features of rows up to ``row`` and ``step`` features of its own."""
+init = jax.jit(FeatureHead.init, static_argnums=0)
+forward = jax.jit(TARGET.forward)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def decoded_logits(head, params, target_params, tokens_T, row):
+    """Returns the head's logits after the true features of rows up to ``row`` and 0, 1 ... features of its own."""
     weights, target_weights = head.prepare(params), TARGET.prepare(target_params)
     output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
     embedded = TARGET.embed(target_weights, tokens_T[None], jnp.zeros(1, jnp.int32), None)[0]
     features = head.fuse(weights, output.hidden)[:, : row + 1]
     cache = head.init_cache(1, 32)
     returned, cache = head(weights, embedded[:, 1 : row + 2], features, jnp.zeros(1, jnp.int32), cache)
-    for i in range(1, step + 1):
-        own = returned[:, -1:]
-        returned, cache = head(weights, embedded[:, row + 1 + i : row + 2 + i], own, jnp.full(1, row + i), cache)
 
     def of_target(x):
         return TARGET.unembed_normed(target_weights, x)
 
-    return head.expand(weights, head.logits(weights, returned[:, -1:], of_target, step))[0, 0]
+    logits = []
+    for step in range(STEPS):
+        logits.append(head.expand(weights, head.logits(weights, returned[:, -1:], of_target, step))[0, 0])
+        own, at = returned[:, -1:], row + 1 + step
+        returned, cache = head(weights, embedded[:, at + 1 : at + 2], own, jnp.full(1, at), cache)
+    return logits
 
 
-@pytest.mark.parametrize("head", [REDUCED, MODULE, MEDUSA], ids=["eagle3", "mtp", "medusa"])
-def test_a_step_sees_what_decoding_would_see(head, target_params):
-    """The logits of every step and row are those of the loop's calls, and are compared with the target's right row."""
+@pytest.mark.parametrize("head, row", [(REDUCED, 7), (MODULE, 5), (MEDUSA, 3)], ids=["eagle3", "mtp", "medusa"])
+def test_a_step_sees_what_decoding_would_see(head, row, target_params):
+    """The logits of every step are those of the loop's calls, and are compared with the target's right row."""
     ids = IDS if head.config.draft_vocab_size else None
-    params = head.init(jax.random.key(1))
+    params = init(head, jax.random.key(1))
     if ids is not None:
         params = params | {DRAFT_IDS: jnp.asarray(ids)}
     task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
@@ -90,17 +96,16 @@ def test_a_step_sees_what_decoding_would_see(head, target_params):
     def of_target(x):
         return TARGET.unembed_normed({"params": target_params}, x)
 
-    expected = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
+    expected = forward(target_params, TOKENS[:, :-1]).logits_BTV
     np.testing.assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
-    for step, row in ((0, 7), (1, 5), (2, 3)):
+    for step, wanted in enumerate(decoded_logits(head, params, target_params, TOKENS[1], row)):
         logits = head.expand(weights, head.logits(weights, features[step], of_target, step))[1, row + 1 + step]
-        wanted = decoded_logits(head, params, target_params, TOKENS[1], row, step)
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
 def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     """Of the mean divergence from the target's row that a step is to predict; rows without one count nothing."""
-    params = HEAD.init(jax.random.key(1))
+    params = init(HEAD, jax.random.key(1))
     loss, metrics = jax.jit(TASK.loss)(params, TASK.teacher(target_params), TOKENS, KEY)
     weights = HEAD.training_weights(params, None)
     _, features = jax.jit(TASK._steps)(weights, target_params, TOKENS)
@@ -108,7 +113,7 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
     def of_target(x):
         return TARGET.unembed_normed({"params": target_params}, x)
 
-    q = np.asarray(jax.nn.softmax(TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV), np.float64)
+    q = np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV), np.float64)
     expected = 0.0
     for step in range(STEPS):
         p = np.asarray(jax.nn.softmax(HEAD.logits(weights, features[step], of_target)), np.float64)
@@ -121,7 +126,7 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
 
 def test_logits_in_chunks_give_the_same_gradient(target_params):
     """Of a reduced vocabulary, and whatever is made again for the gradient."""
-    params = {name: leaf for name, leaf in REDUCED.init(jax.random.key(1)).items() if name != DRAFT_IDS}
+    params = {name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS}
 
     def gradient(chunk):
         task = TrainHead(head=REDUCED, target=TARGET, test_steps=2, chunk=chunk)
@@ -133,12 +138,12 @@ def test_logits_in_chunks_give_the_same_gradient(target_params):
 
 def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(target_params):
     task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
-    params = {name: leaf for name, leaf in REDUCED.init(jax.random.key(1)).items() if name != DRAFT_IDS}
+    params = {name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS}
     loss, metrics = jax.jit(task.loss)(params, task.teacher(target_params, IDS), TOKENS, KEY)
     weights = REDUCED.training_weights(params, jnp.asarray(IDS))
     _, features = jax.jit(task._steps)(weights, target_params, TOKENS)
     p = np.asarray(jax.nn.softmax(REDUCED.logits(weights, features[0], None)))[:, 1:]
-    q = np.asarray(jax.nn.softmax(TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV))[:, 1:]
+    q = np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV))[:, 1:]
     kept = q[..., IDS]
     np.testing.assert_allclose(metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5)
     counted = np.isin(q.argmax(-1), IDS)

@@ -92,24 +92,28 @@ def test_layers_that_are_read(curriculum, step, expected):
 
 @pytest.fixture(scope="module")
 def params():
-    return MODEL.init(jax.random.key(5))
+    return jax.jit(MODEL.init)(jax.random.key(5))
+
+
+# Compiled whole: operation by operation there would be dozens of programs.
+forward = jax.jit(TransformerLM.forward, static_argnums=0, static_argnames="hidden_layers")
+forward_streams = jax.jit(TransformerLM.forward_streams, static_argnums=(0, 3))
 
 
 def test_a_dropped_layer_passes_its_input_on(params):
     """Per row; nothing is scaled, and the layers behind see what they would see of a model without it."""
     tokens = jnp.asarray(HELD_OUT[:3, :-1])
     kept = jnp.array([[True] * 4, [True, False, True, False], [False] * 4])
-    whole = MODEL.forward(params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
-    streams = MODEL.forward_streams(params, tokens, (0, 1, 2, 3), kept_BL=kept)
+    whole = forward(MODEL, params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
+    streams = forward_streams(MODEL, params, tokens, (0, 1, 2, 3), kept_BL=kept)
     for made, expected in zip(streams, whole, strict=True):
         np.testing.assert_allclose(made[0], expected[0], atol=1e-6)
     np.testing.assert_array_equal(streams[1][1], streams[0][1])
     np.testing.assert_array_equal(streams[3][1], streams[2][1])
     two_layers = TransformerLM(dataclasses.replace(MODEL.config, num_layers=2))
     without = {**params, "layer_1": params["layer_2"]}
-    (last,) = two_layers.forward_streams(
-        {k: v for k, v in without.items() if k not in ("layer_2", "layer_3")}, tokens, (1,)
-    )
+    left = {k: v for k, v in without.items() if k not in ("layer_2", "layer_3")}
+    (last,) = forward_streams(two_layers, left, tokens, (1,))
     np.testing.assert_allclose(streams[3][1], last[1], atol=1e-6)
     np.testing.assert_array_equal(streams[3][2], streams[0][2])
 
@@ -146,17 +150,19 @@ def test_the_loss_is_the_weighted_sum(params):
             total -= weight / 9 * jnp.take_along_axis(log_probs, rows[:, 1:, None], axis=-1).mean()
         return total
 
-    (loss, metrics), grads = jax.value_and_grad(TASK.loss, has_aux=True)(params, None, rows, KEY, 2)
-    expected, expected_grads = jax.value_and_grad(by_hand)(params)
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(TASK.loss, has_aux=True))(params, None, rows, KEY, 2)
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(params)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
-    np.testing.assert_allclose(metrics["text_loss"], Pretrain(MODEL).loss(params, None, rows, KEY)[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["text_loss"], jax.jit(Pretrain(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
+    )
 
 
 def test_evaluation_drops_nothing(params):
     task = dataclasses.replace(TASK, dropout=0.9, from_scratch=False)
     measured = evaluate(task, params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1]), {"own": chain()})
-    plain = Pretrain(MODEL).measure(params, None, jnp.asarray(HELD_OUT), chain())
+    plain = jax.jit(Pretrain(MODEL).measure)(params, None, jnp.asarray(HELD_OUT), chain())
     np.testing.assert_allclose(measured["loss"], plain["loss"], rtol=1e-5)
     assert measured.keys() == {"loss"} | {f"loss/exit_{e}" for e in (1, 2, 3)} | {
         f"{name}/exit_{e} (own)" for name in ("acceptance", "greedy_agreement") for e in (1, 2, 3)
@@ -198,7 +204,10 @@ class Breaking:
 
 
 def run(folder, data=DATA, mesh=(1, 1)):
-    task, config = dataclasses.replace(TASK, steps=8, dropout=0.5), dataclasses.replace(TRAIN, steps=8)
+    """Two layers, the first of which is read later on."""
+    model = TransformerLM(dataclasses.replace(MODEL.config, num_layers=2))
+    task = dataclasses.replace(TASK, model=model, steps=8, dropout=0.5, curriculum="gradual")
+    config = dataclasses.replace(TRAIN, steps=8)
     devices = jax.devices()[: mesh[0] * mesh[1]]
     folder.mkdir(exist_ok=True)
     state = train(
