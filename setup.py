@@ -6,6 +6,7 @@ import shutil
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = pathlib.Path(__file__).parent
 COMMANDS = ("launch", "configs")
@@ -16,12 +17,27 @@ class BuildWithCommands(build_py):
 
     def run(self):
         super().run()
-        if not self.editable_mode:
-            for name in COMMANDS:
-                for path in sorted((ROOT / name).glob("*.py")):
-                    copy = pathlib.Path(self.build_lib, "specsamp/checkout", name, path.name)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, copy)
+        for path in [] if self.editable_mode else commands():
+            copy = pathlib.Path(self.build_lib, "specsamp/checkout", path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / path, copy)
+
+
+class SourceWithCommands(sdist):
+    """Takes the same files into an archive of the source."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, [*files, *map(str, commands())])
+
+
+def commands():
+    """Returns the files of launch and configs, from here."""
+    found = [path.relative_to(ROOT) for name in COMMANDS for path in sorted((ROOT / name).glob("*.py"))]
+    if {path.parts[0] for path in found} != set(COMMANDS):
+        raise FileNotFoundError(
+            f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the source"
+        )
+    return found
 
 
 ON_LINUX_X86 = "sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -34,7 +50,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=["specsamp", "specsamp.*"]),
     package_data={"specsamp.checkpoints": ["assets/*/*", "assets/*/*/*"], "specsamp.tpu": ["*.json"]},
-    cmdclass={"build_py": BuildWithCommands},
+    cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},
     entry_points={"console_scripts": ["specsamp = specsamp.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[

@@ -252,7 +252,7 @@ def run_cells(
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
     entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
-    entry.show(price.tables(costs_of(rows), price.chips_here(), chip_hour), console)
+    entry.show(price.tables(costs_of(rows), price.chips_of(experiment.pair), chip_hour), console)
     if len(cells) == len(measured) == 1:
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)

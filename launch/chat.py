@@ -8,8 +8,11 @@ A line is a turn. /new begins anew, /undo takes the last turn back, /quit or the
 answer. Each turn says how many tokens were read: those of the turn alone, since caches are kept.
 """
 
+import dataclasses
 import time
+from collections.abc import Sequence
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +21,7 @@ import entry
 from colours import DRAFTED, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
+from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.results import Chunk
 from specsamp.decoding.text import Continuation
@@ -31,6 +35,8 @@ COMMANDS = {"/new", "/undo", "/quit"}
 
 def main() -> None:
     console = entry.make_console(soft_wrap=True)
+    if jax.process_count() > 1:
+        raise ValueError("a chat is one process's, which has a keyboard: leave out --distributed and --coordinator")
     config = _CONFIG.value
     refuse(config, "draft_temperature", "synthetic_acceptance")
     with entry.progress(console, "reading the pair"):
@@ -70,8 +76,17 @@ def knows_conversations(tokenizer) -> bool:
     return True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Holds what was said, and the tokens of the whole text then."""
+
+    asked: str
+    answered: str
+    tokens: tuple[int, ...]
+
+
 class Talk:
-    """What was said so far, and who goes on with it."""
+    """Holds what was said so far, and goes on with it."""
 
     def __init__(self, experiment: Experiment, has_template: bool, system: str | None, console: Console):
         self.experiment, self.has_template, self.system, self.console = experiment, has_template, system, console
@@ -83,7 +98,7 @@ class Talk:
             drafter=experiment.drafter,
             seed=experiment.workload.seed,
         )
-        self.turns: list[tuple[str, str]] = []  # what was asked and answered
+        self.turns: list[Turn] = []
 
     def turn(self, line: str) -> None:
         if line == "/new":
@@ -98,7 +113,8 @@ class Talk:
     def answer(self, line: str) -> None:
         start, pieces = time.perf_counter(), Pieces(self.experiment.pair.tokenizer, self.console)
         try:
-            prompt = self.prompt(line)
+            (prompt,) = encode(self.experiment.pair, [self.prompt(line)])
+            pieces.follow(prompt)
             for chunk in self.chat.stream(prompt, self.experiment.workload.max_new_tokens):
                 pieces.show(chunk)
         except KeyboardInterrupt:
@@ -113,24 +129,31 @@ class Talk:
                 f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
             )
             self.console.print(f"\n{told}{rate}; read {self.chat.tokens_read} tokens", style="dim")
-        self.turns.append((line, pieces.text))
+        self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
-    def prompt(self, line: str):
-        if not self.has_template:
-            return "".join(f"{asked}\n{answered}\n" for asked, answered in self.turns) + f"{line}\n"
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for asked, answered in self.turns:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return [*messages, {"role": "user", "content": line}]
+    def prompt(self, line: str) -> Prompt:
+        """Returns all that was said, and the line: messages, or without a template the text as it is."""
+        if self.has_template:
+            messages = [{"role": "system", "content": self.system}] if self.system else []
+            for turn in self.turns:
+                messages += [{"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answered}]
+            return [*messages, {"role": "user", "content": line}]
+        tokenizer = self.experiment.pair.tokenizer
+        said = [token for token in self.turns[-1].tokens if token != tokenizer.eos_id] if self.turns else []
+        return [*said, *tokenizer.encode(f"\n{line}\n" if said else f"{line}\n")]
 
 
 class Pieces:
     """Prints an answer as it grows, by who wrote it."""
 
     def __init__(self, tokenizer, console: Console):
-        self.decoder, self.console = Continuation(tokenizer, []), console
+        self.tokenizer, self.console = tokenizer, console
         self.coloured = console.color_system is not None and not console.no_color
-        self.text, self.tokens = "", []
+        self.follow([])
+
+    def follow(self, prompt: Sequence[int]) -> None:
+        """Begins the text after a prompt."""
+        self.decoder, self.text, self.tokens = Continuation(self.tokenizer, prompt), "", []
 
     def show(self, chunk: Chunk) -> None:
         """Prints the text of a round: what was drafted and accepted, then the target's own."""

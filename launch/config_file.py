@@ -22,7 +22,7 @@ from ml_collections import ConfigDict, config_flags
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
 if str(CHECKOUT) not in sys.path:
-    sys.path.append(str(CHECKOUT))  # configurations import configs/common.py
+    sys.path.insert(0, str(CHECKOUT))  # configurations import configs/common.py, and no other package of that name
 
 
 @dataclasses.dataclass

@@ -135,7 +135,7 @@ def main() -> None:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
     rows = tabulate(results.cells, PLAIN)
     costs = [(row.name, row.ms_per_token) for row in rows if not math.isnan(row.ms_per_token)]
-    entry.show([*tables(task, rows), *price.tables(costs, price.chips_here(), _CHIP_HOUR.value)], console)
+    entry.show([*tables(task, rows), *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
     if _OUTPUT.value:
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
 

@@ -111,7 +111,7 @@ def main() -> None:
     check_heeded()
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
         cells = measured_cells(console) if _MEASURED.value else []
-        accepted, costs = acceptance(cells), round_costs(cells)
+        accepted, costs, chips = acceptance(cells), round_costs(cells), priced_chips(cells)
     plans = [
         make_plan(
             accepted,
@@ -124,7 +124,6 @@ def main() -> None:
         for context in _CONTEXT.value or [None]
         for batch in _BATCH.value
     ]
-    chips = priced_chips()
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
         entry.show([plan_table(plan, costs), *price.tables(ms, chips, _CHIP_HOUR.value)], console)
@@ -272,8 +271,8 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     )
 
 
-def priced_chips() -> int:
-    """Returns the chips whose price counts: those of --devices, of a compile report, or of what was measured.
+def priced_chips(cells: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the chips whose price counts: those of --devices, of a compile report, or of the measured cells.
 
     Raises:
       ValueError: nothing says how many they are.
@@ -282,8 +281,9 @@ def priced_chips() -> int:
         return _DEVICES.value or 1
     if _COMPILE_REPORT.value:
         return math.prod(parse(storage.read_json(_COMPILE_REPORT.value)["report"]["topology"])[1])
-    if _MEASURED.value:
-        return grid.read_document(_MEASURED.value)["cells"][0]["environment"]["devices"]
+    known = {cell.get("environment", {}).get("devices") for cell in cells}
+    if len(known) == 1 and None not in known:
+        return known.pop()
     raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
 
 

@@ -1,11 +1,13 @@
 """The flag --chip_hour of commands that forecast or measure times: what tokens cost, at a price for chips."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 from absl import flags
 
 from specsamp.analysis.report import Table
+from specsamp.decoding.pair import Pair
 
 
 def define_chip_hour() -> flags.FlagHolder:
@@ -14,9 +16,16 @@ def define_chip_hour() -> flags.FlagHolder:
     return flags.DEFINE_float("chip_hour", None, help, lower_bound=0)
 
 
-def chips_here() -> int:
-    """Returns the chips of this job; some TPU chips are two devices."""
-    return len({tuple(getattr(device, "coords", ())) or device.id for device in jax.devices()})
+def chips_of(pair: Pair) -> int:
+    """Returns the chips that a pair lies on; some TPU chips are two devices."""
+    mesh = pair.shards.mesh
+    devices = [jax.devices()[0]] if mesh is None else mesh.devices.flat
+    return len({_chip(device) for device in devices})
+
+
+def _chip(device: jax.Device) -> Any:
+    """Returns what the devices of a chip have in common: of a TPU slice, the place."""
+    return (getattr(device, "slice_index", 0), tuple(device.coords)) if device.platform == "tpu" else device.id
 
 
 def tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:

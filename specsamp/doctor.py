@@ -3,7 +3,8 @@
     from specsamp import doctor
     doctor.check()          # first thing in a notebook: stops with the fix, before a minute is spent on the wrong device
 
-``specsamp doctor`` prints all findings, and says more about a pair that is asked for.
+``specsamp doctor`` prints all findings, and says more about a pair that is asked for. (A jaxlib that JAX does not take
+ends every import; JAX says so itself.)
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from packaging.requirements import Requirement
 from specsamp.analysis.report import machine
 from specsamp.decoding.generate import use_compilation_cache
 
-PLUGINS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")  # whose versions JAX itself names
+TPU, GPU = ("libtpu",), ("jax-cuda12-plugin", "jax-cuda13-plugin")
+PLUGINS = ("jaxlib", *TPU, *GPU)  # whose versions JAX itself names
+GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; and what its chips are called there
+TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
 LEAST_FREE_BYTES = 2 << 30
 USABLE = 0.9  # of a device's memory, by weights: caches and temporaries take the rest
 GATED = ("meta-llama/", "google/gemma", "mistralai/")  # checkpoints whose licence is accepted first
@@ -57,7 +61,8 @@ class Facts:
       required: for each of these, what JAX says that it needs, such as ``==0.0.50.*``.
       has_tpu, has_gpu: whether the machine has one, whatever JAX sees.
       platform: of the devices that JAX sees.
-      asked_platforms: what ``JAX_PLATFORMS`` or the configuration of JAX allows; empty: all.
+      failed: why JAX did not start; empty where it did.
+      asked_platforms: ``JAX_PLATFORMS``; empty: all.
       memory_bytes: of one of these devices; None: unknown.
       cache: the folder of compiled programs; None: they are not kept.
       free_bytes: on its disk.
@@ -69,6 +74,7 @@ class Facts:
     has_tpu: bool
     has_gpu: bool
     platform: str
+    failed: str
     devices: int
     asked_platforms: str
     memory_bytes: int | None
@@ -159,30 +165,43 @@ def _hub(known: Facts, wanted: Wanted) -> Finding:
 
 
 def _versions(known: Facts) -> list[Finding]:
-    found = []
+    """Returns packages of other versions than JAX asks for: errors where they keep it from what the machine has."""
+    found, works = [], known.platform != "cpu" and not known.failed
     if known.python < (3, 11):
         what = f"Python {known.python[0]}.{known.python[1]} is too old"
         found.append(Finding(level=Level.ERROR, what=what, fix="make an environment with Python 3.11 or newer"))
+    used = {"jaxlib": True, **dict.fromkeys(TPU, known.has_tpu), **dict.fromkeys(GPU, known.has_gpu)}
     for name, needed in known.required.items():
-        if not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):
+        if used[name] and not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):
             what = f"{name} {known.versions[name]} does not fit jax {known.versions['jax']}, which needs {needed}"
-            found.append(Finding(level=Level.ERROR, what=what, fix=f"pip install '{name}{needed}'"))
+            level = Level.WARNING if works else Level.ERROR
+            found.append(Finding(level=level, what=what, fix=f"pip install '{name}{needed}'"))
     told = ", ".join(f"{name} {version}" for name, version in known.versions.items())
     return found or [Finding(level=Level.FINE, what=f"Python {known.python[0]}.{known.python[1]}, {told}")]
 
 
 def _devices(known: Facts) -> Finding:
+    there = "TPU" if known.has_tpu else "GPU"
+    if known.failed:
+        fix = (
+            "unset JAX_PLATFORMS to see what there is"
+            if known.asked_platforms
+            else "mend the installation of that device"
+        )
+        return Finding(level=Level.ERROR, what=f"JAX does not start: {known.failed}", fix=fix)
     seen = f"{known.devices} x {known.platform}"
     if known.platform != "cpu" or not (known.has_tpu or known.has_gpu):
         memory = "" if known.memory_bytes is None else f", {known.memory_bytes / 1e9:.1f} GB each"
         return Finding(level=Level.FINE, what=f"JAX sees {seen}{memory}")
-    what = f"this machine has a {'TPU' if known.has_tpu else 'GPU'}, but JAX sees only {seen}"
-    if "cpu" in known.asked_platforms:
-        fix = f"JAX_PLATFORMS is {known.asked_platforms!r}: unset it"
-    elif known.has_tpu:
-        fix = "pip install 'jax[tpu]'" if "libtpu" not in known.versions else "end the process that holds the TPU"
+    what = f"this machine has a {there}, but JAX sees only {seen}"
+    if known.asked_platforms == "cpu":
+        return Finding(level=Level.WARNING, what=what, fix="JAX_PLATFORMS is 'cpu': unset it, unless that is meant")
+    if any(name in known.versions for name in (TPU if known.has_tpu else GPU)):
+        fix = f"end the process that holds the {there}, or see what JAX says of it"
     else:
-        fix = "pip install 'jax[cuda13]' (jax[cuda12] for an older driver)"
+        fix = (
+            "pip install 'jax[tpu]'" if known.has_tpu else "pip install 'jax[cuda13]' (jax[cuda12] for an older driver)"
+        )
     return Finding(level=Level.ERROR, what=what, fix=f"{fix}, and start again")
 
 
@@ -195,11 +214,16 @@ def facts() -> Facts:
         except importlib.metadata.PackageNotFoundError:
             continue
     cache = use_compilation_cache()
-    device, host = jax.local_devices()[0], machine()["memory_gib"]
-    if device.platform == "cpu":
-        memory = None if host is None else int(host * (1 << 30) / jax.local_device_count())
-    else:
-        memory = (device.memory_stats() or {}).get("bytes_limit")
+    memory, host, failed = None, machine()["memory_gib"], ""
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        devices, failed = [], " ".join(str(error).split())
+    platform = devices[0].platform if devices else "cpu"
+    if devices and platform != "cpu":
+        memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    elif devices and host is not None:
+        memory = int(host * (1 << 30) / len(devices))
     token = pathlib.Path(os.environ.get("HF_HOME") or pathlib.Path.home() / ".cache/huggingface") / "token"
     return Facts(
         python=sys.version_info[:2],
@@ -207,9 +231,10 @@ def facts() -> Facts:
         required={name: needed for name in PLUGINS if name in versions and (needed := required(name))},
         has_tpu=has_tpu(),
         has_gpu=os.path.exists("/dev/nvidia0"),
-        platform=device.platform,
-        devices=jax.device_count(),
-        asked_platforms=jax.config.jax_platforms or "",
+        platform=platform,
+        failed=failed,
+        devices=jax.device_count() if devices else 0,
+        asked_platforms=os.environ.get("JAX_PLATFORMS", ""),
         memory_bytes=memory,
         cache=cache,
         free_bytes=None if cache is None or not os.path.isdir(cache) else shutil.disk_usage(cache).free,
@@ -219,8 +244,15 @@ def facts() -> Facts:
 
 
 def has_tpu() -> bool:
-    """Returns whether this machine has a TPU, whatever is installed."""
-    return bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+    """Returns whether a TPU is on this machine's PCI bus, whatever is installed."""
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        try:
+            vendor, chip = (pathlib.Path(path).with_name(name).read_text().strip() for name in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == GOOGLE and chip in TPU_CHIPS:
+            return True
+    return False
 
 
 def required(name: str) -> str:

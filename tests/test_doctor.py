@@ -15,6 +15,7 @@ SOUND = Facts(
     has_tpu=True,
     has_gpu=False,
     platform="tpu",
+    failed="",
     devices=8,
     asked_platforms="",
     memory_bytes=16 << 30,
@@ -33,11 +34,11 @@ def test_a_sound_machine_has_nothing_to_mend():
 
 TROUBLES = [
     (dict(python=(3, 10)), "Python 3.10 is too old", "3.11 or newer"),
-    (dict(versions=SOUND.versions | {"libtpu": "0.0.44"}), "libtpu 0.0.44 does not fit", "'libtpu==0.0.50.*'"),
-    (dict(versions=SOUND.versions | {"jaxlib": "0.11.0"}), "jaxlib 0.11.0 does not fit", "'jaxlib<=0.12.0,>=0.11.2'"),
+    (dict(failed="no TPU", devices=8), "JAX does not start: no TPU", "mend the installation"),
+    (dict(failed="no TPU", asked_platforms="tpu"), "JAX does not start: no TPU", "unset JAX_PLATFORMS"),
     (dict(platform="cpu", versions={"jax": "0.12.0"}, required={}), "sees only 8 x cpu", "pip install 'jax[tpu]'"),
-    (dict(platform="cpu", asked_platforms="cpu"), "sees only 8 x cpu", "JAX_PLATFORMS is 'cpu': unset it"),
     (dict(platform="cpu"), "this machine has a TPU", "the process that holds the TPU"),
+    (dict(platform="cpu", asked_platforms="tpu,cpu"), "this machine has a TPU", "the process that holds the TPU"),
     (dict(platform="cpu", has_tpu=False, has_gpu=True), "this machine has a GPU", "jax[cuda13]"),
     (dict(memory_bytes=9 << 30), "weights take 9.0 of the 9.7 GB", "--config.mesh.model"),
     (dict(devices=4), "mesh takes 8 devices, JAX sees 4", "--config.mesh.data"),
@@ -55,6 +56,8 @@ def test_what_must_be_mended(changes, what, fix):
     ("changes", "from_hub", "what"),
     [
         (dict(cache=None), (), "are not kept"),
+        (dict(platform="cpu", asked_platforms="cpu"), (), "sees only 8 x cpu"),
+        (dict(versions=SOUND.versions | {"libtpu": "0.0.44"}), (), "libtpu 0.0.44 does not fit jax 0.12.0"),
         (dict(free_bytes=1 << 20), (), "has 0.0 GB left"),
         ({}, ("meta-llama/Llama-3.1-8B",), "is gated"),
     ],
@@ -65,14 +68,30 @@ def test_what_is_only_warned_of(changes, from_hub, what):
     assert what in found.what and found.fix
 
 
+def test_versions_that_keep_jax_from_the_tpu_are_errors():
+    stale = dataclasses.replace(SOUND, versions=SOUND.versions | {"libtpu": "0.0.44"}, platform="cpu")
+    found = [finding.fix for finding in examine(stale) if finding.level is Level.ERROR]
+    assert "pip install 'libtpu==0.0.50.*'" in found
+    without = dataclasses.replace(stale, has_tpu=False)
+    assert {finding.level for finding in examine(without)} == {Level.FINE}, "nobody uses it there"
+
+
 def test_a_notebook_stops_with_the_fix(monkeypatch):
-    doctor.check()  # here
-    monkeypatch.setattr(doctor, "facts", lambda: dataclasses.replace(SOUND, platform="cpu", asked_platforms="cpu"))
-    with pytest.raises(RuntimeError, match="sees only 8 x cpu: JAX_PLATFORMS is 'cpu': unset it"):
+    monkeypatch.setattr(doctor, "facts", lambda: SOUND)
+    doctor.check()
+    monkeypatch.setattr(doctor, "facts", lambda: dataclasses.replace(SOUND, platform="cpu"))
+    with pytest.raises(RuntimeError, match="sees only 8 x cpu: end the process that holds the TPU"):
         doctor.check()
 
 
+def test_the_facts_of_this_machine():
+    known = doctor.facts()
+    assert (known.platform, known.devices, known.failed) == ("cpu", 8, "")
+    assert known.required["jaxlib"] and known.memory_bytes > 0
+
+
 def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "has_tpu", lambda: False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
     assert call("doctor", f"--bucket={tmp_path}").returncode == 0

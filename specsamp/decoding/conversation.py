@@ -25,19 +25,20 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-MOST = 4096
+DEFAULT_MAX_TOKENS = 4096
 CHUNK = 64  # tokens of a turn that are read in a call
 
 
 class Conversation:
-    """One row whose caches are kept between texts: of each, only what is new is read.
+    """Keeps the caches of one row between texts: of each, only what is new is read.
 
     A text is given whole, as messages, a string or tokens; as much of its beginning as was read or written before is
-    not read again. So an answer that is edited, or taken back, is right as well. What is written is what `generate`
-    writes after the whole text, up to near-ties of rounding.
+    not read again. So an answer that is edited, or taken back, is right as well. What is written after the text number
+    n, counted from 0, is what ``generate(..., prompt_ids=[n])`` writes after it, up to near-ties of rounding: every turn
+    has noise of its own.
 
     Attributes:
-      tokens: those of the text so far, with what was written.
+      tokens: those of the last text, with what was written.
       tokens_read: of the last text, how many were read.
       stats: counts of what was written after it.
     """
@@ -58,7 +59,7 @@ class Conversation:
         """Makes an empty conversation; arguments that are not named here are those of `generate`.
 
         Args:
-          max_tokens: of all turns together, for which caches are made; default `MOST`, or as many as the models have
+          max_tokens: of all turns together, for which caches are made; default 4096, or as many as the models have
             positions for.
 
         Raises:
@@ -78,14 +79,21 @@ class Conversation:
             sampling=sampling,
             draft_sampling=draft_sampling,
         )
-        positions = [pair.target.max_positions, self._method.drafter.max_positions, MOST]
-        most = min(one for one in positions if one is not None)
-        self.max_tokens = most if max_tokens is None else checks.integer("max_tokens", max_tokens, 2)
-        checks.limits(pair, self._method.drafter, [1], self.max_tokens - 1)
+        known = (pair.target.max_positions, self._method.drafter.max_positions)
+        positions = min((one for one in known if one is not None), default=None)
+        default = DEFAULT_MAX_TOKENS if positions is None else min(positions, DEFAULT_MAX_TOKENS)
+        self.max_tokens = default if max_tokens is None else checks.integer("max_tokens", max_tokens, 2)
+        if positions is not None and self.max_tokens > positions:
+            raise ValueError(f"max_tokens = {max_tokens}, but the models have {positions} positions: lower it")
+        loop = self._method.loop(pair)
+        beyond = max(loop.headroom, CHUNK)  # a chunk is read whole, whatever of it is text
+        self._slots = -(-(self.max_tokens + beyond) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+        checks.memory(loop, rows=1, slots=self._slots)
         self.tokens: list[int] = []
         self.tokens_read = 0
         self.stats: RowStats | None = None
         self._state: DecodeState | None = None
+        self._turn = 0
 
     def stream(self, text: Prompt, max_new_tokens: int = 256, *, rounds_per_chunk: int = 1) -> Iterator[Chunk]:
         """Continues a text, a few rounds at a time; `tokens` is complete when the last chunk was taken.
@@ -93,37 +101,43 @@ class Conversation:
         Raises:
           ValueError: before anything is decoded: the text and its continuation are longer than ``max_tokens``.
         """
-        job = Job.create(self._pair, [text], max_new_tokens, self._method, seed=self._seed, stop=self._stop)
+        job = Job.create(
+            self._pair,
+            [text],
+            max_new_tokens,
+            self._method,
+            seed=self._seed,
+            stop=self._stop,
+            prompt_ids=[self._turn],
+            slots=self._slots,
+        )
         (tokens,) = job.prompts
         if len(tokens) + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"the conversation has {len(tokens)} tokens, and {max_new_tokens} more are asked for: beyond the "
                 f"max_tokens = {self.max_tokens} that it was made for"
             )
-        slots = -(-(self.max_tokens + max(job.loop.headroom, CHUNK)) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-        job = dataclasses.replace(job, slots=slots, weights=self._pair.weights(self._method.drafter, slots))
+        self._turn += 1
         return self._stream(job, tokens, checks.integer("rounds_per_chunk", rounds_per_chunk, 1))
 
     def _stream(self, job: Job, tokens: Sequence[int], rounds_per_chunk: int) -> Iterator[Chunk]:
         self._state, state = None, self._state  # it is donated: a stream that is left behind begins anew
+        self.tokens, self.stats = list(tokens), None
         decoded = chunks(job, lambda: self._read(job, state, tokens), rounds_per_chunk)
-        written, kept = [], None
-        while kept is None:
+        while True:
             try:
                 chunk = next(decoded)
-                written += chunk.tokens
-                yield chunk
             except StopIteration as end:
-                kept = end.value
-        self._state = dataclasses.replace(kept, request=None)
-        self.tokens, self.stats = [*tokens, *written], RowStats.of(to_host(kept.stats), 0)
+                kept, (written,) = end.value
+                self._state, self.stats = dataclasses.replace(kept, request=None), written.stats
+                return
+            self.tokens += chunk.tokens
+            yield chunk
 
     def _read(self, job: Job, state: DecodeState | None, tokens: Sequence[int]) -> DecodeState:
         """Reads what is new of a text."""
         start = 0 if state is None else self._known(state, tokens)
         self.tokens_read = len(tokens) - start
-        if state is None:
-            return job.prefill()
         tokens_BS = np.zeros((1, job.slots), np.int32)
         tokens_BS[0, : len(tokens)] = tokens
         arrays = (jnp.asarray(tokens_BS), jnp.asarray([start], jnp.int32), jnp.asarray([len(tokens)], jnp.int32))

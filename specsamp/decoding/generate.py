@@ -21,7 +21,7 @@ from absl import logging
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.job import Job
+from specsamp.decoding.job import Job, RowText
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.state import DecodeState, Finish
@@ -179,8 +179,10 @@ def _cache_folder() -> pathlib.Path | None:
     return folder
 
 
-def chunks(job: Job, prefill: Callable[[], DecodeState], rounds_per_chunk: int) -> Generator[Chunk, None, DecodeState]:
-    """Decodes what ``prefill`` has read, a few rounds at a time, and returns the state in which all rows have ended."""
+def chunks(
+    job: Job, prefill: Callable[[], DecodeState], rounds_per_chunk: int
+) -> Generator[Chunk, None, tuple[DecodeState, list[RowText]]]:
+    """Decodes what ``prefill`` has read, a few rounds at a time; returns the state in which all rows have ended, and texts."""
     state, decoders = prefill(), [job.continuation(row) for row in range(job.rows)]
     shown, ended = [0] * job.rows, [False] * job.rows
     streams = [None if decoder is None else TextStream(decoder, job.stops) for decoder in decoders]
@@ -201,4 +203,4 @@ def chunks(job: Job, prefill: Callable[[], DecodeState], rounds_per_chunk: int) 
                 finish=finish,
             )
             shown[row], ended[row] = len(text.tokens), finish is not None
-    return state
+    return state, texts

@@ -62,11 +62,13 @@ class Job:
         return_log_probs: bool = False,
         prompt_ids: Sequence[int] | None = None,
         batch: int | None = None,
+        slots: int | None = None,
     ) -> Job:
         """Checks the arguments of `generate` and makes arrays of them.
 
         Args:
           batch: rows that are decoded at a time; default all of them.
+          slots: of the caches; default as many as prompts and budgets take.
 
         Raises:
           ValueError: before compilation, naming the value and the fix.
@@ -84,8 +86,9 @@ class Job:
             if isinstance(warp, Warp):  # anything else is refused where the request is made
                 warp.check(pair.target.vocab_size)
         loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=bool(stops.texts))
-        budget = max(limit - length for limit, length in zip(limits, lengths))
-        slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
+        if slots is None:
+            budget = max(limit - length for limit, length in zip(limits, lengths))
+            slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
         checks.memory(loop, rows=len(lengths) * num_samples if batch is None else batch, slots=slots)
         request = Request.create(
             sampling=method.sampling,

@@ -101,7 +101,7 @@ class Loop:
         self,
         weights: Weights,
         request: Request,
-        state: DecodeState,
+        state: DecodeState | None,
         tokens_BS: Array,
         start_B: Array,
         lengths_B: Array,
@@ -112,7 +112,7 @@ class Loop:
 
         Args:
           request: of the new texts.
-          state: without its request; donated.
+          state: without its request; donated. None: of rows that hold nothing yet.
           tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
           start_B: int32, at most ``state.lengths_B - 2``, or 0: a draft may not have seen the token before the last.
           lengths_B: of the whole texts.

@@ -48,7 +48,7 @@ def next_state(
     loop: Loop,
     weights: Weights,
     request: Request,
-    state: DecodeState,
+    state: DecodeState | None,
     tokens_BS: Array,
     start_B: Array,
     lengths_B: Array,
@@ -60,6 +60,10 @@ def next_state(
     Arguments are those of `Loop.extend`.
     """
     read = _reader(loop, weights, lengths_B)
+    if state is None:
+        memories = loop.target.init_cache(*tokens_BS.shape), loop.drafter.init(*tokens_BS.shape)
+    else:
+        memories = state.cache, state.drafter_state
 
     def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
         at_B = start_B + index * chunk
@@ -67,7 +71,7 @@ def next_state(
 
     with jax.named_scope("prefill"):
         chunks = -(-jnp.max(lengths_B - start_B) // chunk)
-        memories = jax.lax.fori_loop(0, chunks, read_chunk, (state.cache, state.drafter_state))
+        memories = jax.lax.fori_loop(0, chunks, read_chunk, memories)
     return _begin(loop, request, tokens_BS, lengths_B, *memories)
 
 

@@ -254,10 +254,21 @@ def from_first(make: Callable[[], T]) -> T:
             made = make()
         except Exception as met:  # noqa: BLE001, whatever it is, the others must not wait for what does not come
             error = met
-    made, error = gather_objects((made, error))[0]
+    if jax.process_count() > 1:
+        told = gather_objects((made, None if error is None else _portable(error)))[0]
+        made, error = told if jax.process_index() else (made, error)
     if error is not None:
         raise error
     return made
+
+
+def _portable(error: Exception) -> Exception:
+    """Returns an error that arrives as it was sent: itself, or its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # noqa: BLE001, pickles fail in many ways
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

@@ -114,7 +114,7 @@ class MedusaConfig(HeadConfig):
         return {"every head one token earlier": ({"num_heads": last}, places)}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """One head; all are as large as the first."""
+        """Returns whether it is the first head's: a step reads one, and all are as large."""
         return name == "head_0"
 
     @property

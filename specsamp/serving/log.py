@@ -65,9 +65,7 @@ class CompletionLog:
             from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
             lines = from_first(self._read)
             self.completions = self._completions(lines, asked, job)
-            if jax.process_index() == 0:
-                whole = [json.dumps(asked), *lines[1:]]
-                self._lines = storage.Lines(self.path, [line + "\n" for line in whole], bucket_seconds=BUCKET_SECONDS)
+            from_first(lambda: self._begin([json.dumps(asked), *lines[1:]]))
             self._lock = lock.pop_all()
 
     def add(self, completion: Completion) -> None:
@@ -81,6 +79,9 @@ class CompletionLog:
         with self._lock:
             if self._lines is not None:
                 self._lines.flush()
+
+    def _begin(self, lines: list[str]) -> None:
+        self._lines = storage.Lines(self.path, [line + "\n" for line in lines], bucket_seconds=BUCKET_SECONDS)
 
     def _read(self) -> list[str]:
         """Returns the whole lines of the file; none if it is not there, or no line of it was finished."""

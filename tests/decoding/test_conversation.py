@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Pair, generate, temperature
+from specsamp import EarlyExitDrafter, Pair, chain, generate, penalties, temperature
 from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.drafters import FeatureDrafter
@@ -36,15 +36,39 @@ def test_turns_on_a_table_are_those_of_whole_texts():
     options = dict(sampling=temperature(1.0), draft_length=3, seed=5)
     chat = Conversation(pair, max_tokens=100, **options)
     text = [1, 2]
-    for added, budget in (([], 9), ([3], 4), ([0, 2, 1], 11), ([1] * 20, 2)):
+    for turn, (added, budget) in enumerate((([], 9), ([3], 4), ([0, 2, 1], 11), ([1] * 20, 2))):
         text = text + added
         written = said(chat, text, budget)
-        assert written == anew(pair, text, budget, **options)
+        assert written == anew(pair, text, budget, prompt_ids=[turn], **options)
         assert chat.tokens == text + written
         text = chat.tokens
     assert chat.tokens_read == 20 + 2, "the token before the last may be unknown to the draft"
-    for other in (text[:10], [2, 2, 2], text[:1]):
-        assert said(chat, other, 5) == anew(pair, other, 5, **options)
+    for turn, other in enumerate((text[:10], [2, 2, 2], text[:1]), start=4):
+        assert said(chat, other, 5) == anew(pair, other, 5, prompt_ids=[turn], **options)
+    (whole,) = generate(pair, [other], 5, prompt_ids=[6], **options)
+    assert chat.stats == whole.stats
+
+
+@pytest.mark.parametrize("max_tokens, length", [(514, 513), (64, 63)])
+def test_the_longest_text_is_read(max_tokens, length):
+    pair = table_pair()
+    chat = Conversation(pair, max_tokens=max_tokens, draft_length=3)
+    text = [1, 2, 0] * (length // 3)
+    assert said(chat, text, max_tokens - length) == anew(pair, text, max_tokens - length, draft_length=3)
+
+
+def test_texts_of_a_model_that_remembers_tokens():
+    """N-grams, a window of attention and penalties look back, beyond where the text goes on."""
+    config = tiny(vocab_size=50, num_layers=2, positions="rotary", ngram_rows=64, window=8, global_layers=(1,))
+    model = TransformerLM(config)
+    pair = Pair(target=model, target_params=model.init(jax.random.key(0)))
+    options = dict(
+        drafter=EarlyExitDrafter(model, 1, 2), sampling=chain(penalties(repetition=1.5), temperature(0.5)), seed=1
+    )
+    chat = Conversation(pair, max_tokens=100, **options)
+    text = [5, 6, 7, *said(chat, [5, 6, 7], 12), 9]
+    assert said(chat, text, 20) == anew(pair, text, 20, prompt_ids=[1], **options)
+    assert chat.tokens_read == 3
 
 
 def test_a_head_goes_on():
@@ -55,11 +79,11 @@ def test_a_head_goes_on():
     first = said(chat, [5, 6, 7], 20)
     text = [5, 6, 7, *first, 9, 8, 7, 3]
     chunks = list(chat.stream(text, 60))
-    (whole,) = generate(pair, [text], 60, **options)
+    (whole,) = generate(pair, [text], 60, prompt_ids=[1], **options)
     assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
     assert [flag for chunk in chunks for flag in chunk.from_draft] == whole.from_draft
     assert chat.tokens_read <= 6
-    assert sum(whole.from_draft) > 5
+    assert sum(whole.from_draft) > 3
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
@@ -120,7 +144,7 @@ def test_text_and_stops():
 def test_a_stream_that_is_left_behind_is_forgotten():
     chat = Conversation(counting_pair(), draft_length=2)
     next(chat.stream("abc", 20))
-    assert chat.tokens == []
+    assert bytes(chat.tokens) == b"abcdef"
     assert "".join(chunk.text for chunk in chat.stream("abc", 4)) == "defg"
     assert chat.tokens_read == 3
 
@@ -138,7 +162,7 @@ def test_turns_compile_once():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be"):
         Conversation(counting_pair(), max_tokens=1)
-    with pytest.raises(ValueError, match="more than the target's 64 positions"):
+    with pytest.raises(ValueError, match="max_tokens = 100, but the models have 64 positions"):
         Conversation(counting_pair(), max_tokens=100)
     assert Conversation(counting_pair()).max_tokens == 64
     chat = Conversation(counting_pair(), max_tokens=10)

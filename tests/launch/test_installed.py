@@ -23,17 +23,11 @@ def site(tmp_path_factory):
         shutil.copy(ROOT / name, folder / name)
     for name in ("specsamp", "launch", "configs"):  # a build leaves files beside them
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    install = [
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "--target",
-        "site",
-        ".",
-    ]
-    subprocess.run([sys.executable, "-m", "pip", *install], cwd=folder, check=True)
+    build = "import setuptools.build_meta as backend; backend.build_sdist('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    (archive,) = folder.glob("*.tar.gz")
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", "site"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, archive], cwd=folder, check=True)
     return folder / "site"
 
 
