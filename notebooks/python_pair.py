@@ -29,7 +29,7 @@ import sys
 
 if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
     wanted = [f"specsamp[figures] @ git+{REPOSITORY}"]
-    if glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+    if glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*"):
         wanted.append("jax[tpu]")
     elif shutil.which("nvidia-smi"):  # the driver decides which CUDA it can run
         seen = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout

@@ -137,10 +137,19 @@ SECTIONS = (
     Section(
         "The queue beside fixed batches",
         "The prompts of HumanEval with its stop texts: a row that ends takes the next prompt, where a fixed batch waits for its "
-        "slowest row. Rows are idle for as long as a stop text waits to be looked for, which is long for texts of a dozen "
-        "tokens. Measured while tests ran beside it, before the queue left texts on the device until one has ended.",
+        "slowest row. Times are those of a shared machine; ways take turns.",
         measured.refill,
         ["python_pair_refill"],
+    ),
+    Section(
+        "Who goes first",
+        "Requests that arrive at random times, first come first served beside shortest first, whose lengths are predicted from "
+        "finished prompts, and beside an oracle that knows them. Latency is normalised: all the time that a text took, over "
+        "its tokens, mean and 90th percentile. Of two kinds of requests three in four ask for an eighth of the budget and no "
+        "text stops early, so budgets tell lengths; HumanEval's texts stop where they like, and nothing here tells when.",
+        measured.scheduling,
+        ["python_pair_scheduling", "python_pair_scheduling_humaneval"],
+        ["scheduling"],
     ),
     Section(
         "Beside Hugging Face transformers",

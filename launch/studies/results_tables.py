@@ -13,6 +13,7 @@ from typing import Any
 
 Documents = Mapping[str, Any]
 
+MS = ("mean", "p90")
 EMITTED = sum(0.8**i for i in range(5))  # tokens of a round at an acceptance rate of 0.8 and K = 4
 
 
@@ -285,3 +286,25 @@ def refill(documents: Documents) -> str:
         "prompts alone."
     )
     return table(("", "rounds", "seconds", "ms per token"), rows) + "\n\n" + text
+
+
+def scheduling(documents: Documents) -> str:
+    """Returns latencies under schedules, on the clock and by the simulator, for each of two sets of requests."""
+    parts = []
+    for name in ("python_pair_scheduling", "python_pair_scheduling_humaneval"):
+        document = documents[name]
+        simulated = {(row["load"], row["schedule"]): row for row in document["simulated"]}
+        rows = []
+        for row in document["measured"]:
+            ms = [f"{1e3 * one[field]:.1f}" for one in (row, simulated[row["load"], row["schedule"]]) for field in MS]
+            rows.append((f"{row['load']:g}", row["schedule"], *ms, f"{row['longest']:.1f}", f"{row['put_aside']:.0f}"))
+        lengths, related = document["lengths"], document["correlation"]
+        text = (
+            f"{'Two kinds of requests' if document['two_kinds'] else 'HumanEval'}: "
+            f"{document['requests']['arriving']} arrive, of {lengths[0]} to {lengths[-1]} tokens (mean "
+            f"{statistics.mean(lengths):.0f}), for {document['rows']} rows; load 1 is {document['capacity']:.2f} of them a "
+            f"second. Predicted and true lengths: {'all equal' if related is None else f'correlation {related:.2f}'}."
+        )
+        header = ("load", "schedule", "ms per token", "p90", "simulated", "p90", "longest, s", "put aside")
+        parts += [text, table(header, rows)]
+    return "\n\n".join(parts)
