@@ -24,7 +24,7 @@ import jax
 from packaging.requirements import Requirement
 
 from specsamp.analysis.report import machine
-from specsamp.decoding.generate import use_compilation_cache
+from specsamp.decoding.generate import find_compilation_cache
 
 TPU, GPU = ("libtpu",), ("jax-cuda12-plugin", "jax-cuda13-plugin")
 PLUGINS = ("jaxlib", *TPU, *GPU)  # whose versions JAX itself names
@@ -213,7 +213,7 @@ def facts() -> Facts:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    cache = use_compilation_cache()
+    cache = find_compilation_cache()
     memory, host, failed = None, machine()["memory_gib"], ""
     try:
         devices = jax.local_devices()

@@ -152,15 +152,20 @@ def use_compilation_cache() -> str | None:
       The folder: that of ``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir`` if set, else
       ``~/.cache/specsamp/xla``; None if ``JAX_ENABLE_COMPILATION_CACHE`` is off, or if no folder can be written.
     """
+    folder = find_compilation_cache()
+    if folder is None:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", folder)
+    return folder
+
+
+def find_compilation_cache() -> str | None:
+    """Returns the folder that `use_compilation_cache` would use; nothing is kept in it yet."""
     if not jax.config.jax_enable_compilation_cache:
         return None
-    if not jax.config.jax_compilation_cache_dir:
-        folder = _cache_folder()
-        if folder is None:
-            jax.config.update("jax_enable_compilation_cache", False)
-            return None
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    return jax.config.jax_compilation_cache_dir
+    folder = jax.config.jax_compilation_cache_dir or _cache_folder()
+    return None if folder is None else str(folder)
 
 
 def _cache_folder() -> pathlib.Path | None:
