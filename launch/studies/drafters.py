@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -214,7 +215,7 @@ def table(cells: list[Mapping[str, Any]]) -> report.Table:
             rows.append((*what, "out of memory", *[""] * (most + 3)))
             continue
         counts, result = counts_of(cell), cell["result"]
-        shares = [f"{share:.2f}" for share in counts.acceptance_by_position]
+        shares = ["" if math.isnan(share) else f"{share:.2f}" for share in counts.acceptance_by_position]
         cost = cost_of_a_draft(result, key["draft_length"])
         rows.append(
             (

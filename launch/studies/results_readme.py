@@ -67,6 +67,16 @@ SECTIONS = (
         ["python_head"],
     ),
     Section(
+        "Drafters of one target",
+        "Six held-out prompts of 128 new tokens, token rule, batch 1, each drafter in turn with plain decoding; all pay for one "
+        "warp, greedy decoding too. Acceptance at a position is of the rounds that came so far. A draft, in steps of the target: "
+        "what proposing a token and reading what was accepted take. The early exit is of the pair's own target, which was not "
+        "trained for it. On this CPU a head is not free; what its acceptance would be worth on a chip is the second table that "
+        "the command prints.",
+        measured.drafters,
+        ["python_drafters"],
+    ),
+    Section(
         "Speedup by draft length and rule",
         "Held-out prompts at batch 1 in float32, on a shared machine; medians over prompts, with quartiles of the "
         "speedup. The best K of each rule is bold. `alone` is plain decoding of the same prompts, in turn with the "

@@ -308,3 +308,40 @@ def scheduling(documents: Documents) -> str:
         header = ("load", "schedule", "ms per token", "p90", "simulated", "p90", "longest, s", "put aside")
         parts += [text, table(header, rows)]
     return "\n\n".join(parts)
+
+
+def drafters(documents: Documents) -> str:
+    """Returns what each drafter of one target gains, by distribution and K."""
+    cells = [cell for cell in documents["python_drafters"]["cells"] if "result" in cell]
+    most = max(cell["key"]["draft_length"] for cell in cells)
+    rows = []
+    for cell in cells:
+        key, result = cell["key"], cell["result"]
+        counts, split, K = result["acceptance"], result["split"], key["draft_length"]
+        shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
+        cost = sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
+        rows.append(
+            (
+                key["drafter"],
+                "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}, top-p {key['top_p']:g}",
+                K,
+                f"{counts['emitted'] / counts['rounds']:.2f}",
+                *shares,
+                *[""] * (most - K),
+                f"{cost:.2f}",
+                f"{result['speculative']['ms_per_token']['median']:.2f}",
+                ratio(result["speedup"]),
+            )
+        )
+    positions = [f"accepted at {i + 1}" for i in range(most)]
+    header = (
+        "drafter",
+        "sampling",
+        "K",
+        "tokens per round",
+        *positions,
+        "a draft, in steps",
+        "ms per token",
+        "speedup",
+    )
+    return table(header, rows)
