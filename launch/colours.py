@@ -1,4 +1,4 @@
-"""How text shows who wrote it: colours, or brackets where there are none."""
+"""Marks text by who wrote it: in colours, or in brackets where there are none."""
 
 from rich.text import Text
 

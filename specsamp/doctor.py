@@ -36,7 +36,7 @@ GATED = ("meta-llama/", "google/gemma", "mistralai/")  # checkpoints whose licen
 
 
 class Level(enum.IntEnum):
-    """How bad a finding is; the worst is the exit status of the command."""
+    """Ranks findings; the worst is the exit status of the command."""
 
     FINE = 0
     WARNING = 1
@@ -45,7 +45,7 @@ class Level(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found, and what to do about it."""
+    """Says what was found, and what to do about it."""
 
     level: Level
     what: str
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What there is to know about a machine.
+    """Holds what there is to know about a machine.
 
     Attributes:
       versions: of JAX and its plugins, as far as they are installed.
@@ -86,7 +86,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A pair that is asked for.
+    """Describes a pair that is asked for.
 
     Attributes:
       devices: of its mesh.

@@ -31,6 +31,7 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+from results_tables import cost_of_a_draft
 from specsamp import chain, storage, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report, tables
 from specsamp.analysis.costs import CostTable
@@ -257,14 +258,6 @@ def by_sampling(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns cells in the order of their distributions, then of K."""
     names = list(SAMPLINGS)
     return sorted(cells, key=lambda cell: (names.index(sampling_name(cell["key"])), cell["key"]["draft_length"]))
-
-
-def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
-    """Returns the steps of the target that a drafted token costs; a head also reads what was accepted."""
-    split = result["split"]
-    if split is None:
-        return None
-    return sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
 
 
 def costs_on_chips(document: Mapping[str, Any]) -> dict[str, tuple[str, CostTable]]:

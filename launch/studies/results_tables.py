@@ -310,6 +310,14 @@ def scheduling(documents: Documents) -> str:
     return "\n\n".join(parts)
 
 
+def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
+    """Returns the steps of the target that a drafted token costs; a head also reads what was accepted."""
+    split = result["split"]
+    if split is None:
+        return None
+    return sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
+
+
 def drafters(documents: Documents) -> str:
     """Returns what each drafter of one target gains, by distribution and K."""
     cells = [cell for cell in documents["python_drafters"]["cells"] if "result" in cell]
@@ -317,9 +325,9 @@ def drafters(documents: Documents) -> str:
     rows = []
     for cell in cells:
         key, result = cell["key"], cell["result"]
-        counts, split, K = result["acceptance"], result["split"], key["draft_length"]
+        counts, K = result["acceptance"], key["draft_length"]
         shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
-        cost = sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
+        cost = cost_of_a_draft(result, K)
         rows.append(
             (
                 key["drafter"],
@@ -328,7 +336,7 @@ def drafters(documents: Documents) -> str:
                 f"{counts['emitted'] / counts['rounds']:.2f}",
                 *shares,
                 *[""] * (most - K),
-                f"{cost:.2f}",
+                "" if cost is None else f"{cost:.2f}",
                 f"{result['speculative']['ms_per_token']['median']:.2f}",
                 ratio(result["speedup"]),
             )

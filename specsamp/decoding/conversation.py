@@ -101,6 +101,8 @@ class Conversation:
         Raises:
           ValueError: before anything is decoded: the text and its continuation are longer than ``max_tokens``.
         """
+        max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 1)
+        rounds_per_chunk = checks.integer("rounds_per_chunk", rounds_per_chunk, 1)
         job = Job.create(
             self._pair,
             [text],
@@ -118,7 +120,7 @@ class Conversation:
                 f"max_tokens = {self.max_tokens} that it was made for"
             )
         self._turn += 1
-        return self._stream(job, tokens, checks.integer("rounds_per_chunk", rounds_per_chunk, 1))
+        return self._stream(job, tokens, rounds_per_chunk)
 
     def _stream(self, job: Job, tokens: Sequence[int], rounds_per_chunk: int) -> Iterator[Chunk]:
         self._state, state = None, self._state  # it is donated: a stream that is left behind begins anew

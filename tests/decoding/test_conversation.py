@@ -22,7 +22,7 @@ V = 12
 
 
 def said(chat, text, budget, **options):
-    """What one turn writes."""
+    """Returns what one turn writes."""
     return [token for chunk in chat.stream(text, budget, **options) for token in chunk.tokens]
 
 
@@ -114,7 +114,7 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
 
 
 def twins():
-    """All that is drafted is accepted: after each round the draft has not seen the token before the last."""
+    """Makes a pair whose drafts are all accepted: after each round the draft has not seen the token before the last."""
     model = TransformerLM(tiny(vocab_size=50, num_layers=2, positions="rotary"))
     params = model.init(jax.random.key(0))
     return Pair(target=model, target_params=params, draft=model, draft_params=params), None
