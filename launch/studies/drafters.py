@@ -19,7 +19,6 @@ target and its drafters (``--costs``, of compile_study.py): a head is taken to c
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import pathlib
 import zlib
@@ -31,13 +30,12 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+from drafters_on_chips import FORECAST_HEADER, SAMPLINGS, Costs, costs_of_drafters, forecast_rows, sampling_name
 from results_tables import cost_of_a_draft
 from specsamp import chain, storage, temperature, top_p, use_compilation_cache
-from specsamp.analysis import report, tables
-from specsamp.analysis.costs import CostTable
+from specsamp.analysis import report
 from specsamp.analysis.grid import Cell, Results, measure_cells
-from specsamp.analysis.measured import counts_of, measured_acceptance
-from specsamp.analysis.planner import make_plan
+from specsamp.analysis.measured import counts_of
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
@@ -50,9 +48,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
-from specsamp.tpu.calibration import estimate
-from specsamp.tpu.costs import banded_costs
-from specsamp.tpu.work import Work, calls_of_round
 from specsamp.training.run import open_target
 
 _PAIR = flags.DEFINE_string("pair", "python", "The pair, by name or folder.")
@@ -76,9 +71,6 @@ _CHIPS = flags.DEFINE_string("chips", "v5e:2x2", "Forecast for this slice of the
 _CHIP_TARGET = flags.DEFINE_string("chip_target", "Llama 3.1 8B", "Forecast for this target of the file of costs.")
 _OUTPUT = entry.define_output()
 
-HEAD = "EAGLE-3"  # the name of a head in the file of costs
-SAMPLINGS = {"greedy": (0.0, 1.0), "0.8/0.95": (0.8, 0.95), "1.0": (1.0, 1.0)}  # temperature and top-p
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
@@ -87,7 +79,6 @@ class Source:
     name: str
     pair: Pair
     make: Callable[[int], Drafter]  # of K
-    kind: str  # "model", "head", "early exit" or "lookup"
     most: int | None = None  # tokens that it drafts; None: any number
 
 
@@ -95,7 +86,7 @@ def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
     found = sources()
-    chips = costs_on_chips(storage.read_json(_COSTS.value))
+    costs = costs_of_drafters(storage.read_json(_COSTS.value), _CHIP_TARGET.value, _CHIPS.value, _COSTS.value)
     prompts = load_prompts(_PAIR.value)[: _PROMPTS.value]
     tokens = tuple(map(tuple, encode(found[0].pair, prompts)))
     work = Workload(
@@ -117,9 +108,9 @@ def main() -> None:
             measure_cells(
                 source.pair, cells, results, header=header, progress=lambda text: say(f"{source.name}, {text}")
             )
-    measured = {source: [results.find(cell.key) for cell in cells] for source, cells in asked.items()}
-    shown = [cell for cells in measured.values() for cell in by_sampling(cells)]
-    entry.show([table(shown), chip_table(measured, chips)], console)
+    measured = [[results.find(cell.key) for cell in cells] for cells in asked.values()]
+    shown = [cell for cells in measured for cell in by_sampling(cells)]
+    entry.show([table(shown), chip_table(shown, costs)], console)
 
 
 def sources() -> list[Source]:
@@ -137,13 +128,12 @@ def sources() -> list[Source]:
         exits = dataclasses.replace(pair, target=model, target_params=own.params)
     EarlyExitDrafter(exits.target, _EXIT_LAYER.value, 1, window)
     found = [
-        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window), kind="model"),
-        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K), kind="lookup"),
+        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window)),
+        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K)),
         Source(
             name=f"early exit after {_EXIT_LAYER.value}" + (" (trained for it)" if own is not None else ""),
             pair=exits,
             make=lambda K: EarlyExitDrafter(exits.target, _EXIT_LAYER.value, K, window),
-            kind="early exit",
         ),
     ]
     heads = {}
@@ -153,7 +143,7 @@ def sources() -> list[Source]:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
             raise ValueError(f"--head={text}: write a name and a folder, such as Medusa=runs/medusa_head")
-        heads[name] = with_head(pair, folder)
+        heads[name if "head" in name else f"{name} head"] = with_head(pair, folder)
     return found + [head_source(name, one) for name, one in heads.items()]
 
 
@@ -168,7 +158,7 @@ def head_source(name: str, pair: Pair) -> Source:
     def make(K: int) -> Drafter:
         return FeatureDrafter(pair.target, pair.head, K, decode_window())
 
-    return Source(name=name, pair=pair, make=make, kind="head", most=pair.head.config.max_tokens)
+    return Source(name=name, pair=pair, make=make, most=pair.head.config.max_tokens)
 
 
 def identity(work: Workload) -> dict[str, Any]:
@@ -249,70 +239,18 @@ def table(cells: list[Mapping[str, Any]]) -> report.Table:
     )
 
 
-def sampling_name(key: Mapping[str, Any]) -> str:
-    """Returns what a cell's distribution is called here."""
-    return next(name for name, numbers in SAMPLINGS.items() if numbers == (key["temperature"], key["top_p"]))
-
-
 def by_sampling(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns cells in the order of their distributions, then of K."""
     names = list(SAMPLINGS)
     return sorted(cells, key=lambda cell: (names.index(sampling_name(cell["key"])), cell["key"]["draft_length"]))
 
 
-def costs_on_chips(document: Mapping[str, Any]) -> dict[str, tuple[str, CostTable]]:
-    """Returns what drafts for the named target on the named slice, and the costs of its rounds, by kind of drafter.
-
-    A round was compiled for one K; costs in between lie on the line from a step of the target to it, those beyond on its
-    continuation.
-
-    Raises:
-      ValueError: the file has no such target or slice, with those that it has.
-    """
-    asked, found = {"target": _CHIP_TARGET.value, "topology": _CHIPS.value}, {}
-    for cell in document["cells"]:
-        name = cell["name"]
-        if any(name[field] != value for field, value in asked.items()):
-            continue
-        drafter, chip = name["drafter"], name["topology"].partition(":")[0]
-        works = {program: Work(**facts["work"]) for program, facts in cell["programs"].items()}
-        K = works["round"].calls - 1
-        bands = [
-            estimate(chip, works["target step"]),
-            estimate(chip, *calls_of_round(works["round"], works["draft step"], K)),
-        ]
-        kind = "head" if drafter == HEAD else "early exit" if drafter.startswith("early exit") else "model"
-        found[kind] = drafter, banded_costs((0, K), bands, batch=1)
-    if not found:
-        known = sorted({f"{cell['name']['target']} on {cell['name']['topology']}" for cell in document["cells"]})
-        raise ValueError(f"{_COSTS.value} has no {_CHIP_TARGET.value} on {_CHIPS.value}: it has {'; '.join(known)}")
-    return found
-
-
-def chip_table(
-    measured: Mapping[Source, Sequence[Mapping[str, Any]]], chips: Mapping[str, tuple[str, CostTable]]
-) -> report.Table:
+def chip_table(cells: Sequence[Mapping[str, Any]], costs: Costs) -> report.Table:
     """Returns a forecast for each cell whose kind of drafter has costs there."""
-    rows = []
-    for source, cells in measured.items():
-        if source.kind not in chips:
-            continue
-        drafter, costs = chips[source.kind]
-        show = tables.span if costs.open else functools.partial(tables.interval, digits=2)
-        for name in _SAMPLINGS.value:
-            same = [cell for cell in cells if "result" in cell and sampling_name(cell["key"]) == name]
-            lengths = [cell["key"]["draft_length"] for cell in same]
-            if not same:
-                continue
-            plan = make_plan(measured_acceptance(same), costs, draft_lengths=lengths)
-            rows += [
-                (source.name, drafter, name, str(K), show(plan[K].ms_per_token), show(plan[K].speedup, "x"))
-                for K in lengths
-            ]
     return report.Table(
         title=f"The same acceptance, with {_CHIP_TARGET.value} on {_CHIPS.value} (forecast)",
-        header=("drafter", "costs of", "sampling", "K", "ms per token", "speedup"),
-        rows=rows,
+        header=FORECAST_HEADER,
+        rows=forecast_rows(cells, costs),
         note="costs are the compiler's estimates, calibrated; acceptance is that of the pair measured here",
     )
 

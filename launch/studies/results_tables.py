@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from drafters_on_chips import FORECAST_HEADER, costs_of_drafters, forecast_rows
+
 Documents = Mapping[str, Any]
 
 MS = ("mean", "p90")
@@ -353,3 +355,9 @@ def drafters(documents: Documents) -> str:
         "speedup",
     )
     return table(header, rows)
+
+
+def drafters_on_chips(documents: Documents) -> str:
+    """Returns what the acceptance of `drafters` would be worth on a chip, by the costs of compiled rounds."""
+    costs = costs_of_drafters(documents["compile_heads"], "Llama 3.1 8B", "v5e:2x2", "compile_heads.json")
+    return table(FORECAST_HEADER, forecast_rows(documents["python_drafters"]["cells"], costs))

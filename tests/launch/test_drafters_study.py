@@ -70,7 +70,7 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     assert [row[-6:] for row in rows[:4]] == [["1", "1.50", "0.50", "2.00", "0.50", "0.50x"]] * 4
     forecasts = [" ".join(row) for row in rows[4:]]  # of the drafters whose costs on the chip are known
     assert len(forecasts) == 2 and "draft model Llama 3.2 1B greedy 1 " in forecasts[0]
-    assert "Medusa EAGLE-3 greedy 1 " in forecasts[1] and all(one.endswith(")") for one in forecasts)
+    assert "Medusa head EAGLE-3 greedy 1 " in forecasts[1] and all(one.endswith(")") for one in forecasts)
     again = study(pair, output, "--K=1", "--K=2", "--sampling=greedy", "--sampling=1.0", head)
     assert (again.returncode or 0) == 0, again.stderr
     more = [(type(drafter), drafter.K) for drafter in measured[4:]]
