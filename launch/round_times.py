@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from config_file import load_config
 from experiment import bare_pair
-from shapes import eagle3_of, first_layers, known_models
+from shapes import first_layers, head_of, known_models
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafter import Drafter
@@ -22,7 +22,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh, put
 from specsamp.mesh.sharded import draft_layout
 from specsamp.mesh.sharded_head import shard_head
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import FeatureHead, HeadConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
@@ -49,14 +49,14 @@ def random_pair(config: ConfigDict, batch: int) -> Pair:
         mesh = make_mesh(1, count, draft_model_parallelism=fewer, num_kv_heads=heads, rows=batch)
     draft = models["draft"] if config.drafter == "model" else None
     pair = bare_pair(models["target"], draft, 0, mesh=mesh, draft_model_parallelism=fewer)
-    return with_random_head(pair, models["target"], mesh) if config.drafter == "head" else pair
+    return with_random_head(pair, head_of(config, models["target"].config), mesh) if config.drafter == "head" else pair
 
 
-def with_random_head(pair: Pair, target: TransformerLM, mesh: Mesh | None) -> Pair:
-    """Adds a head of EAGLE-3's shape with random weights."""
-    head = FeatureHead(eagle3_of(target.config))
+def with_random_head(pair: Pair, config: HeadConfig, mesh: Mesh | None) -> Pair:
+    """Adds a head with random weights."""
+    head = FeatureHead(config)
     params = jax.tree.map(
-        lambda x: x.astype(target.config.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        lambda x: x.astype(config.layer.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x,
         head.init(jax.random.key(1, impl="threefry2x32")),
     )
     if mesh is not None:
@@ -73,7 +73,7 @@ def draft_shape(config: ConfigDict) -> Shape:
     """
     models = known_models(config)
     if config.drafter == "head":
-        return Shape.of_head(eagle3_of(models["target"].config))
+        return Shape.of_head(head_of(config, models["target"].config))
     if config.drafter == "early_exit":
         return Shape.of(first_layers(models["target"], config.exit_layer).config)
     return Shape.of(models["draft"].config)
@@ -90,6 +90,8 @@ def setting_config(setting: Setting) -> ConfigDict:
     """Reads the configuration of a setting, with its drafter."""
     config = load_config(setting.config)
     with config.unlocked():
+        if setting.drafter == "head" and config.drafter != "head":
+            config.hugging_face.draft = ""  # a model; the head is then EAGLE-3's
         config.drafter = "model" if setting.drafter == "none" else setting.drafter
         config.exit_layer = setting.exit_layer
     return config

@@ -43,7 +43,9 @@ class Setting:
     batch: int
     draft_length: int  # K; 0 is a step of plain decoding
     slots: int
-    drafter: str = "model"  # one of DRAFTERS, "none" at K = 0; "head" has the shape of EAGLE-3's
+    drafter: str = (
+        "model"  # one of DRAFTERS, "none" at K = 0; "head" is the one that the configuration names, or EAGLE-3's
+    )
     exit_layer: int | None = None  # of an early exit
 
     @property
