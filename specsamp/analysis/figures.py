@@ -9,14 +9,15 @@ from __future__ import annotations
 import io
 from typing import Any
 
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#757b82"
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"
+SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#787e85"  # this grey is read on light and on dark pages
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)  # of curves, in this order
 STYLES = ("-", "--", "-.", ":")
 TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION  # distributions, and what came of a draft
-WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": BLUE, "bonus": PURPLE}  # of a token
+WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}  # of a token
 
 
-def tint(colour: str, share: float = 0.3) -> str:
+def tint(colour: str, share: float = 0.55) -> str:
     """Mixes a colour with white, as a background for dark text; ``share`` is the colour's, in [0, 1]."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 + share * (part - 255)):02x}" for part in parts)
