@@ -1,6 +1,6 @@
 """Draws rounds of the shipped pair as they went: what the draft proposed, and what the target made of it.
 
-    python launch/studies/one_round.py --output=runs/one_round.json --figure=runs/one_round.svg
+    python launch/studies/one_round.py --output=runs/one_round.json --figure=runs/one_round.png
     python launch/studies/one_round.py --rounds=runs/one_round.json --figure=runs/one_round.png     # draws again
 
 An example, not a measurement: prompt and seed are those of a text whose first rounds show every outcome.
@@ -8,8 +8,6 @@ An example, not a measurement: prompt and seed are those of a text whose first r
 
 from __future__ import annotations
 
-import io
-import os
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, storage, temperature, top_p
-from specsamp.analysis.figures import GREY, WRITERS, tint
+from specsamp.analysis.figures import GREY, WRITERS, tint, to_png
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import decode_window
@@ -30,7 +28,7 @@ _K = flags.DEFINE_integer("K", 4, "Tokens that are drafted per round.", lower_bo
 _SEED = flags.DEFINE_integer("seed", 3, "Seed of the text.", lower_bound=0)
 _COUNT = flags.DEFINE_integer("count", 3, "How many rounds are decoded and drawn.", lower_bound=1)
 _ROUNDS = flags.DEFINE_string("rounds", None, "Draw the rounds of this file instead of decoding some.")
-_FIGURE = flags.DEFINE_string("figure", None, "Write the figure to this file, whose name ends in .svg or .png.")
+_FIGURE = flags.DEFINE_string("figure", None, "Write the figure to this file, as PNG.")
 _OUTPUT = entry.define_output()
 
 TEMPERATURE, TOP_P = 0.8, 0.95
@@ -38,8 +36,6 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 def main() -> None:
     console = entry.make_console()
-    if _FIGURE.value and not _FIGURE.value.endswith((".svg", ".png")):
-        raise ValueError(f"--figure={_FIGURE.value} must end in .svg or .png")
     for flag, path in (("output", _OUTPUT.value), ("figure", _FIGURE.value)):
         entry.check_output(path, flag)
     if _ROUNDS.value:
@@ -54,7 +50,7 @@ def main() -> None:
             drafted = " ".join(f"{token['text']!r} ({token['chance']:.0%})" for token in one["drafted"])
             line = f"round {number}: drafted {drafted}; {one['accepted']} accepted, then {one['last']!r}"
             console.print(line, markup=False)
-        picture = draw(document, os.path.splitext(_FIGURE.value)[1][1:]) if _FIGURE.value else None
+        picture = draw(document) if _FIGURE.value else None
     if not _ROUNDS.value:
         entry.write_result(_OUTPUT.value, document, console)
     if picture:
@@ -106,8 +102,8 @@ LEGEND = {
 }
 
 
-def draw(document: dict[str, Any], kind: str) -> bytes:
-    """Returns the figure as SVG or PNG, without a background: it is shown on light and on dark pages."""
+def draw(document: dict[str, Any]) -> bytes:
+    """Returns the figure as PNG, without a background: it is shown on light and on dark pages."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -115,7 +111,7 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
         raise ValueError(f"{error}: pip install -e .[figures]") from error
     rounds, K = document["rounds"], document["K"]
     height = TOP + ROW * (len(rounds) + 1) + 22
-    with matplotlib.rc_context({"svg.hashsalt": "specsamp", "font.size": SMALL}):
+    with matplotlib.rc_context({"font.size": SMALL}):
         figure = Figure(figsize=(WIDTH / 100, height / 100))
         axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
         axis.set_axis_off()
@@ -125,10 +121,7 @@ def draw(document: dict[str, Any], kind: str) -> bytes:
             x, y = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND), height - 26
             draw_box(axis, x, y, 26, 16, writer)
             write(axis, x + 36, y + 8, text)
-        picture = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else {}  # the same picture, whenever it is drawn
-        figure.savefig(picture, format=kind, dpi=200, transparent=True, metadata=metadata)
-    return picture.getvalue()
+        return to_png(figure, dpi=200, transparent=True)
 
 
 def draw_rounds(axis: Any, rounds: list[dict], K: int) -> None:
