@@ -182,8 +182,9 @@ text
 #
 # **Drafting late changes nothing.** A round draws $x_1, \ldots, x_K$ in advance, but $x_i$ is looked at only if
 # $x_1, \ldots, x_{i-1}$ were all kept. Then the text before it is the one it was drafted after, so $x_i$ was drawn from
-# $p(\cdot \mid \text{the text so far})$; and if they were not all kept, $x_i$ is thrown away unseen. The text is therefore
-# distributed as if $x_i$ were drawn only when its turn has come, with fresh random numbers. Let the rounds do that.
+# $p(\cdot \mid \text{the text so far})$; and if they were not all kept, $x_i$ is thrown away unseen, and the random
+# numbers that drew it are not used again. The text is therefore distributed as if $x_i$ were drawn only when its turn has
+# come, with fresh random numbers. Let the rounds do that.
 #
 # **Induction over positions.** Suppose that $n$ tokens are written and that the claim holds for them; for $n = 0$ there is
 # nothing to show. Let $H_n$ be *everything* that has happened so far: the tokens, but also where rounds began, what was
@@ -210,8 +211,8 @@ text
 # the same formula with $p = 0$. A round that stopped without it would be exact as well, as the next round would
 # write that position. But it would have computed the row for nothing, would emit $a^K$ tokens fewer (below), and none
 # at all for K = 0; with it every call of the target writes at least one token, and plain decoding is the loop with an empty
-# draft. What would *not* be exact is to draw from $q$ after a rejection, too: a rejection tells that the token was one
-# that the draft overrates, and the residual is what then is missing.
+# draft. What would *not* be exact is to draw from $q$ after a rejection, too (unless less is kept: last section). Tokens that
+# the draft overrates are rejected, so what is missing then is what it underrates: the residual.
 #
 # The block rule, below, keeps or drops several tokens by one decision, so its proof goes round by round instead:
 # it is in the paper that is named there.

@@ -71,7 +71,7 @@ asked = ["Why is the sky blue?", "Write a haiku about the sea.", "What is a prim
 prompts = [[{"role": "user", "content": question}] for question in asked]
 if pair is None:
     pair, name = load_pair("python"), "the pair that comes with the package"
-    prompts = asked = ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
+    prompts = asked = ["def fibonacci(n):", "def copy_file(source, target):", "def read_lines(path):"]
 print(f"This is {name}.")
 
 # %% [markdown]
