@@ -357,7 +357,7 @@ for a, colour, style in zip(CHANCES, COLOURS, STYLES):
     axis.plot(lengths, expected(a, lengths), style, color=colour)
     axis.plot(lengths, simulated[a], "o", color=colour, markersize=4)
     axis.text(LONGEST + 0.3, expected(a, LONGEST), f"a = {a}", color=colour, va="center")
-axis.plot([], [], "k-", label="(1 - a^(K+1)) / (1 - a)")
+axis.plot([], [], "k-", label=r"$(1 - a^{K+1})\,/\,(1 - a)$")
 axis.plot([], [], "ko", markersize=4, label=f"the token rule, {ROUNDS:,} rounds")
 axis.set(
     title="A longer draft emits more tokens per round, but never more than 1 / (1 - a)",

@@ -224,7 +224,7 @@ for name in KINDS:
     axis.barh(name, mean, 0.6, xerr=error, color=tint(BLUE), ecolor="black", capsize=3)
     axis.text(0.01, name, f"{mean:.3f} ± {error:.3f}   ({number:,} tokens)", va="center")
 easiest, hardest = (choose(KINDS, key=lambda name: accepted[name][0]) for choose in (max, min))
-axis.set(title=f"Of all kinds of text {easiest} is easiest to draft, {hardest} hardest", xlim=(0, 1))
+axis.set(title=f"Easiest to draft: {easiest}; hardest: {hardest}", xlim=(0, 1))
 axis.set(xlabel="chance that a drafted token is kept (± standard error)")
 axis.invert_yaxis()
 plt.show()
