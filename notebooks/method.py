@@ -17,7 +17,8 @@
 # A **draft** proposes K tokens, one call of the **target** scores them all, and a rule keeps as many as it can and
 # corrects the first that it cannot. What comes out follows the target's distribution exactly
 # ([Chen et al. 2023](https://arxiv.org/abs/2302.01318)). Here both models are tables of five tokens, so *exactly* can
-# be looked at: first the rule, then its proof as a histogram, a better rule, and three others, two of them wrong.
+# be looked at: first the rule, why whole texts are exact, and that they are; then how many tokens a round emits and how
+# many to draft; last a better rule, and three others, two of them wrong.
 
 # %%
 REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
@@ -52,25 +53,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from specsamp import BlockRule, CoupledRule, Draft, LanguageModel, Output, Pair, TokenRule, chain, generate
-from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.analysis.figures import COLOURS, DRAFT, GREY, KEPT, STYLES, TARGET, WRONG, set_style
+from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
+from specsamp.sampling.rules import TargetDistributions
 
 device = jax.devices()[0]
 print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
 print("The models of this notebook are tables: any device will do.")
 
-TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
-plt.rcParams.update(
-    {
-        "figure.dpi": 110,
-        "figure.constrained_layout.use": True,
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-    }
-)
+set_style()
 
 # %% [markdown]
 # ## Two models
@@ -126,10 +117,10 @@ target_V, draft_V = target_VV[LAST], draft_VV[LAST]
 kept_V, residual_V = np.minimum(target_V, draft_V), np.maximum(target_V - draft_V, 0)
 
 figure, axis = plt.subplots(figsize=(8, 3))
-axis.bar(range(V), kept_V, 0.62, color=BOTH, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
+axis.bar(range(V), kept_V, 0.62, color=KEPT, label=f"kept: min(p, q), {kept_V.sum():.0%} of the drafts")
 axis.bar(range(V), residual_V, 0.62, bottom=kept_V, color=TARGET, label="residual: (q - p)+")
 axis.bar(range(V), draft_V, 0.8, fill=False, edgecolor=DRAFT, linewidth=1.8, label="the draft's distribution p")
-axis.set(title=f"After token {LAST}: what is kept and the residual add up to the target")
+axis.set(title=f"What is kept and the residual add up to the target (after token {LAST})")
 axis.set(xlabel="next token", ylabel="probability")
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
@@ -172,6 +163,59 @@ for number in range(3):
     print(f"round {number + 1}, after {text}")
     text += one_round(text[-1], random)
 text
+
+# %% [markdown]
+# ## Why whole texts are exact
+#
+# One token is not enough: a round drafts several before it knows which of them stand, and how many stand depends on the
+# very tokens that are judged. Write $q(\cdot \mid y)$ and $p(\cdot \mid y)$ for the distributions of target and draft
+# after a text $y$, as they are sampled, so after temperature and top-p.
+#
+# **Theorem.** The text $Y_1 Y_2 \ldots$ that rounds write, of whatever lengths K, is one of the target's: for every $n$
+# and every $y_1 \ldots y_n$
+#
+# $$P(Y_1 = y_1, \ldots, Y_n = y_n) = \prod_{i=1}^{n} q(y_i \mid y_1 \ldots y_{i-1}).$$
+#
+# **Lemma (one token).** Let $y$ be a text, $x \sim p(\cdot \mid y)$, and judge $x$ as above with random numbers that are
+# independent of all before. What comes out, $x$ or its correction, has the distribution $q(\cdot \mid y)$. That is the
+# line of algebra above. (If $p = q$, nothing is ever rejected, and the residual, which has no mass, is never asked for.)
+#
+# **Drafting late changes nothing.** A round draws $x_1, \ldots, x_K$ in advance, but $x_i$ is looked at only if
+# $x_1, \ldots, x_{i-1}$ were all kept. Then the text before it is the one it was drafted after, so $x_i$ was drawn from
+# $p(\cdot \mid \text{the text so far})$; and if they were not all kept, $x_i$ is thrown away unseen, and the random
+# numbers that drew it are not used again. The text is therefore distributed as if $x_i$ were drawn only when its turn has
+# come, with fresh random numbers. Let the rounds do that.
+#
+# **Induction over positions.** Suppose that $n$ tokens are written and that the claim holds for them; for $n = 0$ there is
+# nothing to show. Let $H_n$ be *everything* that has happened so far: the tokens, but also where rounds began, what was
+# rejected, and how many tokens this round may still draft. $H_n$ decides which of two things happens next:
+#
+# * the round has drafted tokens left: one is drawn and judged, and by the lemma $Y_{n+1} \sim q(\cdot \mid Y_1 \ldots Y_n)$;
+# * all K were kept: the bonus is drawn, $Y_{n+1} \sim q(\cdot \mid Y_1 \ldots Y_n)$ by definition.
+#
+# Either way $P(Y_{n+1} = y \mid H_n) = q(y \mid Y_1 \ldots Y_n)$, which depends on $H_n$ through the text alone. So, taking
+# the mean over all histories of the same text,
+#
+# $$P(Y_{n+1} = y \mid Y_1 \ldots Y_n)
+# = E\left[\,P(Y_{n+1} = y \mid H_n) \,\middle|\, Y_1 \ldots Y_n\right] = q(y \mid Y_1 \ldots Y_n),$$
+#
+# and multiplying by the claim for $n$ gives it for $n + 1$. $\blacksquare$
+#
+# **What is conditioned on** is the past, never the outcome. Given that a drafted token *was kept* it follows
+# $\min(p, q) / \sum \min(p, q)$, the green bars and not the target. So a rejection must be followed by its correction:
+# a round that is drawn again until something is kept, or that drops its correction, is biased. For the same reason
+# K may depend on the text, on confidence in earlier tokens, on anything in $H_n$, but whether $x_i$ is submitted must not
+# depend on $x_i$ or on what follows it. An end-of-text token or a budget is harmless: it cuts a text whose distribution is right.
+#
+# **The bonus** is the last row of scores, those after $x_K$, which no draft has touched. There nothing is to be subtracted:
+# the same formula with $p = 0$. A round that stopped without it would be exact as well, as the next round would
+# write that position. But it would have computed the row for nothing, would emit $a^K$ tokens fewer (below), and none
+# at all for K = 0; with it every call of the target writes at least one token, and plain decoding is the loop with an empty
+# draft. What would *not* be exact is to draw from $q$ after a rejection, too (unless less is kept: last section). Tokens that
+# the draft overrates are rejected, so what is missing then is what it underrates: the residual.
+#
+# The block rule, below, keeps or drops several tokens by one decision, so its proof goes round by round instead:
+# it is in the paper that is named there.
 
 # %% [markdown]
 # ## Is it exact?
@@ -243,15 +287,119 @@ def show_histogram(axis, shares: np.ndarray, colour: str, title: str) -> None:
     axis.step(
         edges, [*distribution, distribution[-1]], where="post", color=TARGET, linewidth=1.4, label="target, exactly"
     )
-    axis.plot(range(V * V), draft_distribution, "o", color=DRAFT, markersize=3, label="draft, exactly")
-    axis.set(title=f"{title}: TV = {total_variation(shares, distribution):.3f}", ylabel="probability")
-    axis.set_xticks(range(0, V * V, V), [f"{first}, 0" for first in range(V)])
+    axis.plot(
+        range(V * V),
+        draft_distribution,
+        "D",
+        color=DRAFT,
+        markersize=4,
+        markeredgecolor="black",
+        markeredgewidth=0.6,
+        label="draft, exactly",
+    )
+    axis.set(title=f"{title} (TV = {total_variation(shares, distribution):.3f})", ylabel="probability")
+    axis.set_xticks(range(V // 2, V * V, V), [f"{first}, then 0 to {V - 1}" for first in range(V)])
 
 
 figure, axis = plt.subplots(figsize=(8, 3))
-show_histogram(axis, exact["token rule"][0], BOTH, "Token rule")
+show_histogram(axis, exact["token rule"][0], KEPT, "The token rule's texts follow the target, not the draft")
 axis.set_xlabel("first two tokens")
 axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## How many tokens does a round emit?
+#
+# Suppose that each drafted token is kept with the same chance $a$, whatever came before. At least $i$ of them are kept with
+# probability $a^i$, so the mean number is $a + a^2 + \ldots + a^K$, and with the target's own token
+#
+# $$E(K) = \sum_{i=0}^{K} a^i = \frac{1 - a^{K+1}}{1 - a}$$
+#
+# ([Leviathan et al. 2022](https://arxiv.org/abs/2211.17192), equation 1): at most $1 / (1 - a)$, however long the draft. Beside
+# it the token rule itself, on two distributions of which it keeps the share $a$: they exchange the probabilities $a/2$ and
+# $1 - a/2$ of two tokens. It judges from left to right, so one simulation with the longest draft tells all shorter ones.
+
+# %%
+CHANCES, LONGEST, ROUNDS = (0.5, 0.7, 0.9), 16, 40_000
+
+
+def expected(a: float, lengths) -> np.ndarray:
+    """Returns the tokens per round at each K: the formula."""
+    return (1 - a ** (np.asarray(lengths) + 1)) / (1 - a)
+
+
+@jax.jit
+def kept_per_round(a):
+    """Draws rounds of `LONGEST` tokens, and returns how many the token rule keeps in each, [ROUNDS]."""
+    rule, rows = TokenRule(), jnp.arange(ROUNDS)
+    keys = RoundKeys(rows_B=row_keys(5, rows, jnp.zeros_like(rows)), starts_B=jnp.zeros_like(rows))
+    target_V, draft_V = jnp.log(jnp.array([[a / 2, 1 - a / 2], [1 - a / 2, a / 2]]))
+    each_BV = jnp.broadcast_to(draft_V, (ROUNDS, 2))
+    drafted_BK = jnp.stack([rule.sample(each_BV, keys, node=i, depth=i) for i in range(LONGEST)], axis=1)
+    draft_BKV = jnp.broadcast_to(draft_V, (ROUNDS, LONGEST, 2))
+    draft = Draft(tokens_BK=drafted_BK, num_drafted_B=jnp.full(ROUNDS, LONGEST), log_probs_BRV=draft_BKV)
+    logits_BTV = jnp.broadcast_to(target_V, (ROUNDS, LONGEST + 1, 2))
+    return rule.verify(
+        draft, TargetDistributions(logits_BTV=logits_BTV, warp=chain(), draft=draft), keys
+    ).num_accepted_B
+
+
+lengths = np.arange(LONGEST + 1)
+simulated = {}
+for a in CHANCES:
+    emitted = 1 + np.minimum(np.asarray(kept_per_round(a))[:, None], lengths)  # with each K, [ROUNDS, LONGEST + 1]
+    simulated[a] = emitted.mean(0)
+    errors = np.maximum(emitted.std(0) / np.sqrt(ROUNDS), 1e-6)
+    assert (np.abs(simulated[a] - expected(a, lengths)) < 5 * errors).all()
+
+figure, axis = plt.subplots(figsize=(6.4, 3.2))
+for a, colour, style in zip(CHANCES, COLOURS, STYLES):
+    axis.plot(lengths, expected(a, lengths), style, color=colour)
+    axis.plot(lengths, simulated[a], "o", color=colour, markersize=4)
+    axis.text(LONGEST + 0.3, expected(a, LONGEST), f"a = {a}", color=colour, va="center")
+axis.plot([], [], "k-", label=r"$(1 - a^{K+1})\,/\,(1 - a)$")
+axis.plot([], [], "ko", markersize=4, label=f"the token rule, {ROUNDS:,} rounds")
+axis.set(
+    title="A longer draft emits more tokens per round, but never more than 1 / (1 - a)",
+    xlabel="K, drafted per round",
+    ylabel="tokens per round",
+)
+axis.set(xlim=(0, LONGEST + 2), ylim=(0, None))
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## How many tokens to draft?
+#
+# Let a call of the draft cost $c$ calls of the target, and let scoring K + 1 tokens cost what one costs, as it does where
+# weights are streamed. A round then takes $1 + cK$, and drafting K tokens is faster by
+#
+# $$S(K) = \frac{1 - a^{K+1}}{(1 - a)(1 + cK)}$$
+#
+# (their theorem 3.8). One more token pays as long as what it adds, $a^{K+1}$, is more than $c$ times the speedup so far:
+# $E(K) + a^{K+1}$ over $1 + cK + c$ exceeds $S(K)$ just if $a^{K+1} > c\,S(K)$.
+
+# %%
+COST = 0.13  # the paper's pair on TPU v4: 1.8 ms of 14.1 ms
+
+figure, axis = plt.subplots(figsize=(6.4, 3.2))
+for a, colour, style in zip(CHANCES, COLOURS, STYLES):
+    by_formula, by_rule = (values / (1 + COST * lengths) for values in (expected(a, lengths), simulated[a]))
+    best, best_simulated = int(by_formula.argmax()), int(by_rule.argmax())
+    print(
+        f"a = {a}: best K = {best}, {by_formula[best]:.2f}x; simulated: K = {best_simulated}, {by_rule[best_simulated]:.2f}x"
+    )
+    assert by_formula[best_simulated] > 0.99 * by_formula[best]
+    axis.plot(lengths, by_formula, style, color=colour)
+    axis.plot(best, by_formula[best], "o", color=colour, markersize=9, fillstyle="none")
+    axis.plot(best_simulated, by_rule[best_simulated], "x", color=colour, markersize=6)
+    axis.text(LONGEST + 0.3, by_formula[-1], f"a = {a}", color=colour, va="center")
+axis.plot([], [], "ko", markersize=9, fillstyle="none", label="best K by the formula")
+axis.plot([], [], "kx", markersize=6, label="best K of the simulation")
+axis.axhline(1, color=GREY, linewidth=0.8)
+axis.set(title=f"The more is kept, the longer a draft pays (a draft call costs c = {COST})")
+axis.set(xlabel="K, drafted per round", ylabel="speedup over plain decoding (x)", xlim=(0, LONGEST + 2), ylim=(0, None))
+axis.legend(loc="lower left")
 plt.show()
 
 # %% [markdown]
@@ -274,7 +422,8 @@ by_block = weight_B @ np.exp(BlockRule().prefix_weights(drafts, log_probs[0])[:,
 print(f"accepted per round at K = 2: token rule {by_token:.4f} = 10/9, block rule {by_block:.4f} = 11/9")
 
 # %% [markdown]
-# And on our pair, whose draft is of the ordinary kind: tokens per round over the draft length, measured.
+# And on our pair, whose draft is of the ordinary kind: tokens per round over the draft length, measured. Its acceptance
+# varies from token to token; the formula, with the rate that the token rule has at K = 1, comes close all the same.
 
 # %%
 LENGTHS, TEXTS, TOKENS = (1, 2, 4, 8), 128, 96
@@ -290,12 +439,15 @@ def emitted_per_round(rule, draft_length: int) -> tuple[float, float]:
 
 
 figure, axis = plt.subplots(figsize=(6.4, 3))
-for name, rule, colour in (("block rule", BlockRule(), BOTH), ("token rule", TokenRule(), TARGET)):
+for name, rule, colour, style in (("block rule", BlockRule(), KEPT, "-"), ("token rule", TokenRule(), TARGET, "--")):
     means, errors = np.transpose([emitted_per_round(rule, length) for length in LENGTHS])
-    axis.errorbar(LENGTHS, means, errors, color=colour, marker="o", markersize=4, capsize=3, label=name)
+    look = {"color": colour, "linestyle": style, "marker": "o", "markersize": 4, "capsize": 3}
+    axis.errorbar(LENGTHS, means, errors, **look, label=f"{name}, {TEXTS} texts of {TOKENS} tokens ± standard error")
     print(f"{name}: " + ", ".join(f"K = {k}: {m:.2f} ± {e:.2f}" for k, m, e in zip(LENGTHS, means, errors)))
-axis.set(title=f"Emitted per round, {TEXTS} texts of {TOKENS} tokens (± standard error)")
-axis.set(xlabel="K, drafted per round", xticks=LENGTHS, ylabel="tokens", ylim=(1, None))
+rate = means[LENGTHS.index(1)] - 1  # of the token rule, which came last
+axis.plot(LENGTHS, expected(rate, LENGTHS), ":", color=GREY, label=f"formula, a = {rate:.2f}")
+axis.set(title="The longer the draft, the more the block rule gains over the token rule")
+axis.set(xlabel="K, drafted per round", xticks=LENGTHS, ylabel="tokens per round", ylim=(0, None))
 axis.legend()
 plt.show()
 
@@ -356,7 +508,8 @@ assert total_variation(others["accept always"][0], draft_distribution) < by_chan
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(8, 6.6), sharex=True)
 for axis, (name, (shares, _)) in zip(axes, others.items()):
-    show_histogram(axis, shares, BOTH if distances[name] < chance else WRONG, name.capitalize())
+    show_histogram(axis, shares, KEPT if distances[name] < chance else WRONG, name.capitalize())
+figure.suptitle("Standard rejection is exact, the other two are not", x=0.01, ha="left")
 axes[0].legend()
 axes[-1].set_xlabel("first two tokens")
 plt.show()

@@ -62,6 +62,7 @@ from specsamp import ModelDrafter, NoDrafter, TokenRule, chain, generate, load_p
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import ByLength, Interval, Profile
 from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
+from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG, set_style, tint
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Workload, decoders
@@ -76,19 +77,7 @@ print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {ja
 if device.platform != "cpu":
     print("The pair is small: an accelerator mostly waits between its steps. Acceptance is the same everywhere.")
 
-TARGET, DRAFT, BOTH, WRONG, GREY = "#1f6fb4", "#c98a1b", "#3a8f5c", "#d1495b", "#8a8f98"
-plt.rcParams.update(
-    {
-        "figure.dpi": 110,
-        "figure.constrained_layout.use": True,
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-    }
-)
+set_style()
 
 # %%
 pair, prompts = load_pair("python"), load_prompts("python")
@@ -105,8 +94,8 @@ print(f"{pair.tokenizer.vocab_size} tokens in the vocabulary, {len(prompts)} hel
 # %% [markdown]
 # ## Who wrote which token
 #
-# Green was drafted and accepted; amber the target had to write itself, as a correction or as the bonus after a draft
-# that was kept whole. (Without a notebook, ⟦brackets⟧ stand around the target's own.)
+# Green was drafted and accepted. The target itself wrote what is blue, the correction of a token that it rejected, and what
+# is yellow, the bonus after a draft that was kept whole. (Without a notebook, ⟦brackets⟧ stand around the target's own.)
 
 
 # %%
@@ -125,13 +114,14 @@ class Pieces:
 
 
 def by_writer(prompt: str, completion) -> Pieces:
-    stream, pieces = TextStream(pair.tokenizer), [(prompt, f"color: {GREY}", False)]
+    stream, pieces, accepted = TextStream(pair.tokenizer), [(prompt, f"color: {GREY}", False)], 0
     for i, drafted in enumerate(completion.from_draft):
         if completion.tokens[i] == pair.tokenizer.eos_id:
             break
         text = stream.push(completion.tokens[: i + 1], finished=i + 1 == len(completion.tokens))
-        style = "background: #cfe8d5; color: #14391f" if drafted else "background: #f6dfae; color: #4a3405"
-        pieces.append((text, style, not drafted))
+        writer = "accepted" if drafted else "bonus" if accepted == K else "correction"
+        accepted = accepted + 1 if drafted else 0
+        pieces.append((text, f"background: {tint(WRITERS[writer])}; color: black", not drafted))
     return Pieces(pieces)
 
 
@@ -229,11 +219,13 @@ def mean_and_error(kind: int) -> tuple[float, float, int]:
 
 accepted = {name: mean_and_error(kind) for kind, name in enumerate(KINDS)}
 figure, axis = plt.subplots(figsize=(6.4, 2.2))
-for name, colour in zip(KINDS, (BOTH, GREY, DRAFT)):
+for name in KINDS:
     mean, error, number = accepted[name]
-    axis.barh(name, mean, 0.6, xerr=error, color=colour, ecolor="black", capsize=3)
-    axis.text(0.01, name, f"{mean:.3f} ± {error:.3f}   ({number:,} tokens)", va="center", color="white")
-axis.set(title="Chance that a drafted token is kept, by kind of text (± standard error)", xlim=(0, 1))
+    axis.barh(name, mean, 0.6, xerr=error, color=tint(BLUE), ecolor="black", capsize=3)
+    axis.text(0.01, name, f"{mean:.3f} ± {error:.3f}   ({number:,} tokens)", va="center")
+easiest, hardest = (choose(KINDS, key=lambda name: accepted[name][0]) for choose in (max, min))
+axis.set(title=f"Easiest to draft: {easiest}; hardest: {hardest}", xlim=(0, 1))
+axis.set(xlabel="chance that a drafted token is kept (± standard error)")
 axis.invert_yaxis()
 plt.show()
 
@@ -243,9 +235,8 @@ plt.show()
 
 # %%
 shown = int(np.argmin(np.abs((next_kinds == 2).mean(1) - 0.4)))  # a window of code and prose
-green = "rgba(58, 143, 92, {:.2f})"
 Pieces(
-    (pair.tokenizer.decode([int(token)]), f"background: {green.format(chance)}", chance < 0.5)
+    (pair.tokenizer.decode([int(token)]), f"background: {tint(GREEN, chance)}; color: black", chance < 0.5)
     for token, chance in zip(windows[shown, 0, 1 + SKIPPED :], kept[shown, SKIPPED:])
 )
 
@@ -335,9 +326,9 @@ axis.fill_between(CHECKED, low, high, color=TARGET, alpha=0.15, linewidth=0, lab
 errors = [measured[k].std(ddof=1) / np.sqrt(len(texts)) for k in CHECKED]
 means = [measured[k].mean() for k in CHECKED]
 axis.errorbar(CHECKED, means, errors, fmt="o", color=WRONG, capsize=3, label="measured ± standard error")
-axis.axhline(means[0], color=GREY, linewidth=0.8, linestyle="--", label="plain decoding")
-axis.set(title=f"Time per token, {device.device_kind}, batch 1", xlabel="K, drafted per round", ylabel="ms per token")
-axis.set(xticks=CHECKED, ylim=(0, None))
+axis.axhline(means[0], color=GREY, linewidth=0.8, linestyle="--", label="plain decoding, measured")
+axis.set(title=f"Forecast to be fastest: K = {plan.best.draft_length}; measured: K = {best} ({device.device_kind})")
+axis.set(xlabel="K, drafted per round", ylabel="ms per token, batch 1", xticks=CHECKED, ylim=(0, None))
 axis.legend()
 plt.show()
 

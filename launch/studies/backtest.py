@@ -15,9 +15,9 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 import held_out
-from curves import COLOURS, axes_of
 from held_out import Check
 from specsamp import storage
+from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import calibrate, two_digits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from curves import COLOURS, axes_of
+from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.tpu.calibration import Band, estimate
 from specsamp.tpu.work import Work
 

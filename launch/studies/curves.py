@@ -1,21 +1,16 @@
-"""Curves of measured cells, and their figures: the panels of figure 1 of the paper, and speedup against batch size.
-
-Only drawing needs matplotlib (``pip install specsamp[figures]``), which is imported when something is drawn.
-"""
+"""Curves of measured cells, and their figures: the panels of figure 1 of the paper, and speedup against batch size."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import published
+from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.measured import distribution_of
 
 Cells = Sequence[Mapping[str, Any]]
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # Okabe and Ito: told apart by colour-blind readers
-STYLES = ("-", "--", "-.", ":")  # and in print
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,18 +164,6 @@ def draw_batches(curves: Sequence[BatchCurve]) -> Any:
     return figure
 
 
-def axes_of(count: int, label: str, sharey: bool = False) -> tuple[Any, Any]:
-    """Makes a figure of so many panels side by side, and returns it with the panels."""
-    from matplotlib.figure import Figure  # no window, no global state
-
-    figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
-    for axis in axes:
-        axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def _curve(name: str, group: Cells) -> PaperCurve:
     group = sorted(group, key=lambda cell: cell["key"]["draft_length"])
     results = [cell["result"] for cell in group]
@@ -235,13 +218,3 @@ def _panel(key: Mapping[str, Any]) -> str:
 def _distribution(key: Mapping[str, Any]) -> str:
     temperature = key.get("draft_temperature")
     return distribution_of(key) + ("" if temperature is None else f", draft T = {temperature:g}")
-
-
-def to_png(figure: Any) -> bytes:
-    """Returns a figure as PNG, and forgets it."""
-    import matplotlib.pyplot as plt
-
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=140)
-    plt.close(figure)
-    return picture.getvalue()

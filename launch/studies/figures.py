@@ -16,6 +16,7 @@ import curves as figures
 import entry
 from specsamp import storage
 from specsamp.analysis import grid
+from specsamp.analysis.figures import to_png
 
 GRID = "notebooks/results/python_pair_grid.json"
 _CELLS = flags.DEFINE_multi_string(
@@ -40,7 +41,7 @@ def main() -> None:
         raise ValueError(f"{error}: pip install -e .[figures]") from error
     for name, figure in drawn.items():
         path = os.path.join(_OUTPUT.value, f"{name}.png")
-        storage.write(path, figures.to_png(figure))
+        storage.write(path, to_png(figure))
         console.print(f"written to {path}", soft_wrap=True)
 
 

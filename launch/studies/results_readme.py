@@ -57,6 +57,15 @@ SECTIONS = (
         measured.trained,
     ),
     Section(
+        "Rounds as they went",
+        "The first rounds of one completion of a held-out prompt, at T = 0.8, top-p 0.95, K = 4, token rule: an example, whose "
+        "seed was chosen because every outcome occurs. Beside each drafted token is the chance that it is kept, min(1, q/p). "
+        "A rejected token is followed by the target's correction, a draft that is kept whole by its bonus.",
+        measured.one_round,
+        ["one_round"],
+        ["one_round"],
+    ),
+    Section(
         "Its head",
         "An EAGLE-3 head that reads the outputs of layers 1, 3 and 5 of six, counted from 0: `--config.drafter=head`. Acceptance "
         "of a token after the text's own, by position, on 24 held-out windows; nothing is drawn. It was trained in three runs, "

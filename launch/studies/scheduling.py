@@ -21,8 +21,8 @@ from absl import flags
 
 import _launch  # noqa: F401
 import entry
-from curves import COLOURS, to_png
 from specsamp import FirstCome, Pair, ShortestFirst, chain, generate_many, load_pair, storage, temperature, top_p
+from specsamp.analysis.figures import COLOURS, to_png
 from specsamp.analysis.report import Table
 from specsamp.decoding.checks import encode
 from specsamp.evaluation.tasks import load_task

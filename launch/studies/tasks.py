@@ -11,8 +11,8 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from curves import COLOURS, to_png
 from specsamp import storage
+from specsamp.analysis.figures import COLOURS, to_png
 from specsamp.analysis.grid import read_document
 
 _EVALUATIONS = flags.DEFINE_multi_string("evaluation", [], "A result of launch/evaluate.py; may be repeated.")

@@ -1,0 +1,204 @@
+"""Draws rounds of the shipped pair as they went: what the draft proposed, and what the target made of it.
+
+    python launch/studies/one_round.py --output=runs/one_round.json --figure=runs/one_round.png
+    python launch/studies/one_round.py --rounds=runs/one_round.json --figure=runs/one_round.png     # draws again
+
+An example, not a measurement: prompt and seed are those of a text whose first rounds show every outcome.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from absl import flags
+
+import _launch  # noqa: F401, the folder of entry
+import entry
+from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, storage, temperature, top_p
+from specsamp.analysis.figures import GREY, WRITERS, tint, to_png
+from specsamp.checkpoints.pair import load_prompts
+from specsamp.decoding.job import Job
+from specsamp.decoding.loop import decode_window
+from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.sampling.rules import TargetDistributions
+
+_PROMPT = flags.DEFINE_integer("prompt", 8, "Which of the pair's held-out prompts is completed.", lower_bound=0)
+_K = flags.DEFINE_integer("K", 4, "Tokens that are drafted per round.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 3, "Seed of the text.", lower_bound=0)
+_COUNT = flags.DEFINE_integer("count", 3, "How many rounds are decoded and drawn.", lower_bound=1)
+_ROUNDS = flags.DEFINE_string("rounds", None, "Draw the rounds of this file instead of decoding some.")
+_FIGURE = flags.DEFINE_string("figure", None, "Write the figure to this file, as PNG.")
+_OUTPUT = entry.define_output()
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+def main() -> None:
+    console = entry.make_console()
+    for flag, path in (("output", _OUTPUT.value), ("figure", _FIGURE.value)):
+        entry.check_output(path, flag)
+    if _ROUNDS.value:
+        document = storage.read_json(_ROUNDS.value)
+    else:
+        prompts = load_prompts("python")
+        if _PROMPT.value >= len(prompts):
+            raise ValueError(f"--prompt={_PROMPT.value}: the pair has {len(prompts)} prompts, counted from 0")
+        document = decode(load_pair("python"), prompts[_PROMPT.value], _K.value, _SEED.value, _COUNT.value)
+    with entry.reading(_ROUNDS.value or "what was decoded"):
+        for number, one in enumerate(document["rounds"], 1):
+            drafted = " ".join(f"{token['text']!r} ({token['chance']:.0%})" for token in one["drafted"])
+            line = f"round {number}: drafted {drafted}; {one['accepted']} accepted, then {one['last']!r}"
+            console.print(line, markup=False)
+        picture = draw(document) if _FIGURE.value else None
+    if not _ROUNDS.value:
+        entry.write_result(_OUTPUT.value, document, console)
+    if picture:
+        storage.write(_FIGURE.value, picture)
+
+
+def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, Any]:
+    """Decodes ``count`` rounds, and returns of each what was drafted, the chance to keep it, and what came of it."""
+    sampling = chain(temperature(TEMPERATURE), top_p(TOP_P))
+    method = Method(drafter=ModelDrafter(pair.draft, K, decode_window()), sampling=sampling)
+    job = Job.create(pair, [prompt], (K + 1) * count, method, seed=seed)
+    state, rounds = job.prefill(), []
+    for _ in range(count):
+        tokens_BK, chances_BK, verdict = jax.device_get(ahead(job.loop, job.weights, state.request, state))
+        accepted = int(verdict.num_accepted_B[0])
+        last = pair.tokenizer.decode([int(verdict.tokens_BT[0, accepted])])
+        drafted = [
+            {"text": pair.tokenizer.decode([token]), "chance": chance}
+            for token, chance in zip(tokens_BK[0].tolist(), chances_BK[0].tolist())
+        ]
+        rounds.append({"drafted": drafted, "accepted": accepted, "last": last})
+        state = job.run(state, 1)
+    sampled = {"temperature": TEMPERATURE, "top_p": TOP_P, "rule": "token", "seed": seed}
+    return {"prompt": prompt, "K": K, "sampling": sampled, "rounds": rounds}
+
+
+@jax.jit(static_argnames="loop")
+def ahead(loop: Loop, weights: Weights, request: Request, state: DecodeState):
+    """Returns what the next round will draft, the chance of each token to be kept, and the verdict: noise is addressed."""
+    draft, _, cache = loop.draft(weights, request, state)
+    output = loop.score(weights, state, draft, cache)
+    target = TargetDistributions(
+        logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
+    )
+    return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, output)
+
+
+# Of the figure, in pixels of which there are 100 to an inch. It is as wide as a README.
+WIDTH, LEFT, TOP, ROW, BOX, GAP, MARGIN = 860, 104, 66, 70, 34, 14, 14
+LARGE, SMALL = 13, 10  # points
+LETTER = 0.602 * LARGE * 100 / 72  # the width of a letter of DejaVu Sans Mono
+NARROWEST = 5  # letters that have room in a box
+INK = "#1f2328"  # of text on a colour
+LEGEND = {
+    "accepted": "drafted and accepted",
+    "rejected": "drafted and rejected",
+    "correction": "the target's correction",
+    "bonus": "the target's bonus",
+}
+
+
+def draw(document: dict[str, Any]) -> bytes:
+    """Returns the figure as PNG, without a background: it is shown on light and on dark pages."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: pip install -e .[figures]") from error
+    rounds, K = document["rounds"], document["K"]
+    height = TOP + ROW * (len(rounds) + 1) + 22
+    with matplotlib.rc_context({"font.size": SMALL}):
+        figure = Figure(figsize=(WIDTH / 100, height / 100))
+        axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
+        axis.set_axis_off()
+        draw_rounds(axis, rounds, K)
+        draw_text(axis, rounds, K, TOP + ROW * len(rounds))
+        for number, (writer, text) in enumerate(LEGEND.items()):
+            x, y = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND), height - 26
+            draw_box(axis, x, y, 26, 16, writer)
+            write(axis, x + 36, y + 8, text)
+        return to_png(figure, dpi=200, transparent=True)
+
+
+def draw_rounds(axis: Any, rounds: list[dict], K: int) -> None:
+    """Draws a line for each round: the drafted tokens, and the target's own."""
+    wide = [max(letters(one["drafted"][i]["text"]) for one in rounds) * LETTER + 20 for i in range(K)]
+    starts = [LEFT + sum(wide[:i]) + GAP * i for i in range(K)]
+    own_start, own_wide = starts[-1] + wide[-1] + 64, max(letters(one["last"]) for one in rounds) * LETTER + 20
+    write(axis, LEFT, 20, f"the draft proposes {K} tokens", weight="bold")
+    write(axis, LEFT, 39, "below each: how likely it is kept")
+    write(axis, own_start, 20, "the target adds one", weight="bold")
+    write(axis, own_start, 39, "with the call that judges the draft")
+    for number, one in enumerate(rounds):
+        y, accepted = TOP + ROW * number, one["accepted"]
+        middle = y + BOX / 2
+        write(axis, MARGIN, middle, f"round {number + 1}", weight="bold")
+        for i, token in enumerate(one["drafted"]):
+            writer = "accepted" if i < accepted else "rejected" if i == accepted else None
+            draw_box(axis, starts[i], y, wide[i], BOX, writer, token["text"])
+            below = f"{token['chance']:.0%}" if writer else "dropped"
+            write(axis, starts[i] + wide[i] / 2, y + BOX + 12, below, ha="center")
+        arrow = {"arrowstyle": "->", "color": GREY, "linewidth": 1.2}
+        axis.annotate("", (own_start - 12, middle), (own_start - 52, middle), arrowprops=arrow)
+        draw_box(axis, own_start, y, own_wide, BOX, of_target(one, K), one["last"])
+        write(axis, own_start + own_wide + 32, middle, f"{accepted + 1} token" + "s" * (accepted > 0))
+
+
+def draw_text(axis: Any, rounds: list[dict], K: int, y: float) -> None:
+    """Draws the text that the rounds wrote, each token on the colour of who wrote it."""
+    from matplotlib.patches import Rectangle
+
+    written = []
+    for one in rounds:
+        written += [(token["text"], "accepted") for token in one["drafted"][: one["accepted"]]]
+        written.append((one["last"], of_target(one, K)))
+    x = LEFT
+    write(axis, MARGIN, y + BOX / 2, "the text", weight="bold")
+    for text, writer in written:
+        text = text.replace("\n", "")
+        axis.add_patch(Rectangle((x, y + 2), LETTER * len(text), BOX - 4, color=tint(WRITERS[writer]), linewidth=0))
+        write_token(axis, x, y + BOX / 2, text, INK)
+        x += LETTER * len(text)
+    write(axis, x + 24, y + BOX / 2, f"{len(written)} tokens in {len(rounds)} calls of the target")
+
+
+def of_target(one: dict, K: int) -> str:
+    """Returns what the target's own token of a round is."""
+    return "bonus" if one["accepted"] == K else "correction"
+
+
+def letters(text: str) -> int:
+    """Returns how many letters a token's box has room for."""
+    return max(len(text), NARROWEST)
+
+
+def draw_box(axis: Any, x: float, y: float, wide: float, high: float, writer: str | None, text: str = "") -> None:
+    """Draws a token in the colours of who wrote it; None: nobody judged it."""
+    from matplotlib.patches import FancyBboxPatch
+
+    colour = WRITERS[writer] if writer else GREY
+    look = {"facecolor": tint(colour), "linewidth": 1.5} if writer else {"facecolor": "none", "linestyle": (0, (3, 2))}
+    axis.add_patch(FancyBboxPatch((x, y), wide, high, "round,pad=0,rounding_size=5", edgecolor=colour, **look))
+    text = text.replace("\n", "↵").replace(" ", "␣")
+    start = x + (wide - LETTER * len(text)) / 2
+    write_token(axis, start, y + high / 2, text, INK if writer else GREY)
+    if writer == "rejected" and text:
+        axis.plot([start - 5, start + LETTER * len(text) + 5], [y + high / 2] * 2, color=colour, linewidth=2)
+
+
+def write_token(axis: Any, x: float, y: float, text: str, colour: str) -> None:
+    """Writes a token; all of its letters have the same width."""
+    axis.text(x, y, text, color=colour, va="center_baseline", size=LARGE, family="DejaVu Sans Mono")
+
+
+def write(axis: Any, x: float, y: float, text: str, **options: Any) -> None:
+    """Writes a label in grey."""
+    axis.text(x, y, text, color=GREY, va="center", **options)
+
+
+if __name__ == "__main__":
+    entry.run(main)

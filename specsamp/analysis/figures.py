@@ -1,0 +1,65 @@
+"""The look of all figures: one palette, one style.
+
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart. Lines differ in
+`STYLES`, too, for print. Only drawing needs matplotlib (``pip install specsamp[figures]``), which is imported then.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"
+SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#787e85"  # this grey is read on light and on dark pages
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)  # of curves, in this order
+STYLES = ("-", "--", "-.", ":")
+TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION  # distributions, and what came of a draft
+WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}  # of a token
+
+
+def tint(colour: str, share: float = 0.55) -> str:
+    """Mixes a colour with white, as a background for dark text; ``share`` is the colour's, in [0, 1]."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + share * (part - 255)):02x}" for part in parts)
+
+
+def set_style() -> None:
+    """Sets matplotlib's defaults for figures in a notebook."""
+    import matplotlib.pyplot as plt
+    from cycler import cycler  # comes with matplotlib
+
+    plt.rcParams.update(
+        {
+            "figure.dpi": 110,
+            "figure.constrained_layout.use": True,
+            "font.size": 9,
+            "axes.prop_cycle": cycler(color=COLOURS),
+            "axes.titlesize": 10,
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+        }
+    )
+
+
+def axes_of(count: int, label: str, sharey: bool = False) -> tuple[Any, Any]:
+    """Makes a figure of so many panels side by side, and returns it with the panels."""
+    from matplotlib.figure import Figure  # no window, no global state
+
+    figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
+    for axis in axes:
+        axis.set_xlabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def to_png(figure: Any, **options: Any) -> bytes:
+    """Returns a figure as PNG, and forgets it; ``options`` are those of matplotlib's ``savefig``."""
+    import matplotlib.pyplot as plt
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **{"dpi": 140, **options})
+    plt.close(figure)
+    return picture.getvalue()
