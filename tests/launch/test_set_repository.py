@@ -41,7 +41,9 @@ def test_a_remote_on_github_has_a_name(script, clone, address):
     assert script.of_remote(clone, "origin") == "some-one/spec.samp"
 
 
-@pytest.mark.parametrize("address", ["/srv/git/specsamp", "git@example.com:a/b.git", "https://notgithub.com/a/b", "../other"])
+@pytest.mark.parametrize(
+    "address", ["/srv/git/specsamp", "git@example.com:a/b.git", "https://notgithub.com/a/b", "../other"]
+)
 def test_another_remote_is_said_with_its_address(script, clone, address):
     with_remote(clone, address)
     with pytest.raises(ValueError, match="not on GitHub: .* give --repository=OWNER/NAME") as error:
