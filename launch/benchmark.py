@@ -7,7 +7,7 @@
 Every cell is measured beside plain decoding of the same prompts, in turn; K = 0 is plain decoding beside itself,
 which shows how far a speedup may be off. The file is written after each cell: the same command goes on where it was
 interrupted, another grid of the same configuration adds its cells. A file belongs to one machine: times of two are
-not mixed.
+not mixed. --trace=runs/trace also says what within a round takes the time.
 """
 
 import jax
@@ -15,6 +15,7 @@ from absl import flags
 
 import entry
 import price
+import tracing
 from cells import check_points, known_identity, parse_grid, read_prompts, run_cells
 from config_file import ConfigFlag
 from experiment import build, config_mesh, headline
@@ -30,6 +31,7 @@ _PROMPTS = flags.DEFINE_string(
 )
 _OUTPUT = entry.define_output()
 _CHIP_HOUR = price.define_chip_hour()
+_TRACE = tracing.define_trace()
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
@@ -39,12 +41,15 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     grid.check_output(_OUTPUT.value, known_identity(config))
     points = parse_grid(_GRID.value)
+    if _TRACE.value and len(points) > 1:
+        raise ValueError(f"--trace is of one cell, and --grid asks for {len(points)}: choose one")
+    tracing.check_trace(_TRACE.value)
     check_points(config, points)  # before weights are read
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
     experiment = build(config, prompts, mesh=config_mesh(config))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value)
+    run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 

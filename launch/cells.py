@@ -17,6 +17,7 @@ from rich.console import Console
 
 import entry
 import price
+import tracing
 from config_file import choose, require
 from drafters import drafter_name, make_drafter, word_of
 from experiment import (
@@ -30,8 +31,10 @@ from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.measured import describe
-from specsamp.analysis.workload import check_fits
+from specsamp.analysis.trace import Trace
+from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.checks import Prompt, integer
+from specsamp.decoding.pair import Pair
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
@@ -215,12 +218,14 @@ def run_cells(
     console: Console,
     again: bool = False,
     chip_hour: float | None = None,
+    trace: str | None = None,
 ) -> None:
     """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
 
     Args:
       again: measures what it does hold, too.
       chip_hour: dollars, to say what tokens cost.
+      trace: a folder, to profile the only cell into.
     """
     cells = make_cells(config, points, experiment)
     for cell in cells:
@@ -245,6 +250,9 @@ def run_cells(
     start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:
         measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=header, progress=say)
+    if trace and "result" in results.find(cells[0].key):
+        traced = trace_cell(cells[0], experiment.pair, trace, console)
+        results.add({**results.find(cells[0].key), "trace": traced.programs}, header())
     if not entry.is_first():
         return
     if measured:
@@ -259,6 +267,13 @@ def run_cells(
         entry.show(tables.result_tables(measured[0][1], label), console)
     if output and not storage.is_stream(output):
         console.print(f"\nwritten to {output}", soft_wrap=True)
+
+
+def trace_cell(cell: Cell, pair: Pair, folder: str, console: Console) -> Trace:
+    """Profiles a cell into a folder, and shows where its time went."""
+    contender = {"speculative": (cell.drafter, cell.rule)}
+    (decoder,) = decoders(pair, contender, cell.sampling, cell.workload, cell.draft_sampling).values()
+    return tracing.show_trace(decoder, folder, console)
 
 
 def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:

@@ -3,6 +3,7 @@
     bash launch/demo.sh
     python launch/demo.py --prompt='def fibonacci(n):'
     python launch/demo.py --plain
+    python launch/demo.py --trace=runs/trace                 # where the time goes
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
 Where there are no colours (--plain, NO_COLOR, a pipe or a file) the target's own tokens stand in brackets.
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 import entry
+import tracing
 from colours import DRAFTED, PROMPT, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
@@ -38,6 +40,7 @@ _PROMPT = flags.DEFINE_multi_string(
 _PASSES = flags.DEFINE_integer(
     "passes", 3, "How often each side decodes every prompt; more make the times steadier.", lower_bound=1
 )
+_TRACE = tracing.define_trace()
 
 NUM_PROMPTS = 3
 
@@ -48,6 +51,7 @@ def main() -> None:
     refuse(config, "draft_temperature", "synthetic_acceptance")
     if _PROMPT.value and "pair" not in config and "hugging_face" not in config:
         raise ValueError("--prompt: this pair has no tokenizer")
+    tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value], mesh=config_mesh(config))
     console.print(headline(experiment), markup=False)
@@ -77,6 +81,8 @@ def main() -> None:
     with entry.progress(console, "timing how fast the weights are read"):
         share = streaming_share(sides["greedy"]["autoregressive"])
     entry.show([speed_table(timings, share, experiment)], console)
+    if _TRACE.value:
+        tracing.show_trace(sides["sampled"]["speculative"], _TRACE.value, console)
 
 
 def compile_all(sides: dict[str, Decoder], console: Console) -> None:

@@ -19,7 +19,7 @@
 # to hold them, the pair that comes with the package takes their place and writes Python.
 
 # %%
-REPOSITORY = "https://github.com/OWNER/specsamp"  # its owner puts the address here
+REPOSITORY = "https://github.com/OWNER/specsamp"  # launch/set_repository.py writes the address here
 
 import glob
 import importlib.util
@@ -29,6 +29,7 @@ import subprocess
 import sys
 
 if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Colab's
+    assert "/OWNER/" not in REPOSITORY, "put the owner of the repository in place of OWNER above"
     wanted = [f"specsamp[figures,hf] @ git+{REPOSITORY}"]
     if glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*"):
         wanted.append("jax[tpu]")

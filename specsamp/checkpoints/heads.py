@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
-from specsamp.checkpoints.hub import download_head, find_folder
+from specsamp.checkpoints.hub import download_head, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
@@ -83,6 +83,7 @@ def open_head(
     *,
     target_embedding: Tensor | None = None,
     dtype: str = "bfloat16",
+    headers_only: bool = False,
 ) -> HeadCheckpoint:
     """Reads config and headers of a head, and checks them against its target.
 
@@ -91,6 +92,7 @@ def open_head(
       target: of the target's checkpoint, without padding of its vocabulary.
       target_embedding: a head that repeats it does without one of its own.
       dtype: of decode-time weights, activations and caches.
+      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread: to check a head, not to use it.
 
     Raises:
       FileNotFoundError: no such head. ValueError: a head of another kind or target, see `parse_head`; tensors that are
@@ -99,7 +101,10 @@ def open_head(
     """
     name = os.fspath(name)
     folder, from_hub = find_folder(name)
-    found = _find(download_head(name) if from_hub else folder)
+    if from_hub and headers_only:
+        found = _renamed(read_headers(name))
+    else:
+        found = _find(download_head(name) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
     sources = head_sources(config, layout)
@@ -109,7 +114,8 @@ def open_head(
         {source.tensor: source.shape(head_sizes(config)) for source in sources.values()},
         layout.beside.search,
     )
-    draft_ids = None if config.draft_vocab_size is None else _read_ids(name, found, config)
+    has_ids = config.draft_vocab_size is not None and not headers_only
+    draft_ids = _read_ids(name, found, config) if has_ids else None
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
         config = dataclasses.replace(config, own_embedding=False)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
@@ -189,6 +195,11 @@ def _find(folder: epath.Path) -> dict[str, Tensor]:
     else:
         read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle
         found = read(folder / apart[0])
+    return _renamed(found)
+
+
+def _renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors by the names that speculators has for them."""
     renamed = {r"^midlayer\.": "layers.0.", r"^medusa_heads?\.": ""}
     for pattern, name in renamed.items():
         found = {re.sub(pattern, name, key): tensor for key, tensor in found.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from etils import epath
 
@@ -16,6 +17,7 @@ from specsamp.checkpoints.safetensors_io import (
     PICKLE,
     PICKLES,
     SINGLE,
+    Tensor,
     read_index,
     refuse_pickles,
 )
@@ -25,6 +27,8 @@ SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "chat_template.jinja", INDEX),
 )
+
+ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model of the hub
 
 
 def find_folder(name: str) -> tuple[epath.Path, bool]:
@@ -39,7 +43,7 @@ def find_folder(name: str) -> tuple[epath.Path, bool]:
         return folder, False
     if folder.exists() or name.startswith(storage.BUCKETS):
         raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint in the format of Hugging Face")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if not ID.fullmatch(name):
         raise FileNotFoundError(
             f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
         )
@@ -75,17 +79,77 @@ def download_head(name: str) -> epath.Path:
     return folder
 
 
-def _download(name: str, files: Sequence[str]) -> epath.Path:
-    """Downloads files of a model into the cache of the hub's library, and returns their folder."""
+def read_headers(name: str) -> dict[str, Tensor]:
+    """Returns the tensors of a model of the hub without downloading them: their values cannot be read.
+
+    Raises:
+      FileNotFoundError: the hub does not give the headers. ValueError: the model has no safetensors.
+    """
+    import huggingface_hub
+
+    try:
+        files = huggingface_hub.get_safetensors_metadata(name).files_metadata
+    except huggingface_hub.errors.NotASafetensorsRepoError as error:
+        _refuse_what_the_hub_has(name)
+        raise ValueError(f"{name} has neither {SINGLE} nor {INDEX}") from error
+    except Exception as error:  # of the network, of the hub, of access rights
+        raise FileNotFoundError(f"the hub did not give the headers of {name} ({_told(error)})") from error
+    return {
+        tensor: Tensor(file=epath.Path(file), kind=info.dtype, shape=tuple(info.shape), offset=0)
+        for file, content in files.items()
+        for tensor, info in content.tensors.items()
+    }
+
+
+def why_not(name: str) -> str | None:
+    """Returns why the hub does not show a model to this user; None: it does, or the name is none of its ids.
+
+    Raises:
+      ConnectionError: the hub cannot be asked.
+      ValueError: its library is not installed.
+    """
+    if storage.place(name).exists() or not ID.fullmatch(name):
+        return None
+    hub = _library(name)
+    try:
+        hub.auth_check(name)  # a gated model is listed for all, and given to some
+    except hub.errors.GatedRepoError:
+        return "gated: accept its licence on its page, then hf auth login"
+    except hub.errors.RepositoryNotFoundError:
+        return "not on the hub, or private: then hf auth login"
+    except hub.errors.HfHubHTTPError as error:
+        return f"the hub does not give it ({_told(error)})"
+    except ValueError as error:  # no name that a model can have
+        return _told(error)
+    except Exception as error:  # whatever the library's own library of HTTP raises
+        raise ConnectionError(
+            f"the hub cannot be reached, and names are looked up there ({_told(error)}): check network and HF_HUB_OFFLINE"
+        ) from error
+    return None
+
+
+def _told(error: Exception) -> str:
+    """Returns an error in one line: links to documentation and ids of requests stand in others."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _library(name: str) -> Any:
+    """Returns the hub's library; raises ValueError where it is not installed."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
             f"there is no folder {name!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
         ) from error
+    return huggingface_hub
+
+
+def _download(name: str, files: Sequence[str]) -> epath.Path:
+    """Downloads files of a model into the cache of the hub's library, and returns their folder."""
+    hub = _library(name)
     try:
         # What lies deeper than config.json is the same model in another format.
-        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
+        found = hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
             f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A gated model needs "

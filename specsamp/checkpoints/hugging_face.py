@@ -32,7 +32,7 @@ from specsamp import storage
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
-from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder
+from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
@@ -91,22 +91,37 @@ class Checkpoint:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
             and both shapes; or an unsupported dtype.
         """
-        wanted = {source.tensor: source.shape(sizes(self.config)) for source in self.sources().values()}
+        self._check(self._found, self.config)
+        return self._found
+
+    def check_headers(self) -> None:
+        """Checks what `tensors` checks, of headers alone: of a model of the hub no tensor is downloaded.
+
+        Raises:
+          FileNotFoundError, ValueError: see `tensors`.
+        """
+        if not self.is_converted:
+            self._check(self._named(read_headers(self.name)) if self.from_hub else self._found, self.described)
+
+    def _check(self, found: Mapping[str, Tensor], config: TransformerConfig) -> None:
+        wanted = {source.tensor: source.shape(sizes(config)) for source in self.sources(config).values()}
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
-        repeated = {find_source("output_embedding", self.family.names).tensor} if self.config.tied else set()
+        repeated = {find_source("output_embedding", self.family.names).tensor} if config.tied else set()
         of_head = self.family.head_prefix
 
         def is_harmless(name: str) -> bool:
             return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
 
-        check_tensors(self.name, self._found, wanted, is_harmless)
-        return self._found
+        check_tensors(self.name, found, wanted, is_harmless)
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
         """Returns all tensors of the files, downloaded if they are not here, by the names that the family has for them."""
         folder = download_weights(self.name, self.folder) if self.from_hub else self.folder
-        found = find_tensors(folder)
+        return self._named(find_tensors(folder))
+
+    def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns tensors by the names that the family has for them."""
         prefix = self.family.prefix
         if not prefix or any(name.startswith(prefix) for name in found):
             return found
@@ -117,9 +132,9 @@ class Checkpoint:
         """Returns whether its parameters are in Orbax's format."""
         return (self.folder / "run.json").exists()
 
-    def sources(self) -> dict[str, Source]:
-        """Returns which tensor holds each parameter, by the parameter's name."""
-        shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
+    def sources(self, config: TransformerConfig | None = None) -> dict[str, Source]:
+        """Returns which tensor holds each parameter, by the parameter's name; by default of the model that the files hold."""
+        shapes = jax.eval_shape(TransformerLM(config or self.config).init, jax.random.key(0))
         return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 

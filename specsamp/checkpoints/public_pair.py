@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from specsamp.checkpoints.head_check import warn_unless_it_fits
-from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
@@ -106,10 +106,7 @@ def read_head_pair(
     opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
     for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
         say(note)
-    if not opened.config.own_embedding and checkpoint.config.embedding_scale is not None:
-        raise ValueError(
-            f"{head} shares the embedding of {target}, which scales it: heads of such targets are not read"
-        )
+    check_head_of(checkpoint, opened)
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
     rows = -(-checkpoint.config.vocab_size // devices) * devices
     real = checkpoint.tokenizer.vocab_size
@@ -136,6 +133,14 @@ def read_head_pair(
     if check_fit:
         warn_unless_it_fits(pair)
     return pair
+
+
+def check_head_of(target: Checkpoint, head: HeadCheckpoint) -> None:
+    """Raises ValueError for a head that would read its target's embedding otherwise than it was trained."""
+    if not head.config.own_embedding and target.described.embedding_scale is not None:
+        raise ValueError(
+            f"{head.name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"
+        )
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:

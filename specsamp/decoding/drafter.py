@@ -85,11 +85,12 @@ class Sampler:
           ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
           is statically greedy, which makes the distribution one-hot (the default of `generate`).
         """
-        warped_BV = log_probs(self.warp, logits_BV, self.warp_state if warp_state is None else warp_state)
-        if self.is_one_hot:
-            return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
-        depth = node if depth is None else depth
-        return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=drafter), warped_BV
+        with jax.named_scope("sample"):
+            warped_BV = log_probs(self.warp, logits_BV, self.warp_state if warp_state is None else warp_state)
+            if self.is_one_hot:
+                return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
+            depth = node if depth is None else depth
+            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=drafter), warped_BV
 
     def advance(self, warp_state: Any, tokens_B: Array) -> Any:
         """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""

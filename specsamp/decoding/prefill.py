@@ -105,11 +105,13 @@ def _reader(loop: Loop, weights: Weights, lengths_B: Array) -> Callable[..., tup
 
     def read(tokens_BT: Array, start: Array | int, cache: Any, drafter_state: Any) -> tuple[Any, Any]:
         start_B = jnp.full_like(lengths_B, start) if jnp.ndim(start) == 0 else start
-        output = loop.target(weights.target, tokens_BT, start_B, cache, hidden_layers=loop.drafter.hidden_layers)
+        with jax.named_scope("target"):
+            output = loop.target(weights.target, tokens_BT, start_B, cache, hidden_layers=loop.drafter.hidden_layers)
         check_logits("target", loop.target, output)
-        drafter_state, cache = loop.drafter.read(
-            weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
-        )
+        with jax.named_scope("draft"):
+            drafter_state, cache = loop.drafter.read(
+                weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
+            )
         return cache, drafter_state
 
     return read

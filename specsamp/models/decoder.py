@@ -110,20 +110,21 @@ class Decoder(nn.Module):
     ) -> tuple[Array, TransformerCache | None]:
         """Returns the stream ``[B, T, D]`` that enters layer 0, and the cache with the tokens that n-grams need."""
         config = self.config
-        x_BTD = self.embedding[tokens_BT]
-        if config.num_ngram_tables:
-            memory_BS = None if cache is None else cache.tokens_BS
-            rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)
-            for table_RD, rows_BT in zip(self.ngram_tables, rows, strict=True):
-                x_BTD = x_BTD + table_RD[rows_BT]
-            if cache is not None:
-                cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
-        if config.positions == "learned":
-            # Scratch slots beyond the table read its last row.
-            x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
-        x_BTD = x_BTD.astype(config.compute_dtype)
-        if config.embedding_scale is not None:
-            x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
+        with jax.named_scope("embed"):
+            x_BTD = self.embedding[tokens_BT]
+            if config.num_ngram_tables:
+                memory_BS = None if cache is None else cache.tokens_BS
+                rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)
+                for table_RD, rows_BT in zip(self.ngram_tables, rows, strict=True):
+                    x_BTD = x_BTD + table_RD[rows_BT]
+                if cache is not None:
+                    cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
+            if config.positions == "learned":
+                # Scratch slots beyond the table read its last row.
+                x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
+            x_BTD = x_BTD.astype(config.compute_dtype)
+            if config.embedding_scale is not None:
+                x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
         return x_BTD, cache
 
     def run_layers(
@@ -166,7 +167,8 @@ class Decoder(nn.Module):
 
     def unembed(self, x_BTD: Array) -> Array:
         """Returns logits ``[B, T, V]`` float32 from the stream that leaves the last layer."""
-        return self.unembed_normed(self.final_norm(x_BTD))
+        with jax.named_scope("logits"):
+            return self.unembed_normed(self.final_norm(x_BTD))
 
     def unembed_normed(self, x_BTD: Array) -> Array:
         """Returns the same from a stream that is normalised already."""

@@ -318,8 +318,9 @@ class FeatureHead:
           of_target: `LayeredModel.unembed_normed` with its weights, for heads without an output of their own.
           offset: of the token in its draft, below ``config.max_tokens``.
         """
-        x_BTD = self._apply("normed", weights, features_BTD, offset)
-        return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
+        with jax.named_scope("logits"):
+            x_BTD = self._apply("normed", weights, features_BTD, offset)
+            return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
 
     def expand(self, weights: Any, logits: Array) -> Array:
         """Returns logits ``[..., V]`` over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""

@@ -59,9 +59,34 @@ def test_an_installed_command_says_so_in_its_result(site, tmp_path):
     assert (environment["specsamp"], environment["commit"]) == (specsamp.__version__, "not a checkout")
 
 
-def test_help_names_the_command_as_it_is_called(site):
-    done = run(site, "check-head", "--help")
-    assert "specsamp check-head --config=" in done.stdout and "launch/check_head.py" not in done.stdout
+# One process imports JAX, and forks for each command: flags of two commands would meet.
+EVERY = """
+import os, sys
+import specsamp.__main__ as program
+sys.path.insert(0, str(program.folder()))
+import entry
+for name in program.commands():
+    child = os.fork()
+    if child == 0:
+        print(f"=== {name}", flush=True)
+        status = program.main([name, "--help"])
+        sys.stdout.flush()
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+def test_every_command_starts_and_names_itself_as_it_is_called(site):
+    """Each imports what it needs, and reads its configuration, from the wheel alone."""
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", EVERY], cwd=site, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = dict(text.split("\n", 1) for text in done.stdout.split("=== ")[1:])
+    assert {"demo", "chat", "benchmark", "plan", "audit", "compile-report", "evaluate"} <= told.keys()
+    assert told.keys() >= commands().keys()
+    assert "specsamp check-head --config=" in told["check-head"] and "launch/check_head.py" not in done.stdout
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys):

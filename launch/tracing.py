@@ -1,0 +1,35 @@
+"""Shares --trace: a profile of what a command measures, where to open it, and its time by named scope."""
+
+import jax
+from absl import flags
+from rich.console import Console
+
+import entry
+from specsamp.analysis.trace import Trace, trace
+from specsamp.analysis.workload import Decoder
+
+
+def define_trace() -> flags.FlagHolder:
+    """Defines --trace."""
+    return flags.DEFINE_string(
+        "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
+    )
+
+
+def check_trace(folder: str | None) -> None:
+    """Refuses a folder that cannot be written, and programs that are not compiled: now, not after all was measured."""
+    if folder and jax.config.jax_disable_jit:
+        raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
+    if folder:
+        entry.check_output(f"{folder.rstrip('/')}/profile", "trace")
+
+
+def show_trace(decoder: Decoder, folder: str, console: Console) -> Trace:
+    """Writes the profile, and prints where to open it and what took the time."""
+    with entry.progress(console, "compiling and tracing"):
+        traced = trace(decoder, folder)
+    entry.show(traced.tables(), console)
+    console.print()
+    for sentence in traced.sentences:
+        console.print(entry.visible(sentence), soft_wrap=True, markup=False)
+    return traced

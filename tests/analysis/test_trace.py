@@ -1,0 +1,161 @@
+"""What a profile is read as: which operation belongs to which scope, and that every moment counts once."""
+
+import jax
+import pytest
+from jax.profiler import ProfileData
+
+from specsamp.analysis import trace
+from specsamp.analysis.workload import Workload, decoders
+from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.pair import Pair
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.warp import chain, temperature
+from support.run_script import call
+
+TINY = "--config=configs/random_pair.py:tiny"
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A profile of a pair whose draft is its target, on this CPU."""
+    model = TransformerLM(tiny(num_layers=1, positions="rotary"))
+    params = model.init(jax.random.key(0))
+    pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
+    work = Workload(batch=1, prompt_length=4, max_new_tokens=20, repeats=1)
+    sides = {"speculative": (ModelDrafter(model, 2), TokenRule())}
+    (decoder,) = decoders(pair, sides, chain(temperature(0.8)), work).values()
+    return trace.trace(decoder, tmp_path_factory.mktemp("profiles"), rounds=3)
+
+
+def test_a_round_is_split_by_its_scopes(traced):
+    """The loop, the models and the compiler agree on the names; every operation counts, and the sum is the whole."""
+    prefill, decoding = traced.programs
+    found = {one.scope: one for one in decoding.scopes}
+    assert {"draft/attention", "draft/mlp", "draft/logits", "draft/sample"} <= found.keys()
+    assert {"score/embed", "score/attention", "score/mlp", "score/logits", "verify/rest", "commit/rest"} <= found.keys()
+    assert {"target/attention", "draft/attention"} <= {one.scope for one in prefill.scopes}
+    named = sum(one.operations for scope, one in found.items() if scope != trace.OUTSIDE)
+    assert named > 10 * found[trace.OUTSIDE].operations  # such as the loop itself
+    for program in traced.programs:
+        assert sum(one.ms for one in program.scopes) == pytest.approx(program.ms)
+        assert sum(one.share for one in program.scopes) == pytest.approx(1)
+        assert 0 < program.ms < 1.1 * program.host_ms
+    assert decoding.runs == 3 and decoding.what == "Round, K = 2"
+
+
+def test_a_profile_is_where_it_is_said_to_be(traced):
+    (viewer,) = [one for one in traced.sentences if "perfetto" in one]
+    assert viewer.split()[2].endswith(".trace.json.gz") and viewer.split()[2] == traced.viewer
+    assert f"xprof --logdir={traced.folder} " in traced.sentences[0]
+
+
+def test_the_table_adds_parts_up_to_phases(traced):
+    table = traced.tables()[1]
+    rows = {row[0]: row for row in table.rows}
+    assert [name for name in rows if not name.startswith(" ")] == [
+        *("draft", "score", "verify", "commit"),
+        trace.OUTSIDE,
+        "all",
+    ]
+    assert rows["all"][1] == "100.0%" and "mean of 3" in table.note
+
+
+@pytest.mark.parametrize(
+    "name, scope",
+    [
+        ("jit(decode)/jit(run_request)/while/body/draft/Decoder/layer_0/attention/dot_general", ("draft", "attention")),
+        ("jit(decode)/while/body/score/Decoder/logits/logits/mul;while/body/draft/mlp/add", ("score", "logits")),
+        ("jit(decode)/while/body/verify/add", ("verify",)),
+        ("jit(prefill)/prefill/target/layer_0/mlp/add", ("target", "mlp")),
+        ("jit(decode)/while", ()),
+        ("jit(decode)/attention/add", ()),  # in no phase
+        ("", ()),
+    ],
+)
+def test_scopes_are_read_off_the_compilers_names(name, scope):
+    assert trace.scope_of(name) == scope
+
+
+def test_operations_without_a_name_are_left_to_what_they_run_in():
+    text = """
+  %dot.1 = f32[2]{0} dot(%a, %b), metadata={op_name="jit(f)/draft/mlp/dot_general" stack_frame_id=4}
+  ROOT %fusion = f32[2]{0} fusion(%dot.1), metadata={op_name="jit(f)/add"}
+  %copy.3 = f32[2]{0} copy(%a)
+"""
+    scopes = trace.scopes_of(text)
+    assert scopes == {"dot.1": ("draft", "mlp"), "fusion": ()}
+    events = [
+        ("jit_f", "fusion", 0, 10),
+        ("jit_f", "copy.3", 2, 4),
+        ("jit_other", "dot.1", 0, 9),
+        ("jit_f(7)", "dot.1", 5, 8),
+    ]
+    assert trace.spans_by_program(events, {"f": scopes}) == {"f": [(0, 10, ()), (5, 8, ("draft", "mlp"))]}
+
+
+def test_every_moment_counts_once_for_what_began_last():
+    loop, draft, score = (), ("draft",), ("score", "mlp")
+    spans = [(0, 100, loop), (10, 50, draft), (20, 30, score), (40, 70, score), (120, 140, draft)]
+    program = trace.program_time("f", spans, 2, 1e-6)
+    microseconds = {one.scope: one.ms * 1e6 * 2 for one in program.scopes}
+    # Of the loop: what is left of 0 to 100; between the loop and the last draft nothing ran.
+    assert microseconds == pytest.approx({"draft/rest": 20 + 20, "score/mlp": 10 + 30, trace.OUTSIDE: 40 + 20})
+    assert program.ms * 2e6 == pytest.approx(140)
+    assert {one.scope: one.operations for one in program.scopes}["score/mlp"] == 1  # two, in two runs
+
+
+def line(name, events, names):
+    ids = {text: number + 1 for number, text in enumerate(names)}
+    return f'name: "{name}" ' + " ".join(
+        f"events {{ metadata_id: {ids[text]} offset_ps: {begin}000 duration_ps: {end - begin}000 }}"
+        for text, begin, end in events
+    )
+
+
+def test_a_tpu_has_lines_of_programs_and_of_operations():
+    """As they are published; of two devices the first is read."""
+    names = [
+        "jit_prefill(12)",
+        "jit_decode(34)",
+        "%fusion.1 = f32[8]{0} fusion(%a), kind=kLoop",
+        "%while.2 = (s32[]) while(%b)",
+    ]
+    metadata = "".join(
+        f"event_metadata {{ key: {i + 1} value {{ id: {i + 1} name: '{name}' }} }} " for i, name in enumerate(names)
+    )
+    modules = line("XLA Modules", [(names[0], 0, 10), (names[1], 20, 90)], names)
+    ops = line("XLA Ops", [(names[2], 2, 9), (names[3], 20, 90), (names[2], 30, 60)], names)
+    plane = f"lines {{ {modules} }} lines {{ {ops} }} {metadata}"
+    planes = [f'planes {{ name: "/device:TPU:{i}" {plane} }}' for i in (0, 1)] + ['planes { name: "/host:CPU" }']
+    profile = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+    assert trace.operations(profile) == [
+        ("jit_prefill(12)", "fusion.1", 2, 9),
+        ("jit_decode(34)", "while.2", 20, 90),
+        ("jit_decode(34)", "fusion.1", 30, 60),
+    ]
+
+
+def test_a_platform_that_reports_nothing_is_said_so():
+    empty = trace.program_time("Round", [], 3, 1e-3)
+    made = trace.Trace(folder="here", viewer=None, programs=(empty,))
+    assert made.tables() == [] and "cpu reported no operations" in made.sentences[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--trace=README.md"], "--trace=README.md/profile cannot be written"),
+        (["--trace=runs/x", "--grid=draft_length=1,2"], "--trace is of one cell, and --grid asks for 2: choose one"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_at_once(arguments, message):
+    done = call("benchmark", TINY, *arguments)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_what_is_not_compiled_is_not_traced():
+    with jax.disable_jit():
+        done = call("demo", TINY, "--trace=runs/x")
+    assert done.returncode == 2 and "JAX_DISABLE_JIT is set: leave out one of the two" in done.stderr

@@ -1,0 +1,128 @@
+"""Names of the hub, good and bad: each that would not load is said with its reason, and no weights are downloaded."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import jax
+import pytest
+
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.head_export import write_head
+from specsamp.checkpoints.name_check import NamedPair, check_pair
+from specsamp.checkpoints.safetensors_io import INDEX
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
+from support.checkpoint_shapes import CONFIG, edit, random_params
+from support.run_script import call
+from support.stand_in_hub import StandInHub
+
+HEAD = Eagle3Config(
+    layer=dataclasses.replace(CONFIG, num_layers=1),
+    target_layers=CONFIG.num_layers,
+    hidden_layers=(0, 1),
+    draft_vocab_size=64,
+    own_output=True,
+)
+CHAT = {"chat_template": "{{ messages[0].content }}"}
+
+
+@pytest.fixture
+def hub(original, tokenizer, tmp_path, monkeypatch):
+    """A target of several files, a draft and a head for it."""
+    hub = StandInHub(tmp_path / "hub", tmp_path / "cache")
+    target = shutil.copytree(original, hub.folder / "some/target")
+    (target / "tokenizer_config.json").write_text(json.dumps(CHAT), encoding="utf-8")
+    smaller = dataclasses.replace(CONFIG, width=16, num_heads=2, num_kv_heads=1, tied=True)
+    export(hub.folder / "some/draft", smaller, random_params(smaller), tokenizer)
+    head = FeatureHead(HEAD)
+    write_head(hub.folder / "some/head", head, head.init(jax.random.key(0)), target_name="some/target", K=3)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return hub
+
+
+def problems(**fields):
+    """What is wrong with the target and with what drafts."""
+    given = {"name": "pair", "target": "some/target", "draft": "some/draft"} | fields
+    found = list(check_pair(NamedPair(**given)))
+    assert [one.model for one in found] == [given["target"], given["draft"]]
+    return tuple(one.problem for one in found)
+
+
+def test_what_loads(hub):
+    assert problems(chat=True) == problems(draft="some/head", is_head=True) == (None, None)
+    assert not list(hub.cache.glob("**/*.safetensors"))
+    (hub.folder / "some/head/config.json").write_text(
+        (hub.folder / "some/head/config.json").read_text().replace("some/target", "some/base-model")
+    )
+    (_, of_head) = check_pair(NamedPair(name="pair", target="some/target", draft="some/head", is_head=True))
+    assert of_head.problem is None and "was trained for some/base-model" in of_head.notes[0]
+
+
+def test_folders_are_names_too(hub):
+    assert problems(target=str(hub.folder / "some/target")) == (None, None)
+
+
+def test_names_that_are_not_there_or_not_given(hub):
+    assert problems(draft="some/nothing")[1] == "not on the hub, or private: then hf auth login"
+    hub.gated.add("some/target")
+    target, head = problems(draft="some/head", is_head=True)
+    assert target == "gated: accept its licence on its page, then hf auth login"
+    assert head.startswith("not checked: a head is checked against its target")
+
+
+def test_another_architecture(hub):
+    edit(hub.folder / "some/draft/config.json", lambda content: content.update(architectures=["MambaForCausalLM"]))
+    target, draft = problems()
+    assert target is None and "MambaForCausalLM" in draft
+
+
+def test_tensors_of_another_shape(hub):
+    edit(hub.folder / "some/target/config.json", lambda content: content.update(intermediate_size=48))
+    target, draft = problems()
+    assert "of another shape than config.json says" in target and draft is None
+
+
+def test_a_tensor_that_is_missing(hub):
+    index = json.loads((hub.folder / "some/target" / INDEX).read_text(encoding="utf-8"))
+    file = index["weight_map"]["model.norm.weight"]
+    index["weight_map"] = {name: there for name, there in index["weight_map"].items() if there != file}
+    (hub.folder / "some/target" / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    assert "tensors are missing" in problems()[0] and "model.norm.weight" in problems()[0]
+
+
+def test_a_head_of_another_target(hub):
+    target, head = problems(target="some/draft", draft="some/head", is_head=True)
+    assert target is None and "the target's width is 16: the head is of another target" in head
+
+
+def test_tuned_models_need_a_chat_template(hub):
+    (hub.folder / "some/target/tokenizer_config.json").unlink()
+    assert problems(chat=True)[0].startswith("no chat template") and problems()[0] is None
+
+
+def test_weights_that_are_pickles(hub):
+    for file in (hub.folder / "some/draft").glob("*.safetensors*"):
+        file.unlink()
+    (hub.folder / "some/draft/pytorch_model.bin").write_bytes(b"")
+    assert "has its weights as pickles (pytorch_model.bin), which are refused" in problems()[1]
+
+
+def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_path):
+    output = tmp_path / "names.json"
+    done = call("check_names", "--pair=some/target,some/draft", "--plain", f"--output={output}")
+    assert done.returncode == 0, done.stderr
+    assert "2 names, of which 0 would not load" in done.stdout
+    assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [None, None]
+    hub.gated.add("some/draft")
+    done = call("check_names", "--pair=some/target,some/draft", "--pair=some/target,some/head", "--head", "--plain")
+    assert done.returncode == 1 and "does not load  gated: accept its licence" in done.stdout
+    assert "4 names, of which 1" in done.stdout and "some/head" in done.stdout
+
+
+def test_without_a_network_there_is_one_line(hub):
+    hub.network = False
+    done = call("check_names")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "the hub cannot be reached, and names are looked up there (TimeoutError: nobody answers)" in done.stderr
