@@ -11,6 +11,7 @@ import pytest
 
 import specsamp
 from specsamp.__main__ import commands, main
+from support.run_script import save_tiny_pair
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -61,32 +62,66 @@ def test_an_installed_command_says_so_in_its_result(site, tmp_path):
 
 # One process imports JAX, and forks for each command: flags of two commands would meet.
 EVERY = """
-import os, sys
+import json, os, sys
 import specsamp.__main__ as program
 sys.path.insert(0, str(program.folder()))
 import entry
-for name in program.commands():
+for arguments in json.loads(sys.argv[1]) or [[name, "--help"] for name in program.commands()]:
     child = os.fork()
     if child == 0:
-        print(f"=== {name}", flush=True)
-        status = program.main([name, "--help"])
+        print(f"=== {arguments[0]}", flush=True)
+        status = program.main(arguments)
         sys.stdout.flush()
         os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, name
+    assert os.waitpid(child, 0)[1] == 0, arguments
 """
+
+
+def run_each(site, commands, typed=""):
+    """Runs commands one after another, and returns what each printed; none: all of them, for their help."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
+    arguments = [sys.executable, "-P", "-W", "ignore", "-c", EVERY, json.dumps(commands)]
+    done = subprocess.run(arguments, cwd=site, env=environment, input=typed, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(text.split("\n", 1) for text in done.stdout.split("=== ")[1:])
 
 
 def test_every_command_starts_and_names_itself_as_it_is_called(site):
     """Each imports what it needs, and reads its configuration, from the wheel alone."""
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", EVERY], cwd=site, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    told = dict(text.split("\n", 1) for text in done.stdout.split("=== ")[1:])
+    told = run_each(site, [])
     assert {"demo", "chat", "benchmark", "plan", "audit", "compile-report", "evaluate"} <= told.keys()
     assert told.keys() >= commands().keys()
-    assert "specsamp check-head --config=" in told["check-head"] and "launch/check_head.py" not in done.stdout
+    assert "specsamp check-head --config=" in told["check-head"] and "launch/check_head.py" not in "".join(
+        told.values()
+    )
+
+
+def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
+    save_tiny_pair(tmp_path / "pair", ["def f(x):"])
+    pair = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--plain", "--config.max_new_tokens=4"]
+    short = [*pair, "--config.draft_length=1", "--config.sampling.top_p=1.0"]
+    told = run_each(
+        site,
+        [
+            ["demo", *short, "--passes=1"],
+            [
+                "benchmark",
+                *pair,
+                "--config.draft_length=0",
+                "--config.repeats=1",
+                f"--output={tmp_path / 'cells.json'}",
+            ],
+            ["audit", *short, "--prompt_count=2", "--checks=acceptance"],
+            ["chat", *short],
+            ["evaluate", *short, "--task=python", "--problems=2", "--samples=1", "--blocks=1", "--methods=plain"],
+        ],
+        typed="def f(x):\n/quit\n",
+    )
+    assert "greedy, speculative = autoregressive: 1 of 1 prompts, 4 tokens" in told["demo"]
+    assert "1 of 1 checks passed" in told["audit"] and "4 tokens, " in told["chat"]
+    cells = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
+    assert cells["environment"]["commit"] == "not a checkout" and len(cells["cells"]) == 1
+    assert "plain" in told["evaluate"]
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys):
