@@ -63,12 +63,14 @@ class Job:
         prompt_ids: Sequence[int] | None = None,
         batch: int | None = None,
         slots: int | None = None,
+        keep_rounds: bool = False,
     ) -> Job:
         """Checks the arguments of `generate` and makes arrays of them.
 
         Args:
           batch: rows that are decoded at a time; default all of them.
           slots: of the caches; default as many as prompts and budgets take.
+          keep_rounds: the loop records rounds even if no string ends a text, so that all jobs share one.
 
         Raises:
           ValueError: before compilation, naming the value and the fix.
@@ -85,7 +87,7 @@ class Job:
         for warp in (method.sampling, method.draft_sampling):
             if isinstance(warp, Warp):  # anything else is refused where the request is made
                 warp.check(pair.target.vocab_size)
-        loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=bool(stops.texts))
+        loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=keep_rounds or bool(stops.texts))
         if slots is None:
             budget = max(limit - length for limit, length in zip(limits, lengths))
             slots = _slots(pair, loop, _padded_length(pair, lengths), budget)

@@ -110,7 +110,11 @@ class Batch:
         newcomers = [None] * (self._refill * self._job.pair.shards.count)
         places = [NOWHERE] * len(newcomers)
         self._begin()
-        for prompt in {bucket(len(prompt)): prompt for prompt in prompts}.values():
+        compiled = set()
+        for prompt in prompts:
+            if bucket(len(prompt)) in compiled:
+                continue
+            compiled.add(bucket(len(prompt)))
             rows = self._job.read([prompt] * len(newcomers), self._request(newcomers))
             self._state = self._job.loop.insert(self._state, rows, places)
         if self._schedule.preempts:
