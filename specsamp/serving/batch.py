@@ -80,6 +80,7 @@ class Batch:
       usage: of the rows so far.
       waiting: texts, in the order in which they began to wait; the caller adds to it.
       running: the text that each row decodes, or None.
+      reading: where `fill` raised, the texts whose prompts it was reading; they are in ``running`` already.
     """
 
     def __init__(self, job: Job, *, rows: int, refill: int, schedule: Schedule):
@@ -95,6 +96,7 @@ class Batch:
         self.usage = Usage(rows=rows)
         self.waiting: list[Ticket] = []
         self.running: list[Ticket | None] = [None] * rows
+        self.reading: list[Ticket] = []
         self._job, self._schedule = job, schedule
         self._refill = min(refill, rows // shards)
         self._state: DecodeState | None = None
@@ -212,11 +214,13 @@ class Batch:
             if not any(tickets):  # who waits was put aside in another shard
                 break
             newcomers = [None if ticket is None or ticket.aside else ticket for ticket in tickets]
-            if any(newcomers):
+            self.reading = [ticket for ticket in newcomers if ticket is not None]
+            if self.reading:
                 prompts = [[0] if ticket is None else ticket.prompt for ticket in newcomers]
                 rows = self._job.read(prompts, self._request(newcomers))
                 places = [NOWHERE if ticket is None else n for ticket, n in zip(newcomers, at)]
                 self._state = self._job.loop.insert(self._state, rows, places)
+            self.reading = []
             for ticket, n in zip(tickets, at):
                 if ticket is not None and ticket.aside:
                     aside, ticket.aside = ticket.aside, None

@@ -295,18 +295,17 @@ class Service:
 
     def _fill(self) -> None:
         """Gives free rows to those who wait. A prompt that cannot be read fails alone."""
-        before = list(self.batch.running)
         try:
             self.batch.fill()
         except Exception as error:
-            newcomers = [place for place, ticket in enumerate(self.batch.running) if ticket is not before[place]]
-            if not newcomers:
+            unread, self.batch.reading = self.batch.reading, []
+            if not unread:
                 raise
             logging.exception("a prompt was not read")
-            for place in newcomers:
-                self.batch.running[place].answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
-                self.batch.running[place] = None
-            self._leave(len(newcomers))
+            for ticket in unread:
+                self.batch.running[self.batch.running.index(ticket)] = None
+                ticket.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
+            self._leave(len(unread))
 
     def _text(self, state: DecodeState, place: int, ticket: Asked) -> RowText | None:
         """Returns the text of a row; None if nobody wants it, or it has failed."""

@@ -5,30 +5,23 @@ import threading
 
 import pytest
 
-from specsamp import NoDrafter, chain, generate, temperature, top_p
-from specsamp.decoding.checks import choose_drafter
+from specsamp import NoDrafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.serving.answer import Busy, Failed
 from specsamp.serving.batch import Batch
+from specsamp.serving.openai_requests import make_warp
 from specsamp.serving.service import Service
-from support.fakes import CountingLM, counting_pair
+from support.fakes import CountingLM
+from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service
 
-# Bytes that follow each other, up to a hot temperature; the draft errs at one of them.
-PAIR = counting_pair(stumbles_at=ord("k"), max_positions=None)
-CONTEXT = 40
 METHOD = Method(drafter=NoDrafter())
-
-
-def make_warp(heat=0.0, mass=1.0):
-    return chain(temperature(heat), top_p(mass))
 
 
 @pytest.fixture(scope="module")
 def service():
-    method = Method(drafter=choose_drafter(PAIR, 2, None), sampling=make_warp())
-    made = Service(PAIR, method, rows=2, context=CONTEXT, max_waiting=4, rounds_per_slice=2)
+    made = make_service()
     said = []
     made.compile(said.append)
     assert said == [
@@ -49,7 +42,9 @@ class Caller:
 
     def __init__(self, service, prompts, budget=8, **options):
         self.pieces = queue.SimpleQueue()
-        self.answer = service.ask(prompts, budget, deliver=self.pieces.put, **{"sampling": make_warp()} | options)
+        numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
+        sampling = make_warp({"temperature": 0.0} | numbers, WARPS)
+        self.answer = service.ask(prompts, budget, deliver=self.pieces.put, sampling=sampling, **options)
         self.got = [[] for _ in range(self.answer.job.rows)]
 
     def wait(self):
@@ -66,28 +61,23 @@ class Caller:
         return texts
 
 
-def alone(prompts, budget, **options):
-    done = generate(PAIR, prompts, budget, draft_length=2, **{"sampling": make_warp()} | options)
-    return [(one.tokens, one.finish, one.text) for one in done]
+def of(completions):
+    return [(one.tokens, one.finish, one.text) for one in completions]
 
 
 def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     """More than there are rows, of different warps, seeds, budgets, samples and ends, streamed and whole; all at once."""
     asked = [
         dict(prompts=["abc"], budget=9),
-        dict(prompts=["x", "def"], budget=12, sampling=make_warp(5.0, 0.9), seed=7, is_streamed=True),
+        dict(prompts=["x", "def"], budget=12, temperature=5.0, top_p=0.9, seed=7),
         dict(prompts=["h"], budget=30, stop=["no", "zz"]),
-        dict(prompts=[[99, 100]], budget=5, sampling=make_warp(4.0), seed=3, num_samples=2),
+        dict(prompts=[[99, 100]], budget=5, temperature=4.0, seed=3, num_samples=2),
     ]
     before = Loop.run_request._cache_size(), Loop.prefill._cache_size()
-    callers = [Caller(service, **one) for one in asked]
+    callers = [Caller(service, is_streamed=len(one["prompts"]) == 2, **one) for one in asked]
     found = [caller.wait() for caller in callers]
+    assert found == [of(alone(**one)) for one in asked]
     assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == before, "all of it was compiled"
-    for one, texts in zip(asked, found):
-        one.pop("is_streamed", None)
-        if "stop" in one:
-            one["stop"] = [PAIR.tokenizer.eos_id, *one["stop"]]
-        assert texts == alone(**one)
     assert found[2] == [(list(b"ijklmno"), "stop", "ijklm")]
     assert found[1][0] != found[1][1] and found[3][0] != found[3][1], "the control: they are sampled"
     assert max(map(len, callers[1].got)) > 1 and len(callers[0].got[0]) == 1
@@ -112,7 +102,7 @@ def test_who_leaves_frees_rows_and_places(service):
     waiting = [Caller(service, ["b"], None) for _ in range(3)]
     for caller in (*leaving, *waiting):
         caller.answer.cancel()
-    assert Caller(service, ["c"], 2).wait() == alone(["c"], 2)
+    assert Caller(service, ["c"], 2).wait() == of(alone(["c"], 2))
     assert service.unfinished == 0 and all(caller.pieces.qsize() < 20 for caller in leaving)
     assert all(caller.pieces.empty() for caller in waiting)
 
@@ -136,14 +126,13 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
 
 
 def test_too_many_texts_are_refused_until_others_end(service, monkeypatch):
-    hold, run = threading.Event(), Job.run
-    monkeypatch.setattr(Job, "run", lambda *arguments: (hold.wait(120), run(*arguments))[1])
+    gate = Gate(monkeypatch)
     callers = [Caller(service, ["a"], 2) for _ in range(6)]
     with pytest.raises(Busy, match="6 texts are running or waiting, of 6"):
         Caller(service, ["a"], 2)
-    hold.set()
-    assert [caller.wait() for caller in callers] == [alone(["a"], 2)] * 6
-    assert Caller(service, ["a"], 2).wait() == alone(["a"], 2)
+    gate.open()
+    assert [caller.wait() for caller in callers] == [of(alone(["a"], 2))] * 6
+    assert Caller(service, ["a"], 2).wait() == of(alone(["a"], 2))
 
 
 @pytest.mark.parametrize("part", ["text", "read"])
@@ -162,8 +151,8 @@ def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
     bad = Caller(service, ["bad"], 20, num_samples=2)
     with pytest.raises(Failed, match="RuntimeError: no such thing"):
         bad.wait()
-    assert sound.wait()[0] == alone(["abc"], 20)[0]
-    assert Caller(service, ["abc"], 2).wait() == alone(["abc"], 2) and service.unfinished == 0
+    assert sound.wait()[0] == of(alone(["abc"], 20))[0]
+    assert Caller(service, ["abc"], 2).wait() == of(alone(["abc"], 2)) and service.unfinished == 0
 
 
 def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
@@ -178,7 +167,7 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
     hold.set()
     with pytest.raises(Failed, match="decoding failed: ZeroDivisionError: division by zero"):
         lost.wait()
-    assert waiting.wait() == alone(["abc"], 9) and service.unfinished == 0
+    assert waiting.wait() == of(alone(["abc"], 9)) and service.unfinished == 0
 
 
 def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
@@ -186,7 +175,7 @@ def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
         broken.setattr(Batch, "fill", lambda _: 1 / 0)
         with pytest.raises(Failed, match="decoding failed: ZeroDivisionError"):
             Caller(service, ["a"], 9).wait()
-    assert Caller(service, ["abc"], 9).wait() == alone(["abc"], 9) and service.unfinished == 0
+    assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9)) and service.unfinished == 0
 
 
 def test_a_caller_that_raises_holds_up_nobody(service):
@@ -194,12 +183,12 @@ def test_a_caller_that_raises_holds_up_nobody(service):
         raise RuntimeError("the event loop is closed")
 
     service.ask(["a"], None, deliver=refuse, is_streamed=True)
-    assert Caller(service, ["abc"], 9).wait() == alone(["abc"], 9)
+    assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9))
 
 
 def test_a_service_that_closes_says_so_to_those_who_wait():
     made = Service(PAIR, METHOD, rows=1, context=CONTEXT, max_waiting=2)
-    callers = [Caller(made, ["a"], None, sampling=None) for _ in range(2)]
+    callers = [Caller(made, ["a"], None) for _ in range(2)]
     assert made.close("the server ends") == 2, "it was never started"
     made.start()  # and finds that it has ended
     for caller in callers:
