@@ -61,15 +61,23 @@ class WebServer(uvicorn.Server):
         Args:
           close: ends the service, and returns how many texts it has ended.
           connections: at a time; more are told to come later.
-          timeout: seconds that a connection has to send a request's headers.
+          timeout: seconds that a connection has to send a request's headers, twice that after an answer.
         """
 
         class Connection(H11Protocol):
-            """Closes a connection whose first request does not come."""
+            """Closes a connection on which no request comes, or only half of one: also after others were answered."""
 
             def connection_made(self, transport):
                 super().connection_made(transport)
-                self.loop.call_later(timeout, lambda: self.cycle is None and transport.close())
+                self._answered = None  # the last request that had been answered at the last look
+                self.loop.call_later(timeout, self._look)
+
+            def _look(self):
+                if self.cycle is self._answered:
+                    self.transport.close()
+                elif not self.transport.is_closing():
+                    self._answered = self.cycle if self.cycle.response_complete else None
+                    self.loop.call_later(timeout, self._look)
 
         super().__init__(
             uvicorn.Config(

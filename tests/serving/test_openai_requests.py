@@ -107,7 +107,7 @@ def test_what_asks_for_nothing_is_taken():
         ({"temprature": 1}, "temprature", "unknown field 'temprature': leave it out"),
         ({"model": 5}, "model", "a text"),
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
 def test_what_is_wrong_is_named_with_its_value(changes, param, message):
     with pytest.raises(ApiError, match=message) as caught:
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message):
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ: give one"),
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
 def test_what_is_wrong_in_a_chat(changes, param, message):
     with pytest.raises(ApiError, match=message) as caught:
@@ -169,7 +169,7 @@ def test_bodies_that_are_no_json(body, message):
         read_document(body)
 
 
-@pytest.mark.parametrize("document", [None, 5, "text", [], [{}]], ids=str)
+@pytest.mark.parametrize("document", [None, 5, "text", [], [{}]], ids=lambda given: str(given)[:40])
 def test_documents_that_are_no_objects(document):
     with pytest.raises(ApiError, match="the body must be a JSON object"):
         read(document)
