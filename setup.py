@@ -84,7 +84,7 @@ setup(
             "pyarrow>=16",
             "starlette>=0.40",
             "uvicorn>=0.30",
-            "openai>=1.40",  # the client of the endpoint
+            "openai>=1.55",  # the client of the endpoint
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
