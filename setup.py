@@ -82,6 +82,9 @@ setup(
             "jupytext>=1.16",
             "rouge-score>=0.1.2",
             "pyarrow>=16",
+            "starlette>=0.40",
+            "uvicorn>=0.30",
+            "openai>=1.55",  # the client of the endpoint
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
@@ -89,6 +92,7 @@ setup(
         "figures": ["matplotlib>=3.8"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
+        "serve": ["starlette>=0.40", "uvicorn>=0.30"],
         "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

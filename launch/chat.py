@@ -21,6 +21,7 @@ import entry
 from colours import DRAFTED, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
+from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.results import Chunk
@@ -66,14 +67,6 @@ def ask(console: Console) -> str | None:
             return None
         if line.strip():
             return line.rstrip()
-
-
-def knows_conversations(tokenizer) -> bool:
-    try:
-        tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
-    except ValueError:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

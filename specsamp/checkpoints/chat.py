@@ -86,6 +86,15 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     )
 
 
+def knows_conversations(tokenizer: Any) -> bool:
+    """Returns whether a tokenizer has a chat template, which takes a user's message."""
+    try:
+        tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    except ValueError:
+        return False
+    return True
+
+
 def _check(messages: Sequence[Mapping[str, str]]) -> None:
     """Raises ValueError unless these are messages."""
     if not messages:

@@ -44,7 +44,7 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
             f"rows with {rows.tokens_BS.shape[1]} slots do not fit a state of {state.tokens_BS.shape[1]}: prefill them "
             "with as many slots at most"
         )
-    request = _write(state.request, _fit_request(rows.request, state.request), at_N, shards)
+    request = _write(state.request, fit_request(rows.request, state.request), at_N, shards)
     state, rows = (dataclasses.replace(each, request=None) for each in (state, rows))
     return dataclasses.replace(_write_donated(state, rows, at_N, shards), request=request)
 
@@ -68,15 +68,21 @@ def _end(finish_B: Array, is_ended_B: Array) -> Array:
     return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(jnp.int32)
 
 
-def _fit_request(new: Request, old: Request) -> Request:
-    """Returns ``new`` with as many columns of stop ids as ``old``, whose columns it overwrites."""
+def fit_request(new: Request, old: Request) -> Request:
+    """Returns ``new`` with as many columns of stop ids as ``old``, whose columns it overwrites.
+
+    Raises:
+      ValueError: it has more of them, or other warps.
+    """
     missing = old.stop_ids_BN.shape[1] - new.stop_ids_BN.shape[1]
     if missing < 0:
         raise ValueError(
             f"rows with {new.stop_ids_BN.shape[1]} stop ids do not fit a state of {old.stop_ids_BN.shape[1]}: make the "
             "state's request with as many"
         )
-    new = dataclasses.replace(new, stop_ids_BN=jnp.pad(new.stop_ids_BN, ((0, 0), (0, missing)), constant_values=-1))
+    if missing:
+        stop_ids_BN = jnp.pad(new.stop_ids_BN, ((0, 0), (0, missing)), constant_values=-1)
+        new = dataclasses.replace(new, stop_ids_BN=stop_ids_BN)
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError("rows with other warps do not fit this state: chain the same warps, with numbers of their own")
     return new

@@ -21,9 +21,9 @@ from absl import logging
 from specsamp.decoding import checks
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.job import Job, RowText
+from specsamp.decoding.job import Job
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.results import Chunk, Completion
+from specsamp.decoding.results import Chunk, Completion, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.decoding.text import TextStream
 from specsamp.sampling.rejection import TokenRule

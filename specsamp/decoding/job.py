@@ -19,7 +19,7 @@ from specsamp.decoding import batch_rows, checks
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.results import Completion, RowStats
+from specsamp.decoding.results import Completion, RowStats, RowText
 from specsamp.decoding.state import DecodeState, Finish, Request, Weights
 from specsamp.decoding.stops import Stops
 from specsamp.decoding.text import Continuation
@@ -63,12 +63,14 @@ class Job:
         prompt_ids: Sequence[int] | None = None,
         batch: int | None = None,
         slots: int | None = None,
+        keep_rounds: bool = False,
     ) -> Job:
         """Checks the arguments of `generate` and makes arrays of them.
 
         Args:
           batch: rows that are decoded at a time; default all of them.
           slots: of the caches; default as many as prompts and budgets take.
+          keep_rounds: the loop records rounds even if no string ends a text, so that all jobs share one.
 
         Raises:
           ValueError: before compilation, naming the value and the fix.
@@ -85,7 +87,7 @@ class Job:
         for warp in (method.sampling, method.draft_sampling):
             if isinstance(warp, Warp):  # anything else is refused where the request is made
                 warp.check(pair.target.vocab_size)
-        loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=bool(stops.texts))
+        loop = method.loop(pair, keep_log_probs=return_log_probs, keep_rounds=keep_rounds or bool(stops.texts))
         if slots is None:
             budget = max(limit - length for limit, length in zip(limits, lengths))
             slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
@@ -129,7 +131,7 @@ class Job:
     def read(self, prompts: Sequence[Sequence[int]], request: Request, num_samples: int = 1) -> DecodeState:
         """Reads some prompts, padded to the bucket of the longest, for the rows of ``request``."""
         lengths = [len(tokens) for tokens in prompts]
-        tokens_BP = np.zeros((len(prompts), _padded_length(self.pair, lengths)), np.int32)
+        tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, lengths), self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
             row[: len(tokens)] = tokens
         arrays = jnp.asarray(tokens_BP), jnp.asarray(lengths, jnp.int32)
@@ -139,34 +141,33 @@ class Job:
         """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
         return self.loop.run(self.weights, state, max_rounds, min_running)
 
-    def texts(self, state: DecodeState, rows: Sequence[int | None]) -> list[RowText | None]:
-        """Brings to the host what has been written so far, and finds the strings that end a text.
+    def texts(self, state: DecodeState, rows: Sequence[int]) -> list[RowText]:
+        """Brings to the host what some rows of the job have written so far, which are the first of ``state``."""
+        state = written(state)
+        return [self.text(state, place, row) for place, row in enumerate(rows)]
+
+    def text(self, state: DecodeState, place: int, row: int) -> RowText:
+        """Returns what a row of the job has written so far, and finds the string that ends it.
 
         Args:
-          rows: of the job, one for each row of ``state``, or None for an idle one; further rows are left out.
+          state: on the host, from `written`.
+          place: the row's in ``state``.
         """
-        parts = (state.tokens_BS, state.from_draft_BS, state.lengths_B, state.finish_B, state.log_probs_BS)
-        tokens_BS, from_draft_BS, lengths_B, finish_B, log_probs_BS = to_host(parts)
-        rounds_BS, stats = to_host((state.rounds_BS, state.stats))
-        texts = []
-        for place, row in enumerate(rows):
-            if row is None:
-                texts.append(None)
-                continue
-            emitted = slice(len(self.prompts[row // self.num_samples]), int(lengths_B[place]))
-            text = RowText(
-                tokens=tokens_BS[place, emitted].tolist(),
-                from_draft=from_draft_BS[place, emitted].tolist(),
-                log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
-                finish=Finish(int(finish_B[place])),
-                stats=RowStats.of(stats, place),
-            )
-            if self.stops.texts:
-                count = self.stops.count(self.continuation(row), text.tokens)
-                if count is not None:
-                    text = text.cut(count, rounds_BS[place, emitted].tolist(), self.loop.drafter.max_accepted)
-            texts.append(text)
-        return texts
+        emitted = slice(len(self.prompts[row // self.num_samples]), int(state.lengths_B[place]))
+        log_probs_BS = state.log_probs_BS
+        text = RowText(
+            tokens=state.tokens_BS[place, emitted].tolist(),
+            from_draft=state.from_draft_BS[place, emitted].tolist(),
+            log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
+            finish=Finish(int(state.finish_B[place])),
+            stats=RowStats.of(state.stats, place),
+        )
+        if self.stops.texts:
+            count = self.stops.count(self.continuation(row), text.tokens)
+            if count is not None:
+                rounds = state.rounds_BS[place, emitted].tolist()
+                return text.cut(count, rounds, self.loop.drafter.max_accepted)
+        return text
 
     @property
     def rounds_per_look(self) -> int:
@@ -183,10 +184,10 @@ class Job:
                 return [self.completion(row, text) for row, text in enumerate(texts)]
             state = self.end(state, texts)
 
-    def end(self, state: DecodeState, texts: Sequence[RowText | None]) -> DecodeState:
+    def end(self, state: DecodeState, texts: Sequence[RowText]) -> DecodeState:
         """Ends the rows whose text has met a string that ends it; other rows of ``state`` stay as they are."""
         is_ended_B = np.zeros(len(state.lengths_B), bool)
-        is_ended_B[: len(texts)] = [text is not None and text.finish == Finish.STOP for text in texts]
+        is_ended_B[: len(texts)] = [text.finish == Finish.STOP for text in texts]
         return batch_rows.end(state, is_ended_B)
 
     def continuation(self, row: int) -> Continuation | None:
@@ -215,27 +216,10 @@ class Job:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowText:
-    """The text of a row so far, on the host."""
-
-    tokens: list[int]
-    from_draft: list[bool]
-    log_probs: list[float] | None
-    finish: Finish
-    stats: RowStats
-    dropped: int = 0
-
-    def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
-        """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
-        return RowText(
-            tokens=self.tokens[:count],
-            from_draft=self.from_draft[:count],
-            log_probs=None if self.log_probs is None else self.log_probs[:count],
-            finish=Finish.STOP,
-            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth),
-            dropped=len(self.tokens) - count,
-        )
+def written(state: DecodeState) -> DecodeState:
+    """Returns on the host what rows have written so far: their state without caches, and without what was asked."""
+    nothing = dict(cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=())
+    return to_host(dataclasses.replace(state, **nothing))
 
 
 def to_host(tree: Any) -> Any:

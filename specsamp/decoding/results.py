@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specsamp.decoding.state import Stats
+from specsamp.decoding.state import Finish, Stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,29 @@ class RowStats:
             drafted=self.drafted + other.drafted,
             reached=add(self.reached, other.reached),
             accepted_counts=add(self.accepted_counts, other.accepted_counts),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowText:
+    """The text of a row so far, on the host."""
+
+    tokens: list[int]
+    from_draft: list[bool]
+    log_probs: list[float] | None
+    finish: Finish
+    stats: RowStats
+    dropped: int = 0
+
+    def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
+        """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
+        return RowText(
+            tokens=self.tokens[:count],
+            from_draft=self.from_draft[:count],
+            log_probs=None if self.log_probs is None else self.log_probs[:count],
+            finish=Finish.STOP,
+            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth),
+            dropped=len(self.tokens) - count,
         )
 
 

@@ -1,1 +1,1 @@
-"""Many texts over few rows: a queue that keeps the rows of a batch busy, and the log that it goes on from."""
+"""Many texts over few rows: what keeps the rows of a batch busy, with a closed list of prompts or with requests as they come."""

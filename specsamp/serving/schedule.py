@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from specsamp.decoding.job import Job
+
 ROUNDS_PER_LOOK = 8  # between two looks for what has arrived
 
 
@@ -25,6 +27,7 @@ class Ticket:
     """A text that is asked for, and how far it is.
 
     Attributes:
+      job: the call that asks for it; None: the text is simulated.
       row: of the job.
       prompt: token ids.
       budget: the most tokens that it may have.
@@ -37,6 +40,7 @@ class Ticket:
     row: int
     prompt: Sequence[int]
     budget: int
+    job: Job | None = None
     arrived: float = 0.0
     emitted: float = 0
     shard: int | None = None

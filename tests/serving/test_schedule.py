@@ -18,7 +18,7 @@ from specsamp import (
     penalties,
     temperature,
 )
-from specsamp.serving import queue
+from specsamp.serving import batch
 from specsamp.serving.schedule import Nearest, Ticket
 from specsamp.serving.simulate import Arrival, Costs, Oracle, simulate
 from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
@@ -67,9 +67,9 @@ def test_a_text_that_was_put_aside_goes_on_as_if_nothing_had_happened(pair, opti
 def test_a_cache_that_gets_lost_shows(monkeypatch):
     """The control of the test above."""
     expected = by_row(generate_many(PAIR, PROMPTS, BUDGETS, **PLAIN))
-    keep = queue.to_host_memory
+    keep = batch.to_host_memory
     monkeypatch.setattr(
-        queue, "to_host_memory", lambda rows, shards: dataclasses.replace(keep(rows, shards), cache=0 * rows.cache)
+        batch, "to_host_memory", lambda rows, shards: dataclasses.replace(keep(rows, shards), cache=0 * rows.cache)
     )
     done = by_row(generate_many(PAIR, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **PLAIN))
     assert sum(done[key].tokens != expected[key].tokens for key in expected) >= 3

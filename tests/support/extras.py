@@ -33,6 +33,9 @@ LEFT_OUT = {
     "jinja2": "chat templates",
     "rouge_score": "scores of summaries",
     "pyarrow": "data sets in Parquet",
+    "starlette": "the endpoint",
+    "uvicorn": "the endpoint",
+    "openai": "the endpoint, by the client of others",
     "shellcheck": "the check of shell scripts",
     "libtpu": "programs compiled for TPUs",
 }

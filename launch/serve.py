@@ -1,0 +1,173 @@
+"""Serves a pair over HTTP: OpenAI's completions and chat completions, many clients over the rows of one batch.
+
+    python launch/serve.py --port=8000
+    python launch/serve.py --config=configs/hf.py:llama-8b-eagle3 --rows=16 --context=8192 --key_file=key.txt
+
+    curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+        -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0.8, "seed": 1}'
+
+    from openai import OpenAI
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    for chunk in client.completions.create(model="python", prompt="def fibonacci(n):", max_tokens=64, stream=True):
+        print(chunk.choices[0].text, end="")
+
+A text is the one that `generate` writes with the same seed, alone. Each request brings its own temperature, top_p, seed,
+budget and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the drafted tokens
+that were accepted and rejected. GET /health says how busy the rows are. Takes libraries: pip install -e '.[serve]'.
+"""
+
+import ipaddress
+import os
+import pathlib
+
+import jax
+from absl import flags
+from rich.console import Console
+
+import entry
+from config_file import ConfigFlag
+from experiment import Experiment, build, config_mesh, headline, refuse
+from specsamp import NoDrafter
+from specsamp.checkpoints.chat import knows_conversations
+from specsamp.decoding.method import Method
+from specsamp.serving.openai_requests import OPTIONAL_WARPS, make_warp
+from specsamp.serving.service import Service
+
+KEY = "SPECSAMP_SERVE_KEY"
+
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0 is all of this machine's.")
+_PORT = flags.DEFINE_integer("port", 8000, "The port; 0 takes one that is free.", lower_bound=0, upper_bound=65535)
+_MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default that of the pair or the target.")
+_ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer(
+    "context", None, "Tokens of a prompt and its text together; default up to 4096.", lower_bound=2
+)
+_MAX_WAITING = flags.DEFINE_integer(
+    "max_waiting", 64, "Texts that may wait for a row; requests beyond are told to come later.", lower_bound=0
+)
+_WARPS = flags.DEFINE_list(
+    "warps",
+    ["top_p", "min_p"],
+    f"What requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; every text pays for each of them.",
+)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds_per_slice", 4, "Streams get what is new, and newcomers a free row, after so many rounds.", lower_bound=1
+)
+_MAX_BODY = flags.DEFINE_integer("max_body", 1 << 20, "Bytes of a request at most.", lower_bound=1)
+_TIMEOUT = flags.DEFINE_float(
+    "timeout", 60.0, "Seconds that a client has to send a request, and to take what it is sent.", lower_bound=0.1
+)
+_KEY_FILE = flags.DEFINE_string(
+    "key_file", None, f"A file with the key that requests must bring; default the environment variable {KEY}."
+)
+
+
+def main() -> None:
+    console = entry.make_console(soft_wrap=True)
+    if jax.process_count() > 1:
+        raise ValueError("an endpoint is one process's: leave out --distributed and --coordinator")
+    try:
+        from specsamp.serving.endpoint import make_app
+        from specsamp.serving.web_server import WebServer, address, bind
+    except ImportError as error:
+        raise ValueError(f"an endpoint takes libraries ({error}): pip install starlette uvicorn") from error
+    unknown = sorted(set(_WARPS.value) - set(OPTIONAL_WARPS))
+    if unknown:
+        raise ValueError(f"--warps: no {', '.join(unknown)}; choose of {', '.join(OPTIONAL_WARPS)}")
+    config, key = _CONFIG.value, read_key()
+    refuse(config, "draft_temperature", "synthetic_acceptance")
+    if "pair" not in config and "hugging_face" not in config:
+        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
+    with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
+        with entry.progress(console, "reading the pair"):
+            experiment = build(config, ["def main():"], mesh=config_mesh(config))
+        if experiment.pair.tokenizer is None:
+            raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
+        service = make_service(experiment)
+        console.print(headline(experiment, describe(experiment, service)), markup=False)
+        with entry.progress(console, "compiling") as say:
+            service.compile(say)
+        service.start()
+        model = _MODEL.value or (config.hugging_face.target if "hugging_face" in config else config.pair)
+        app = make_app(
+            service,
+            model=model,
+            warps=_WARPS.value,
+            has_chat=knows_conversations(experiment.pair.tokenizer),
+            key=key,
+            max_body=_MAX_BODY.value,
+            timeout=_TIMEOUT.value,
+        )
+        server = WebServer(
+            app,
+            lambda: service.close("the server was stopped"),
+            connections=service.capacity,
+            timeout=_TIMEOUT.value,
+        )
+        say_where(console, address(bound), model, key)
+        try:
+            server.run(sockets=[bound])
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(f"{server.ended} texts were being written and were ended") from interrupt
+        finally:
+            service.close()
+            service.join()
+
+
+def make_service(experiment: Experiment) -> Service:
+    """Makes the service that the flags describe."""
+    return Service(
+        experiment.pair,
+        Method(drafter=experiment.drafter, rule=experiment.rule, sampling=make_warp({}, _WARPS.value)),
+        rows=_ROWS.value,
+        context=_CONTEXT.value,
+        max_waiting=_MAX_WAITING.value,
+        rounds_per_slice=_ROUNDS.value,
+    )
+
+
+def describe(experiment: Experiment, service: Service) -> str:
+    drafter = experiment.drafter
+    name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
+    return (
+        f"{name}, {type(experiment.rule).__name__}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
+        f"and text, sampling by temperature{''.join(f', {warp}' for warp in _WARPS.value)}"
+    )
+
+
+def say_where(console: Console, url: str, model: str, key: str | None) -> None:
+    """Prints that the server is ready, and where; and what is to fear."""
+    guarded = "with a key" if key else "without a key"
+    console.print(f"ready: {url}/v1 serves {model!r}, {guarded}; Ctrl-C ends it", markup=False, style="bold")
+    if not key and not is_loopback(_HOST.value):
+        console.print("anybody who reaches this address can use it: give --key_file", style="yellow", markup=False)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_key() -> str | None:
+    """Returns the key of the file or of the environment; None: there is none.
+
+    Raises:
+      ValueError: it is empty, or nothing that a header can hold.
+    """
+    where = f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
+    if _KEY_FILE.value:
+        key = pathlib.Path(_KEY_FILE.value).read_text(encoding="utf-8", errors="replace").strip()
+    elif KEY in os.environ:
+        key = os.environ[KEY].strip()
+    else:
+        return None
+    if not (key and key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError(f"{where} must hold a key of printable ASCII without spaces")
+    return key
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)

@@ -1,0 +1,176 @@
+"""What clients get in OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from specsamp.decoding.results import RowStats
+from specsamp.decoding.text import INCOMPLETE, Continuation
+from specsamp.serving.answer import Answer, Piece
+from specsamp.serving.openai_requests import Asked
+
+LEAST_LOG_PROB = -9999.0  # JSON has no -inf
+LAST_EVENT = b"data: [DONE]\n\n"
+
+
+def to_json(document: Any) -> bytes:
+    """Returns JSON in ASCII, which holds any text."""
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def to_event(document: Any) -> bytes:
+    """Returns an event of a stream."""
+    return b"data: " + to_json(document) + b"\n\n"
+
+
+class Reply:
+    """Makes the reply to a request of the pieces of its texts.
+
+    Attributes:
+      is_complete: all texts have ended.
+    """
+
+    def __init__(self, asked: Asked, answer: Answer, model: str):
+        self._asked, self._prompts = asked, answer.job.prompts
+        self._choices = [_Choice(asked, answer, row) for row in range(answer.job.rows)]
+        kind = "chat.completion" if asked.is_chat else "text_completion"
+        prefix = "chatcmpl" if asked.is_chat else "cmpl"
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        if asked.is_chat and asked.stream:
+            self._head["object"] += ".chunk"
+
+    @property
+    def is_complete(self) -> bool:
+        return all(choice.stats is not None for choice in self._choices)
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Returns the chunks that open a stream."""
+        if not self._asked.is_chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """Takes a piece, and returns the chunk of a stream; None if it shows nothing yet."""
+        choice = self._choices[piece.row]
+        text, log_probs = choice.push(piece)
+        if not (text or log_probs or piece.finish):
+            return None
+        content = {"text": text}
+        if self._asked.is_chat:
+            content = {"delta": {"content": text} if text else {}}
+        return self._chunk(piece.row, content, log_probs, piece.finish)
+
+    def end(self) -> list[dict[str, Any]]:
+        """Returns the chunks after the last text."""
+        return [self._head | {"choices": [], "usage": self.usage()}] if self._asked.include_usage else []
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the answer of a request that is not streamed."""
+        choices = []
+        for choice in self._choices:
+            content = {"text": choice.text}
+            if self._asked.is_chat:
+                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            choices.append(_with_end(choice.row, content, choice.all_log_probs, choice.finish))
+        return self._head | {"choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Counts tokens; those of stop texts and the stop token included.
+
+        Drafted tokens were accepted or rejected. The rejected ones are in no other count.
+        """
+        prompt, completion = sum(map(len, self._prompts)), sum(choice.stats.emitted for choice in self._choices)
+        accepted = sum(choice.stats.accepted for choice in self._choices)
+        drafted = sum(choice.stats.drafted for choice in self._choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def _chunk(self, row: int, content: dict, log_probs: dict | None, finish: str | None) -> dict[str, Any]:
+        usage = {"usage": None} if self._asked.include_usage else {}
+        return self._head | {"choices": [_with_end(row, content, log_probs, finish)]} | usage
+
+
+def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | None) -> dict[str, Any]:
+    return {"index": row, **content, "logprobs": log_probs, "finish_reason": finish}
+
+
+class _Choice:
+    """Holds a text that grows."""
+
+    def __init__(self, asked: Asked, answer: Answer, row: int):
+        self.row, self.text, self.finish = row, "", None
+        self.stats: RowStats | None = None  # at the end
+        self._tokens: list[int] = []
+        self._stream = answer.text_stream(row)
+        self._log_probs = None
+        if asked.log_probs:
+            prompt = answer.job.prompts[row // answer.job.num_samples]
+            make = _ChatLogProbs if asked.is_chat else _LogProbs
+            self._log_probs = make(answer.job.pair.tokenizer, prompt)
+
+    def push(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
+        """Returns the text of a piece, and the log-probabilities if they are asked for."""
+        self._tokens += piece.tokens
+        self.finish, self.stats = piece.finish, piece.stats
+        new = self._stream.push(self._tokens, piece.finish is not None)
+        self.text += new
+        return new, self._log_probs and self._log_probs.push(piece)
+
+    @property
+    def all_log_probs(self) -> dict[str, Any] | None:
+        """Returns those of the only piece."""
+        return self._log_probs and self._log_probs.last
+
+
+class _LogProbs:
+    """Log-probabilities of a completion's tokens, under the target at temperature 1."""
+
+    def __init__(self, tokenizer, prompt: tuple[int, ...]):
+        self._tokenizer, self._context, self._offset = tokenizer, list(prompt), 0
+        self.last: dict[str, Any] | None = None
+
+    def push(self, piece: Piece) -> dict[str, Any] | None:
+        texts = [self._text(token) for token in piece.tokens]
+        log_probs = [max(one, LEAST_LOG_PROB) for one in piece.log_probs]
+        self.last = self._form(texts, log_probs) if texts else None
+        return self.last
+
+    def _text(self, token: int) -> str:
+        """Returns the text that a token adds; the name of one that adds none, such as that of the end."""
+        text = Continuation(self._tokenizer, self._context).decode([token])
+        self._context = [*self._context[-16:], token]
+        return text or self._tokenizer.token(token)
+
+    def _form(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text.rstrip(INCOMPLETE))
+        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
+
+
+class _ChatLogProbs(_LogProbs):
+    """The same in the form of chats."""
+
+    def _form(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+        content = [
+            {
+                "token": text,
+                "logprob": log_prob,
+                "bytes": None if INCOMPLETE in text else list(text.encode()),
+                "top_logprobs": [],
+            }
+            for text, log_prob in zip(texts, log_probs)
+        ]
+        return {"content": content, "refusal": None}

@@ -1,0 +1,355 @@
+"""Texts for many callers at once: requests are taken as they come, and the rows of one batch are kept busy with them.
+
+    service = Service(pair, Method(drafter=ModelDrafter(pair.draft, 4)), rows=8)
+    service.compile()
+    service.start()
+    pieces = queue.SimpleQueue()
+    service.ask(["def f"], 64, sampling=chain(temperature(0.8)), deliver=pieces.put)
+
+A text is the one that `generate` writes with the same seed, whatever is decoded beside it. A thread of its own does all
+that has to do with the batch, a slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from specsamp.decoding import checks
+from specsamp.decoding.generate import use_compilation_cache
+from specsamp.decoding.job import SLOTS_MULTIPLE, Job, bucket
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowText
+from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, Finish
+from specsamp.sampling.warp import Warp
+from specsamp.serving.answer import Answer, Busy, Failed, Piece
+from specsamp.serving.batch import Batch
+from specsamp.serving.schedule import FirstCome, Schedule, Ticket
+
+DEFAULT_CONTEXT = 4096
+MAX_STOPS = 4  # strings that end the texts of a request
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Asked(Ticket):
+    """A text of an answer; ``shown`` of its tokens were delivered."""
+
+    answer: Answer
+    shown: int = 0
+
+
+class Service:
+    """Decodes the texts of many requests over the rows of one batch.
+
+    Attributes:
+      batch: for its counts; the service's thread changes it.
+      context: the most tokens of a prompt and its text together.
+      capacity: the most texts that run or wait.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: Method,
+        *,
+        rows: int = 8,
+        context: int | None = None,
+        max_waiting: int = 64,
+        rounds_per_slice: int = 4,
+        schedule: Schedule = FirstCome(),
+    ):
+        """Makes a service, which `start` begins.
+
+        Args:
+          method: drafter and rule; its warps say which kinds the requests bring, each with numbers of its own.
+          rows: texts that are decoded together; rounded up to a multiple of the data shards.
+          context: default 4096, or as many as the models have positions for.
+          max_waiting: texts beyond the rows; more are refused.
+          rounds_per_slice: after so many rounds at the latest streams get what is new, and newcomers a free row.
+
+        Raises:
+          ValueError: naming the value and the fix.
+        """
+        if jax.process_count() > 1:
+            raise ValueError("a service is one process's: leave out --distributed and --coordinator")
+        use_compilation_cache()
+        rows = checks.integer("rows", rows, 1)
+        max_waiting = checks.integer("max_waiting", max_waiting, 0)
+        self._rounds = checks.integer("rounds_per_slice", rounds_per_slice, 1)
+        known = (pair.target.max_positions, method.drafter.max_positions)
+        positions = min((one for one in known if one is not None), default=None)
+        default = DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
+        self.context = default if context is None else checks.integer("context", context, 2)
+        if positions is not None and self.context > positions:
+            raise ValueError(f"context = {context}, but the models have {positions} positions: lower it")
+        self._pair, self._method = pair, method
+        self._stop_ids = sorted(checks.stops(pair, None).ids)
+        loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
+        slots = max(self.context + loop.headroom, loop.window)
+        self._fixed = {"batch": rows + pair.shards.count, "slots": -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE}
+        self.batch = Batch(self._template(), rows=rows, refill=1, schedule=schedule)
+        self.capacity = self.batch.usage.rows + max_waiting
+        self._changed = threading.Condition()  # guards what follows
+        self._inbox: list[Asked] = []
+        self._unfinished = 0  # texts
+        self._closed: str | None = None  # why
+        self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
+
+    def compile(self, say: Callable[[str], None] = logging.info) -> None:
+        """Compiles what requests can take; ``say`` is told what is next."""
+        sizes = list(self._sizes())
+
+        def prompts() -> Iterator[list[int]]:
+            for number, size in enumerate(sizes, start=1):
+                say(f"compiling for prompts of up to {size} tokens, {number} of {len(sizes)}")
+                yield [0] * size
+            say("compiling the loop")
+
+        self.batch.compile(prompts(), texts_end_late=True)
+
+    def start(self) -> None:
+        """Begins to take requests."""
+        self._thread.start()
+
+    def close(self, reason: str = "the service was closed") -> int:
+        """Ends what is running and waiting, whose callers are told why; returns how many texts these were."""
+        with self._changed:
+            self._closed, left = self._closed or reason, self._unfinished
+            self._changed.notify()
+        return left
+
+    def join(self) -> None:
+        """Waits, after `close`, for the end of the slice that runs."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def unfinished(self) -> int:
+        """Returns how many texts are running or waiting."""
+        return self._unfinished
+
+    def ask(
+        self,
+        prompts: Sequence[checks.Prompt],
+        max_new_tokens: int | None,
+        *,
+        deliver: Callable[[Piece | Failed], None],
+        sampling: Warp | None = None,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        num_samples: int = 1,
+        is_streamed: bool = False,
+    ) -> Answer:
+        """Takes a request; arguments that are not named here are those of `generate`.
+
+        Args:
+          max_new_tokens: None: as many as there is room for.
+          deliver: is handed pieces as they come, and at last that of each text which has a finish, or a `Failed`; by
+            the service's thread, which it must not hold up.
+          sampling: of the same kinds as the service's method; default its own.
+          stop: strings that end texts besides the pair's stop tokens, at most 4.
+          is_streamed: pieces are wanted while a text grows.
+
+        Raises:
+          ValueError: naming the value and the fix.
+          Busy: too many texts wait already.
+          Failed: the service is closed.
+        """
+        num_samples = checks.integer("num_samples", num_samples, 1)
+        if len(stop) > MAX_STOPS:
+            raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
+        count = len(prompts) * num_samples
+        if count > self.capacity:
+            raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
+        with self._changed:
+            self._check_open()
+            if self._unfinished + count > self.capacity:
+                raise Busy(f"{self._unfinished} texts are running or waiting, of {self.capacity}: try again later")
+            self._unfinished += count
+        taken = False
+        try:
+            method = self._method if sampling is None else dataclasses.replace(self._method, sampling=sampling)
+            budgets, job = self._job(prompts, max_new_tokens, method, seed, stop, num_samples)
+            answer, now = Answer(job, deliver, is_streamed), time.monotonic()
+            tickets = []
+            for row in range(job.rows):
+                index = row // num_samples
+                told = {"prompt": job.prompts[index], "budget": budgets[index], "arrived": now}
+                tickets.append(Asked(job=job, row=row, answer=answer, **told))
+            with self._changed:
+                self._check_open()
+                self._inbox += tickets
+                self._changed.notify()
+                taken = True
+            return answer
+        finally:
+            if not taken:
+                self._leave(count)
+
+    def _job(
+        self,
+        prompts: Sequence[checks.Prompt],
+        max_new_tokens: int | None,
+        method: Method,
+        seed: int,
+        stop: Sequence[str],
+        num_samples: int,
+    ) -> tuple[list[int], Job]:
+        """Returns the budget of each prompt, and the checked job."""
+        prompts, budgets = checks.encode(self._pair, prompts), []
+        for index, tokens in enumerate(prompts):
+            room = self.context - len(tokens)
+            budget = room if max_new_tokens is None else checks.integer("max_tokens", max_new_tokens, 1)
+            if room < max(budget, 1):
+                raise ValueError(
+                    f"prompt {index} has {len(tokens)} tokens, and {max(budget, 1)} more are asked for: beyond the "
+                    f"{self.context} that there is room for. Shorten the prompt, or lower max_tokens"
+                )
+            budgets.append(budget)
+        return budgets, Job.create(
+            self._pair,
+            prompts,
+            budgets,
+            method,
+            seed=seed,
+            stop=[*self._stop_ids, *stop],
+            num_samples=num_samples,
+            return_log_probs=True,
+            keep_rounds=True,
+            **self._fixed,
+        )
+
+    def _template(self) -> Job:
+        """Returns a job like those of all requests, with as many stop ids as one may have."""
+        _, job = self._job([[0]], 1, self._method, 0, (), 1)
+        columns = -(-(len(self._stop_ids) + MAX_STOPS) // STOPS_MULTIPLE) * STOPS_MULTIPLE
+        stop_ids_BN = jnp.full((1, columns), -1, jnp.int32)
+        return dataclasses.replace(job, request=dataclasses.replace(job.request, stop_ids_BN=stop_ids_BN))
+
+    def _sizes(self) -> Iterator[int]:
+        """Yields the longest prompt of each bucket."""
+        size = 0
+        while size < self.context - 1:
+            size = min(bucket(size + 1), self.context - 1)
+            yield size
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise Failed(self._closed)
+
+    def _leave(self, count: int) -> None:
+        with self._changed:
+            self._unfinished -= count
+
+    def _work(self) -> None:
+        while self._wait():
+            try:
+                self._slice()
+            except Exception as error:  # the batch is lost, and with it all that run
+                logging.exception("a slice failed: the texts that ran are lost, and those that wait begin anew")
+                self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not any(self.batch.running))
+                self.batch.free()
+        self._drop(self._closed, and_waiting=True)
+        self.batch.free()
+
+    def _wait(self) -> bool:
+        """Waits until there is something to do, and takes what has come; returns False after `close`."""
+        with self._changed:
+            while not (self._inbox or self.batch.waiting or any(self.batch.running) or self._closed):
+                self._changed.wait()
+            self.batch.waiting += self._inbox
+            self._inbox.clear()
+            return self._closed is None
+
+    def _slice(self) -> None:
+        batch = self.batch
+        left = [ticket for ticket in batch.waiting if ticket.answer.is_over]
+        batch.waiting[:] = [ticket for ticket in batch.waiting if not ticket.answer.is_over]
+        self._leave(len(left))
+        self._fill()
+        running = list(batch.running)
+        tickets = [ticket for ticket in running if ticket is not None]
+        if not tickets:
+            return
+        batch.run(min([self._rounds, *(ticket.job.rounds_per_look for ticket in tickets)]))
+        state = batch.fetch(
+            always=any(one.answer.is_streamed or one.answer.is_over or one.job.stops.texts for one in tickets)
+        )
+        if state is None:
+            return
+        texts = [None if ticket is None else self._text(state, place, ticket) for place, ticket in enumerate(running)]
+        ended = batch.settle(texts)
+        unwanted = sum(ticket is not None and text is None for ticket, text in zip(running, texts))
+        self._leave(len(ended) + unwanted)
+        for ticket, text in zip(running, texts):
+            if text is not None:
+                _deliver(ticket, text)
+
+    def _fill(self) -> None:
+        """Gives free rows to those who wait. A prompt that cannot be read fails alone."""
+        try:
+            self.batch.fill()
+        except Exception as error:
+            unread, self.batch.reading = self.batch.reading, []
+            if not unread:
+                raise
+            logging.exception("a prompt was not read")
+            for ticket in unread:
+                self.batch.running[self.batch.running.index(ticket)] = None
+                ticket.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
+            self._leave(len(unread))
+
+    def _text(self, state: DecodeState, place: int, ticket: Asked) -> RowText | None:
+        """Returns the text of a row; None if nobody wants it, or it has failed."""
+        if ticket.answer.is_over:
+            return None
+        try:
+            text = ticket.job.text(state, place, ticket.row)
+            if text.finish == Finish.INVALID:
+                raise ValueError("the target's logits are NaN or infinite, or a warp has excluded every token")
+            return text
+        except Exception as error:
+            logging.error("a text failed: %r", error)
+            ticket.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
+            return None
+
+    def _drop(self, reason: str, and_waiting: bool) -> None:
+        """Ends all texts that run, and perhaps those that wait; tells their callers why."""
+        with self._changed:
+            tickets = [ticket for ticket in self.batch.running if ticket is not None]
+            self.batch.running[:] = [None] * len(self.batch.running)
+            for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
+                tickets += texts
+                texts.clear()
+            self._unfinished -= len(tickets)
+        for ticket in tickets:
+            ticket.answer.send(Failed(reason))
+
+
+def _deliver(ticket: Asked, text: RowText) -> None:
+    """Hands the caller what is new: all of it at the end, and before that only to who streams."""
+    is_running = text.finish == Finish.RUNNING
+    if is_running and (not ticket.answer.is_streamed or len(text.tokens) == ticket.shown):
+        return
+    piece = Piece(
+        row=ticket.row,
+        tokens=text.tokens[ticket.shown :],
+        from_draft=text.from_draft[ticket.shown :],
+        log_probs=text.log_probs[ticket.shown :],
+        finish=None if is_running else text.finish.name.lower(),
+        stats=None if is_running else text.stats,
+    )
+    ticket.shown = len(text.tokens)
+    ticket.answer.send(piece)
+
+
+def _in_short(error: Any) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,0 +1,101 @@
+"""Runs an endpoint under uvicorn: a place that is bound early, connections that end, and an end that is said.
+
+Takes the library uvicorn.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+SPARE_CONNECTIONS = 64  # beyond those of all texts that may run or wait
+LAST_SECONDS = 5  # that connections have at the end, once their texts have ended
+
+
+def bind(host: str, port: int, timeout: float) -> socket.socket:
+    """Returns a socket at an address, on which nobody listens yet.
+
+    Args:
+      port: 0 for any that is free.
+      timeout: seconds after which the system gives up a connection whose other end takes nothing, where it can (Linux).
+
+    Raises:
+      ValueError: the address is none of this machine's, or somebody has it already.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout))
+            bound.bind(place)
+        except OSError:
+            bound.close()
+            raise
+        return bound
+    except OSError as error:
+        raise ValueError(f"--host={host} --port={port}: {error.strerror or error}; choose others") from error
+
+
+def address(bound: socket.socket) -> str:
+    """Returns the URL of a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class WebServer(uvicorn.Server):
+    """Serves an application until it is interrupted.
+
+    Attributes:
+      ended: how many texts were ended then.
+    """
+
+    def __init__(self, app: Starlette, close: Callable[[], int], *, connections: int, timeout: float):
+        """Makes a server.
+
+        Args:
+          close: ends the service, and returns how many texts it has ended.
+          connections: at a time; more are told to come later.
+          timeout: seconds that a connection has to send a request's headers, twice that after an answer.
+        """
+
+        class Connection(H11Protocol):
+            """Closes a connection on which no request comes, or only half of one: also after others were answered."""
+
+            def connection_made(self, transport):
+                super().connection_made(transport)
+                self._answered = None  # the last request that had been answered at the last look
+                self.loop.call_later(timeout, self._look)
+
+            def _look(self):
+                if self.cycle is self._answered:
+                    self.transport.close()
+                elif not self.transport.is_closing():
+                    self._answered = self.cycle if self.cycle.response_complete else None
+                    self.loop.call_later(timeout, self._look)
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=connections + SPARE_CONNECTIONS,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        self._close, self.ended = close, 0
+
+    def handle_exit(self, sig, frame) -> None:
+        """Ends the texts, so that no connection waits for one: called by uvicorn on a signal."""
+        if not self.should_exit:
+            self.ended = self._close()
+        super().handle_exit(sig, frame)

@@ -1,0 +1,319 @@
+"""The endpoint, by the official client and by hostile requests; after each of these it still answers."""
+
+import concurrent.futures
+import json
+import re
+import signal
+import socket
+
+import pytest
+
+from support import extras
+
+pytestmark = extras.needs("starlette", "uvicorn", "openai")
+if extras.is_here("openai"):
+    import openai
+
+from support.services import CONTEXT, ROWS, WAITING, Gate, alone, make_service, post, request, serving, wait_until
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+KEY = "sk-right"
+
+
+@pytest.fixture(scope="module")
+def service():
+    made = make_service()
+    made.start()
+    yield made
+    made.close()
+    made.join()
+
+
+@pytest.fixture(scope="module")
+def server(service):
+    with serving(service) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def strict(service):
+    """A server with a key and small limits, before the same service."""
+    with serving(service, timeout=0.5, key=KEY, max_body=200, has_chat=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    url = f"http://127.0.0.1:{server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made = Gate(monkeypatch)
+    yield made
+    made.open()
+
+
+def check_that_it_answers(server, service):
+    status, _, document = post(server, COMPLETIONS, {"prompt": "abc", "max_tokens": 3, "temperature": 0})
+    assert (status, document["choices"][0]["text"]) == (200, "def")
+    wait_until(lambda: service.unfinished == 0)
+
+
+def test_a_seeded_answer_is_that_of_generate(client):
+    """Of two prompts with two samples each; the count of drafted tokens, too."""
+    settings = {"temperature": 4.5, "top_p": 0.9, "seed": 7}
+    answer = client.completions.create(model="bytes", prompt=["ab", "x"], max_tokens=9, n=2, logprobs=0, **settings)
+    expected = alone(["ab", "x"], 9, num_samples=2, **settings)
+    assert len({one.text for one in expected}) == 4, "the control: it is sampled"
+    for choice, one in zip(answer.choices, expected, strict=True):
+        assert (choice.text, choice.finish_reason) == (one.text, one.finish)
+        assert choice.logprobs.token_logprobs == pytest.approx(one.log_probs)
+        assert len(choice.logprobs.tokens) == len(one.tokens)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    details = answer.usage.completion_tokens_details
+    emitted = sum(one.stats.emitted for one in expected)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        3,
+        emitted,
+        3 + emitted,
+    )
+    assert details.accepted_prediction_tokens == sum(one.stats.accepted for one in expected)
+    drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+    assert drafted == sum(one.stats.drafted for one in expected)
+
+
+def test_without_a_seed_answers_differ(client):
+    def ask():
+        return client.completions.create(model="bytes", prompt="a", max_tokens=30, temperature=6.0).choices[0].text
+
+    assert ask() != ask()
+
+
+def test_greedy_answers_stops_and_log_probabilities(client):
+    answer = client.completions.create(
+        model="bytes", prompt="ab", max_tokens=30, temperature=0, stop=["hi", "z"], logprobs=0
+    )
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == ("cdefg", "stop", 7)
+    assert choice.logprobs.tokens == list("cdefghi") and choice.logprobs.text_offset == list(range(7))
+
+
+def test_a_stream_is_the_whole_in_pieces(client):
+    settings = dict(model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3, logprobs=0)
+    whole = client.completions.create(**settings)
+    texts, reasons, offsets, chunks = ["", ""], [None, None], [[], []], 0
+    for chunk in client.completions.create(stream=True, stream_options={"include_usage": True}, **settings):
+        for choice in chunk.choices:
+            chunks += 1
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+    assert texts == [choice.text for choice in whole.choices] and chunks > 4
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+    assert chunk.choices == [] and chunk.usage == whole.usage
+
+
+def test_a_chat(client):
+    messages = [{"role": "user", "content": "abc"}, {"role": "user", "content": [{"type": "text", "text": "xy"}]}]
+    settings = dict(model="bytes", messages=messages, temperature=0, max_completion_tokens=3, logprobs=True)
+    answer = client.chat.completions.create(**settings)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "z{|", "length")
+    assert [(one.token, one.bytes, one.logprob) for one in choice.logprobs.content][0] == (
+        "z",
+        [122],
+        pytest.approx(0, abs=1e-5),
+    )
+    assert answer.usage.prompt_tokens == 6
+    with client.chat.completions.create(stream=True, **settings) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "z{|"
+    assert chunks[-1].choices[0].finish_reason == "length" and len({chunk.id for chunk in chunks}) == 1
+    whole = client.chat.completions.create(model="bytes", messages=messages[:1], temperature=0)
+    assert whole.usage.total_tokens == CONTEXT, "without a limit there is all the room"
+
+
+def test_what_the_template_refuses(client):
+    with pytest.raises(openai.BadRequestError, match="the chat template takes users only"):
+        client.chat.completions.create(model="bytes", messages=[{"role": "system", "content": "Be brief."}])
+
+
+def test_two_clients_of_different_temperature_at_once(client):
+    """Each gets what it gets alone, greedy beside hot."""
+
+    def ask(temperature):
+        answer = client.completions.create(
+            model="bytes", prompt="abc", max_tokens=30, temperature=temperature, seed=1, n=2
+        )
+        return [choice.text for choice in answer.choices]
+
+    values = [0.0, 5.0, 4.0]
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(ask, values))
+    assert found == [[one.text for one in alone(["abc"], 30, value, seed=1, num_samples=2)] for value in values]
+
+
+def test_models(client, server):
+    (model,) = client.models.list().data
+    assert model.id == "bytes" and client.models.retrieve("bytes").id == "bytes"
+    with pytest.raises(openai.NotFoundError, match="no such model: 'bytes' is served here"):
+        client.models.retrieve("gpt/5")
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here"):
+        client.completions.create(model="gpt-5", prompt="a")
+    status, _, document = request(server, "GET", "/health")
+    assert status == 200 and document["status"] == "ok" and document["busy_rounds_of_rows"] > 0
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        (b"", "no JSON"),
+        (b"{" * 100_000, "no JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN is no JSON"),
+        ([], "must be a JSON object"),
+        ({"prompt": ""}, "prompt 0 is empty"),
+        ({"prompt": "\ud800"}, "prompt must be a text"),
+        ({"prompt": [5, -1]}, "prompt 0.* got -1"),
+        ({"prompt": [10**30]}, "prompt 0.* below 257"),
+        ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, and 16 more are asked for: beyond the 40"),
+        ({"prompt": "a", "max_tokens": 40}, "prompt 0 has 1 tokens, and 40 more"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens must be"),
+        ({"prompt": ["a"] * 7}, "7 texts are asked for, of 6"),
+        ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
+        ({"prompt": "a", "min_p": 0.5}, "without min_p in --warps"),
+        ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, service, document, message):
+    status, headers, found = post(server, COMPLETIONS, document)
+    assert status == 400 and headers["content-type"] == "application/json"
+    assert set(found["error"]) == {"message", "type", "param", "code"}
+    assert re.search(message, found["error"]["message"]), found
+    check_that_it_answers(server, service)
+
+
+def test_other_paths_and_methods(server):
+    for method, path, status in (
+        ("GET", "/", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/embeddings", 404),
+    ):
+        found, _, document = request(server, method, path)
+        assert found == status and "is not served here: GET /health" in document["error"]["message"]
+    body = json.dumps({"prompt": "a"}).encode()
+    status, _, document = request(server, "POST", COMPLETIONS, body, {"content-type": "text/plain"})
+    assert status == 415 and "content-type: application/json" in document["error"]["message"], "as browsers would send"
+
+
+def test_a_key_a_size_and_a_time(strict, service):
+    """Wrong keys, bodies that are too large or never come, halves of requests, and bytes that are no HTTP."""
+    asked, right = {"prompt": "abc", "max_tokens": 3, "temperature": 0}, {"authorization": f"Bearer {KEY}"}
+    for wrong in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": KEY}, {"authorization": "Bearer \xff"}):
+        status, headers, document = post(strict, COMPLETIONS, asked, **wrong)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer") and KEY not in str(document)
+        assert request(strict, "GET", "/v1/models", headers=wrong)[0] == 401
+    assert request(strict, "GET", "/health")[0] == 200
+    status, _, document = post(strict, COMPLETIONS, asked | {"user": "x" * 200}, **right)
+    assert status == 413 and "larger than the 200 bytes" in document["error"]["message"]
+    status, _, document = post(strict, CHAT, {"messages": []}, **right)
+    assert status == 400 and "no chat template: use /v1/completions" in document["error"]["message"]
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"authorization: Bearer {KEY}\r\ncontent-length: 90\r\n\r\n"
+    for sent, answered in (
+        (head + '{"prompt"', "408"),
+        (head[:40], ""),
+        ("", ""),
+        ("GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea", "200"),
+        ("\x00\x01nonsense\r\n\r\n", "400"),
+        (head.replace("90", "-5"), "400"),
+    ):
+        with socket.create_connection(("127.0.0.1", strict.port), timeout=120) as raw:
+            raw.sendall(sent.encode())
+            assert read_all(raw)[9:12].decode() == answered
+    with socket.create_connection(("127.0.0.1", strict.port)) as raw:
+        raw.sendall((head + "{").encode())  # and leaves
+    status, _, document = post(strict, COMPLETIONS, asked, **right)
+    assert (status, document["choices"][0]["text"]) == (200, "def") and service.unfinished == 0
+
+
+def read_all(raw):
+    received = b""
+    while part := raw.recv(1 << 16):
+        received += part
+    return received
+
+
+def begin(server, **document):
+    """Sends a request whose answer is not read yet."""
+    raw = socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    body = json.dumps({"prompt": "a", "max_tokens": CONTEXT - 1, "temperature": 0} | document)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    return raw
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
+    """Long before its text would have ended."""
+    before = service.batch.usage.rounds
+    with begin(server, stream=stream):
+        wait_until(lambda: any(service.batch.running))
+        (ticket,) = [one for one in service.batch.running if one is not None]
+    wait_until(lambda: ticket.answer.is_over)
+    gate.open()
+    wait_until(lambda: service.unfinished == 0)
+    assert service.batch.usage.rounds - before <= 2 and service.batch.running == [None] * ROWS
+    check_that_it_answers(server, service)
+
+
+def test_a_client_that_does_not_read_holds_no_row(server, service):
+    before = service.batch.usage.busy
+    with begin(server, stream=True), begin(server, stream=False):
+        # Each of the two texts takes a third of its tokens in rounds, at least.
+        wait_until(lambda: service.batch.usage.busy - before >= 2 * (CONTEXT // 3) and service.unfinished == 0)
+        check_that_it_answers(server, service)
+
+
+def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, service, gate):
+    waiting = [begin(server, max_tokens=2) for _ in range(ROWS + WAITING)]
+    wait_until(lambda: service.unfinished == ROWS + WAITING)
+    status, headers, document = post(server, COMPLETIONS, {"prompt": "a"})
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert document["error"]["code"] == "rate_limit_exceeded"
+    gate.open()
+    for raw in waiting:
+        with raw:
+            assert raw.recv(12) == b"HTTP/1.1 200"
+    check_that_it_answers(server, service)
+
+
+def test_an_error_within_a_stream_is_its_last_event(client, server, service, monkeypatch):
+    monkeypatch.setattr(type(service), "_text", lambda *_: 1 / 0)
+    with pytest.raises(openai.APIError, match="decoding failed: ZeroDivisionError"):
+        list(client.completions.create(model="bytes", prompt="a", stream=True))
+    status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
+    assert status == 500 and document["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    check_that_it_answers(server, service)
+
+
+def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
+    """To the clients, whether they read a stream or wait, and to who stopped the server."""
+    service = make_service()
+    service.start()
+    gate = Gate(monkeypatch)
+    with serving(service) as server, begin(server, stream=True) as stream, begin(server) as whole:
+        wait_until(lambda: service.unfinished == 2)
+        server.handle_exit(signal.SIGINT, None)
+        gate.open()
+        assert all(b"the service was closed" in read_all(raw) for raw in (stream, whole))
+    assert server.ended == 2 and service.unfinished == 0
+    service.join()

@@ -1,0 +1,214 @@
+"""Requests as they come: each text is the one that it is alone, and neither a caller nor an error holds up the others."""
+
+import queue
+import threading
+
+import pytest
+
+from specsamp import NoDrafter
+from specsamp.decoding.job import Job
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
+from specsamp.serving.answer import Busy, Failed
+from specsamp.serving.batch import Batch
+from specsamp.serving.openai_requests import make_warp
+from specsamp.serving.service import Service
+from support.fakes import CountingLM
+from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service
+
+METHOD = Method(drafter=NoDrafter())
+
+
+@pytest.fixture(scope="module")
+def service():
+    made = make_service()
+    said = []
+    made.compile(said.append)
+    assert said == [
+        "compiling for prompts of up to 16 tokens, 1 of 4",
+        "compiling for prompts of up to 24 tokens, 2 of 4",
+        "compiling for prompts of up to 32 tokens, 3 of 4",
+        "compiling for prompts of up to 39 tokens, 4 of 4",
+        "compiling the loop",
+    ]
+    made.start()
+    yield made
+    made.close()
+    made.join()
+
+
+class Caller:
+    """Asks, and collects what it gets by row."""
+
+    def __init__(self, service, prompts, budget=8, **options):
+        self.pieces = queue.SimpleQueue()
+        numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
+        sampling = make_warp({"temperature": 0.0} | numbers, WARPS)
+        self.answer = service.ask(prompts, budget, deliver=self.pieces.put, sampling=sampling, **options)
+        self.got = [[] for _ in range(self.answer.job.rows)]
+
+    def wait(self):
+        """Returns tokens, finish and text of each row."""
+        while not all(pieces and pieces[-1].finish for pieces in self.got):
+            piece = self.pieces.get(timeout=120)
+            if isinstance(piece, Failed):
+                raise piece
+            self.got[piece.row].append(piece)
+        texts = []
+        for row, pieces in enumerate(self.got):
+            tokens = sum((piece.tokens for piece in pieces), [])
+            texts.append((tokens, pieces[-1].finish, self.answer.text_stream(row).push(tokens, True)))
+        return texts
+
+
+def of(completions):
+    return [(one.tokens, one.finish, one.text) for one in completions]
+
+
+def test_texts_of_different_requests_are_those_that_they_have_alone(service):
+    """More than there are rows, of different warps, seeds, budgets, samples and ends, streamed and whole; all at once."""
+    asked = [
+        dict(prompts=["abc"], budget=9),
+        dict(prompts=["x", "def"], budget=12, temperature=5.0, top_p=0.9, seed=7),
+        dict(prompts=["h"], budget=30, stop=["no", "zz"]),
+        dict(prompts=[[99, 100]], budget=5, temperature=4.0, seed=3, num_samples=2),
+    ]
+    before = Loop.run_request._cache_size(), Loop.prefill._cache_size()
+    callers = [Caller(service, is_streamed=len(one["prompts"]) == 2, **one) for one in asked]
+    found = [caller.wait() for caller in callers]
+    assert found == [of(alone(**one)) for one in asked]
+    assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == before, "all of it was compiled"
+    assert found[2] == [(list(b"ijklmno"), "stop", "ijklm")]
+    assert found[1][0] != found[1][1] and found[3][0] != found[3][1], "the control: they are sampled"
+    assert max(map(len, callers[1].got)) > 1 and len(callers[0].got[0]) == 1
+    stats = callers[0].got[0][-1].stats
+    assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
+
+
+def test_without_a_budget_a_text_has_all_the_room(service):
+    ((tokens, finish, _),) = Caller(service, ["ab"], None).wait()
+    assert (len(tokens), finish) == (CONTEXT - 2, "length")
+
+
+def test_prompts_of_any_length_up_to_the_context(service):
+    for size in (1, 16, 17, 33, CONTEXT - 1):
+        ((tokens, _, _),) = Caller(service, [[50] * size], 1).wait()
+        assert tokens == [51]
+
+
+def test_who_leaves_frees_rows_and_places(service):
+    """Two endless streams hold both rows, and others wait."""
+    leaving = [Caller(service, ["a"], None, is_streamed=True) for _ in range(2)]
+    waiting = [Caller(service, ["b"], None) for _ in range(3)]
+    for caller in (*leaving, *waiting):
+        caller.answer.cancel()
+    assert Caller(service, ["c"], 2).wait() == of(alone(["c"], 2))
+    assert service.unfinished == 0 and all(caller.pieces.qsize() < 20 for caller in leaving)
+    assert all(caller.pieces.empty() for caller in waiting)
+
+
+def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
+    for given, message in (
+        (dict(prompts=["a" * CONTEXT]), "prompt 0 has 40 tokens, and 8 more are asked for: beyond the 40"),
+        (dict(prompts=["a"], budget=40), "prompt 0 has 1 tokens, and 40 more"),
+        (dict(prompts=["a"], budget=2**40), "max_tokens must be"),
+        (dict(prompts=[[]]), "prompt 0 is empty"),
+        (dict(prompts=[[999]]), "prompt 0.* below 257; got 999"),
+        (dict(prompts=["a"], seed=-1), "seed must be"),
+        (dict(prompts=["a"], stop=list("abcde")), "5 stop texts: at most 4"),
+        (dict(prompts=["a"], stop=[""]), "a stop text is empty"),
+        (dict(prompts=["a"], num_samples=7), "7 texts are asked for, of 6 that are taken at a time"),
+        (dict(prompts=["a"], num_samples=10**9), "texts are asked for, of 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Caller(service, **given)
+    assert service.unfinished == 0
+
+
+def test_too_many_texts_are_refused_until_others_end(service, monkeypatch):
+    gate = Gate(monkeypatch)
+    callers = [Caller(service, ["a"], 2) for _ in range(6)]
+    with pytest.raises(Busy, match="6 texts are running or waiting, of 6"):
+        Caller(service, ["a"], 2)
+    gate.open()
+    assert [caller.wait() for caller in callers] == [of(alone(["a"], 2))] * 6
+    assert Caller(service, ["a"], 2).wait() == of(alone(["a"], 2))
+
+
+@pytest.mark.parametrize("part", ["text", "read"])
+def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
+    """While it is decoded, or when its prompt is read."""
+    before = getattr(Job, part)
+
+    def break_one(self, *arguments):
+        asked = self.prompts[0] if part == "text" else arguments[0][0]
+        if list(asked) == list(b"bad"):
+            raise RuntimeError("no such\nthing")
+        return before(self, *arguments)
+
+    monkeypatch.setattr(Job, part, break_one)
+    sound = Caller(service, ["abc"], 20, is_streamed=True)
+    bad = Caller(service, ["bad"], 20, num_samples=2)
+    with pytest.raises(Failed, match="RuntimeError: no such thing"):
+        bad.wait()
+    assert sound.wait()[0] == of(alone(["abc"], 20))[0]
+    assert Caller(service, ["abc"], 2).wait() == of(alone(["abc"], 2)) and service.unfinished == 0
+
+
+def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
+    hold, run, calls = threading.Event(), Job.run, []
+
+    def fail_once(*arguments):
+        calls.append(hold.wait(120))
+        return run(*arguments) if len(calls) > 1 else 1 / 0
+
+    monkeypatch.setattr(Job, "run", fail_once)
+    lost, waiting = Caller(service, ["a", "b"], 9), Caller(service, ["abc"], 9)
+    hold.set()
+    with pytest.raises(Failed, match="decoding failed: ZeroDivisionError: division by zero"):
+        lost.wait()
+    assert waiting.wait() == of(alone(["abc"], 9)) and service.unfinished == 0
+
+
+def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(Batch, "fill", lambda _: 1 / 0)
+        with pytest.raises(Failed, match="decoding failed: ZeroDivisionError"):
+            Caller(service, ["a"], 9).wait()
+    assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9)) and service.unfinished == 0
+
+
+def test_a_caller_that_raises_holds_up_nobody(service):
+    def refuse(piece):
+        raise RuntimeError("the event loop is closed")
+
+    service.ask(["a"], None, deliver=refuse, is_streamed=True)
+    assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9))
+
+
+def test_a_service_that_closes_says_so_to_those_who_wait():
+    made = Service(PAIR, METHOD, rows=1, context=CONTEXT, max_waiting=2)
+    callers = [Caller(made, ["a"], None) for _ in range(2)]
+    assert made.close("the server ends") == 2, "it was never started"
+    made.start()  # and finds that it has ended
+    for caller in callers:
+        with pytest.raises(Failed, match="the server ends"):
+            caller.wait()
+    with pytest.raises(Failed, match="the server ends"):
+        made.ask(["a"], 1, deliver=print)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(rows=0), "rows must be"),
+        (dict(max_waiting=-1), "max_waiting must be"),
+        (dict(rounds_per_slice=0), "rounds_per_slice must be"),
+        (dict(context=1), "context must be"),
+        (dict(context=65), "context = 65, but the models have 64 positions"),
+    ],
+)
+def test_numbers_that_make_no_service(options, message):
+    assert CountingLM().max_positions == 64
+    with pytest.raises(ValueError, match=message):
+        Service(PAIR, METHOD, **options)

@@ -1,0 +1,102 @@
+"""A service over bytes that count, whose programs all its tests share, and HTTP servers in front of it."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import threading
+import time
+
+from specsamp import generate
+from specsamp.checkpoints.tokenizer import ByteTokenizer
+from specsamp.decoding.checks import choose_drafter
+from specsamp.decoding.method import Method
+from specsamp.serving.openai_requests import make_warp
+from specsamp.serving.service import Service
+from support.fakes import counting_pair
+
+CONTEXT, ROWS, WAITING, K = 40, 2, 4, 2
+WARPS = ("top_p",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChattyBytes(ByteTokenizer):
+    """Bytes with a chat template, which takes no other role than user."""
+
+    def encode_chat(self, messages):
+        if any(one["role"] != "user" for one in messages):
+            raise ValueError("the chat template takes users only")
+        return self.encode("|".join(one["content"] for one in messages))
+
+
+# Bytes that follow each other, up to a hot temperature; the draft errs at one of them.
+PAIR = dataclasses.replace(counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes())
+
+
+def make_service():
+    method = Method(drafter=choose_drafter(PAIR, K, None), sampling=make_warp({}, WARPS))
+    return Service(PAIR, method, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
+
+
+def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, **options):
+    """Completions of generate with the settings of a request; in the service's shapes, so that nothing is compiled."""
+    sampling = make_warp({"temperature": temperature, "top_p": top_p}, WARPS)
+    stop = [PAIR.tokenizer.eos_id, *(stop or ["never written"])]
+    options = dict(draft_length=K, sampling=sampling, stop=stop, return_log_probs=True) | options
+    done = []
+    for index, prompt in enumerate(prompts):
+        done += generate(PAIR, [prompt], budget, num_samples=ROWS, prompt_ids=[index], **options)[:num_samples]
+    return done
+
+
+class Gate:
+    """Holds the device up: runs of the loop wait while it is closed."""
+
+    def __init__(self, monkeypatch):
+        from specsamp.decoding.job import Job
+
+        self._open, run = threading.Event(), Job.run
+        self.open, self.close = self._open.set, self._open.clear
+        monkeypatch.setattr(Job, "run", lambda *arguments: (self._open.wait(120), run(*arguments))[1])
+
+
+def wait_until(holds):
+    """Waits for what another thread does."""
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def serving(service, timeout=60.0, **options):
+    """Runs an endpoint in a thread; gives the server, and its port as ``server.port``."""
+    from specsamp.serving.endpoint import make_app
+    from specsamp.serving.web_server import WebServer, bind
+
+    app = make_app(service, model="bytes", warps=WARPS, timeout=timeout, **options)
+    with bind("127.0.0.1", 0, timeout) as bound:
+        server = WebServer(app, service.close, connections=service.capacity, timeout=timeout)
+        server.port = bound.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield server
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def post(server, path, document, **headers):
+    """Returns status, headers and JSON of a request, whose document may be bytes."""
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return request(server, "POST", path, body, {"content-type": "application/json"} | headers)
+
+
+def request(server, method, path, body=None, headers=()):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, dict(headers))
+        response = connection.getresponse()
+        return response.status, response.headers, json.loads(response.read())
