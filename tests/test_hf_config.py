@@ -18,6 +18,7 @@ from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
+from support.weights import drawn_params
 
 PUBLISHED = {  # parameters, of their model cards and safetensors indices
     "meta-llama/Llama-3.1-70B": 70.554e9,
@@ -116,7 +117,7 @@ def test_heads_of_known_shape_have_their_published_size(name):
 def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
     target = tiny(num_layers=2, positions="rotary")
     head = FeatureHead(MedusaConfig(layer=target, target_layers=2, hidden_layers=(2,), own_output=True, num_heads=3))
-    write_head(tmp_path, head, head.init(jax.random.key(0)), target_name="a-target", K=3)
+    write_head(tmp_path, head, drawn_params(head), target_name="a-target", K=3)
     config = hf.get_config(f"a-target,{tmp_path}")
     found = shapes.head_of(config, target)
     assert found.kind == "Medusa" and found.num_heads == 3

@@ -21,6 +21,7 @@ from specsamp.training.run import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call, module
+from support.weights import drawn_params
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def head(tmp_path_factory):
     layer = dataclasses.replace(CONFIG, num_layers=1)
     config = Eagle3Config(layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), own_output=True)
     made = FeatureHead(config)
-    write_head(place, made, made.init(jax.random.key(0)), target_name=f"org/{place.name}", K=2)
+    write_head(place, made, drawn_params(made), target_name=f"org/{place.name}", K=2)
     return place
 
 

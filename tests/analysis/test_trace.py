@@ -13,6 +13,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support.run_script import call
+from support.weights import drawn_params
 
 TINY = "--config=configs/random_pair.py:tiny"
 
@@ -21,7 +22,7 @@ TINY = "--config=configs/random_pair.py:tiny"
 def traced(tmp_path_factory):
     """A profile of a pair whose draft is its target, on this CPU."""
     model = TransformerLM(tiny(num_layers=1, positions="rotary"))
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
     work = Workload(batch=1, prompt_length=4, max_new_tokens=20, repeats=1)
     sides = {"speculative": (ModelDrafter(model, 2), TokenRule())}

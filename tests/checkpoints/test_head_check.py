@@ -24,6 +24,7 @@ from specsamp.sampling.warp import chain, for_rows, temperature
 from support.fakes import ORDER, decode
 from support.heads import LAYERS, WIDTH, LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import TARGET as TABLE
+from support.weights import drawn_params
 
 V, TARGET = 6, LayeredTable(6)
 # The next token depends on the one before the last alone: all that a head needs is in the features of its pair.
@@ -43,7 +44,7 @@ def fitted(head, ids=range(V)):
     Norms have scales of their own for each entry, so that one is not as good as another.
     """
     table, rng = target_params(ids), np.random.default_rng(1)
-    params = jax.tree.map(lambda x: x, head.init(jax.random.key(0)))
+    params = drawn_params(head)
 
     def rough(path, x):
         name = jax.tree_util.keystr(path)

@@ -14,6 +14,7 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from support.heads import layer_config
+from support.weights import drawn_params
 
 LAYERS = 6
 TARGET = layer_config(16, num_layers=LAYERS)
@@ -83,5 +84,5 @@ def test_medusa_s_files_name_heads_as_its_authors_do(tmp_path):
 def test_what_a_layout_cannot_say_is_refused(config, message, tmp_path):
     head = FeatureHead(config)
     with pytest.raises(ValueError, match=message):
-        write_head(tmp_path / "head", head, head.init(jax.random.key(0)), target_name="org/target", K=3)
+        write_head(tmp_path / "head", head, drawn_params(head), target_name="org/target", K=3)
     assert not (tmp_path / "head").exists()

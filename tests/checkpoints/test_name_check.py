@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 
-import jax
 import pytest
 
 from specsamp.checkpoints.export import export
@@ -17,6 +16,7 @@ from specsamp.models.heads import FeatureHead
 from support.checkpoint_shapes import CONFIG, edit, random_params
 from support.run_script import call
 from support.stand_in_hub import StandInHub
+from support.weights import drawn_params
 
 HEAD = Eagle3Config(
     layer=dataclasses.replace(CONFIG, num_layers=1),
@@ -37,7 +37,7 @@ def hub(original, tokenizer, tmp_path, monkeypatch):
     smaller = dataclasses.replace(CONFIG, width=16, num_heads=2, num_kv_heads=1, tied=True)
     export(hub.folder / "some/draft", smaller, random_params(smaller), tokenizer)
     head = FeatureHead(HEAD)
-    write_head(hub.folder / "some/head", head, head.init(jax.random.key(0)), target_name="some/target", K=3)
+    write_head(hub.folder / "some/head", head, drawn_params(head), target_name="some/target", K=3)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 

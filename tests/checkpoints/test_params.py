@@ -14,9 +14,10 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support.heads import layer_config
+from support.weights import drawn_params
 
 MODEL = TransformerLM(tiny(num_layers=1))
-PARAMS = jax.jit(MODEL.init)(jax.random.key(0))
+PARAMS = drawn_params(MODEL)
 
 
 def test_other_values_have_another_digest():

@@ -22,6 +22,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
+from support.weights import drawn_params
 
 DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
 
@@ -275,7 +276,7 @@ def head_folder(tmp_path):
         layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), draft_vocab_size=64, own_output=True
     )
     head = FeatureHead(config)
-    write_head(tmp_path / "head", head, head.init(jax.random.key(0)), target_name="org/a-target", K=3)
+    write_head(tmp_path / "head", head, drawn_params(head), target_name="org/a-target", K=3)
     return tmp_path / "head"
 
 

@@ -15,8 +15,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.eagle import TrainHead
 from specsamp.training.objective import cross_entropy, overlap
 
-OPTIMISED = True
-
 
 @pytest.fixture(scope="module")
 def pair():

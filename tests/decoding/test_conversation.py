@@ -17,6 +17,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.fakes import counting_pair, random_table, table_pair
 from support.heads import LayeredTable, eagle3
+from support.weights import drawn_params
 
 V = 12
 
@@ -61,7 +62,7 @@ def test_texts_of_a_model_that_remembers_tokens():
     """N-grams, a window of attention and penalties look back, beyond where the text goes on."""
     config = tiny(vocab_size=50, num_layers=2, positions="rotary", ngram_rows=64, window=8, global_layers=(1,))
     model = TransformerLM(config)
-    pair = Pair(target=model, target_params=model.init(jax.random.key(0)))
+    pair = Pair(target=model, target_params=drawn_params(model))
     options = dict(
         drafter=EarlyExitDrafter(model, 1, 2), sampling=chain(penalties(repetition=1.5), temperature(0.5)), seed=1
     )
@@ -116,14 +117,14 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
 def twins():
     """Makes a pair whose drafts are all accepted: after each round the draft has not seen the token before the last."""
     model = TransformerLM(tiny(vocab_size=50, num_layers=2, positions="rotary"))
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     return Pair(target=model, target_params=params, draft=model, draft_params=params), None
 
 
 def headed_pair():
     """A random head on a table: what it proposes depends on all that it has read."""
     target, head = LayeredTable(V), eagle3(V)
-    params = jax.tree.map(lambda x: 3 * x, head.init(jax.random.key(2)))
+    params = jax.tree.map(lambda x: 3 * x, drawn_params(head, 2))
     pair = Pair(target=target, target_params=random_table(0, V), head=head, draft_params=params)
     return pair, FeatureDrafter(target, head, 3)
 

@@ -30,6 +30,7 @@ from specsamp.models.config import tiny
 from support.fakes import LayeredTableLM, TableLM, decode, table_loop
 from support.loop_distributions import FAR, FULL, PROMPTS, TARGET, V
 from support.mutants import PutsItsOwnCacheBack
+from support.weights import drawn_params
 
 TABLES = LayeredTableLM(V)
 LAYERS = jnp.stack([FAR, TARGET - FAR])
@@ -77,11 +78,7 @@ SAMPLING = chain(temperature([0.0, 0.8, 1.2]), top_p(0.9))  # a greedy row besid
 def pair_of(name):
     """Weights large enough for distributions that are far from flat."""
     model = MODELS[name]
-
-    def noisy(x):
-        return x + 0.2 * jax.random.normal(jax.random.key(1), x.shape)
-
-    return Pair(target=model, target_params=jax.tree.map(noisy, model.init(jax.random.key(0))))
+    return Pair(target=model, target_params=drawn_params(model, noise=0.2))
 
 
 def tokens(completions):

@@ -21,6 +21,7 @@ from support import mutants
 from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, distribution_test
+from support.weights import drawn_params
 
 K = 2
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}  # as many as show the mutant
@@ -32,7 +33,7 @@ def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
 
 
 def weights_of(head, seed=0):
-    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, head.init(jax.random.key(seed)))
+    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed))
     if DRAFT_IDS in params:
         params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
     return head.prepare(params)
@@ -85,7 +86,7 @@ def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
 def test_a_reduced_vocabulary_in_numbers():
     """Target (.4, .3, .2, .1), head (.6, 0, .4, 0): accepted with .6, the rest is (0, .75, 0, .25)."""
     head = eagle3(4, draft_vocab_size=2)
-    weights = head.prepare(head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2])})
+    weights = head.prepare(drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2])})
     distribution_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
     np.testing.assert_allclose(np.exp(distribution_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
     target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
@@ -230,7 +231,7 @@ def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():
     target, head = LayeredTable(V), medusa(V, 2)
     with pytest.raises(ValueError, match="K = 3, but the head drafts 2 tokens at most: lower the draft length"):
         FeatureDrafter(target, head, 3)
-    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=head.init(jax.random.key(0)))
+    pair = Pair(target=target, target_params=TARGET, head=head, draft_params=drawn_params(head))
     assert choose_drafter(pair, None, None).K == 2, "fewer than generate's own default"
     with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
         choose_drafter(pair, 4, None)

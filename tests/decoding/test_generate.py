@@ -17,6 +17,7 @@ from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
+from support.weights import drawn_params
 
 REPOSITORY = pathlib.Path(specsamp.__file__).parent.parent
 
@@ -185,7 +186,7 @@ def test_buckets_waste_at_most_half(size, wanted):
 def test_weights_share_memory_with_parameters_and_are_kept():
     """What `prepare` need not change costs nothing twice."""
     model = TransformerLM(tiny(vocab_size=BYTES, positions="rotary"))
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     pair = Pair(target=model, target_params=params)
     few, many = pair.weights(NoDrafter(), 128), pair.weights(NoDrafter(), 256)
     assert pair.weights(NoDrafter(), 128) is few and few.draft is None

@@ -12,6 +12,7 @@ from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
+from support.weights import drawn_params
 
 
 def test_pairs_that_do_not_belong_together():
@@ -107,7 +108,7 @@ def test_the_last_position_can_be_used():
     """The limit is the user's: scratch slots for the draft come on top."""
     config = tiny(vocab_size=BYTES, max_positions=40)
     model = TransformerLM(config)
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
     rows = [generate(pair, [[1, 2, 3, 4]], 36, draft_length=K)[0].tokens for K in (0, 7)]
     assert len(rows[0]) == 36 and rows[0] == rows[1]

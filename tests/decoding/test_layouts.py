@@ -12,6 +12,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import LAYOUTS, TransformerLM
+from support.weights import drawn_params
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
 
@@ -24,12 +25,8 @@ def make_pair(layout):
         TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), layout
     )
 
-    def noisy(model, seed):
-        return jax.tree.map(
-            lambda x: x + 0.2 * jax.random.normal(jax.random.key(seed), x.shape), model.init(jax.random.key(seed))
-        )
-
-    return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
+    params = [drawn_params(model, seed, noise=0.2) for seed, model in enumerate((target, draft))]
+    return Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def test_the_layout_of_this_platform_runs(positions, dtype):
     model = TransformerLM.for_backend(
         TransformerConfig(vocab_size=16, width=16, num_layers=1, num_heads=2, positions=positions, dtype=dtype)
     )
-    pair = Pair(target=model, target_params=model.init(jax.random.key(0)))
+    pair = Pair(target=model, target_params=drawn_params(model))
     assert len(generate(pair, [[1, 2, 3]], 4, draft_length=0)[0].tokens) == 4
 
 

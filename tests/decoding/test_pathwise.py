@@ -21,6 +21,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
 from support.fakes import TableLM, decode, near, random_table, table_loop
+from support.weights import drawn_params
 
 V = 8
 TARGET = random_table(10, V)
@@ -128,8 +129,8 @@ DRAFT = TransformerLM(tiny(vocab_size=61, num_layers=1, positions="rotary"))
 
 @pytest.fixture(scope="module")
 def pair():
-    params = MODEL.init(jax.random.key(0))
-    draft = DRAFT.init(jax.random.key(1))
+    params = drawn_params(MODEL)
+    draft = drawn_params(DRAFT, 1)
     # The draft shares the embedding, so that something is accepted.
     return Pair(
         target=MODEL, target_params=params, draft=DRAFT, draft_params=draft | {"embedding": params["embedding"]}

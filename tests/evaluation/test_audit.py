@@ -39,6 +39,7 @@ from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
 from support.fakes import LayeredTableLM, TableLM, near, random_table
+from support.weights import drawn_params
 
 V, K = 8, 3
 TARGET = random_table(10, V)
@@ -97,8 +98,8 @@ def test_sound_distributions_pass(changes):
 def transformers():
     target = TransformerLM(tiny(vocab_size=61, num_layers=1, positions="rotary"))
     draft = TransformerLM(tiny(vocab_size=61, num_layers=1, num_heads=2, positions="rotary"))
-    params = target.init(jax.random.key(0))
-    draft_params = draft.init(jax.random.key(1)) | {"embedding": params["embedding"]}
+    params = drawn_params(target)
+    draft_params = drawn_params(draft, 1) | {"embedding": params["embedding"]}
     return Subject(
         pair=Pair(target=target, target_params=params, draft=draft, draft_params=draft_params),
         prompts=PROMPTS,

@@ -17,6 +17,7 @@ from specsamp.models.transformer import TransformerLM
 from support import mutants
 from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
 from support.loop_distributions import TARGET, V
+from support.weights import drawn_params
 
 PROMPTS = [[0], [1, 2, 1], [2, 1, 2, 1], [1, 2, 1, 2, 2]]  # a prompt of one token drafts nothing at first
 COARSE = Settings(detect=0.1, rows=512)
@@ -52,7 +53,7 @@ def test_wrong_features_show_as_acceptance(mutant):
 
 def test_a_target_that_is_reduced_like_the_head_shows_in_the_distribution():
     target, head = LayeredTable(V), eagle3(V, draft_vocab_size=2)
-    params = head.init(jax.random.key(0)) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
+    params = drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=params)
     settings = dict(pair=pair, prompts=PROMPTS[1:], drafter=FeatureDrafter(target, head, 2), max_new_tokens=8)
     broken = Subject(rule=mutants.OfTheDraftVocabulary(), sampling=chain(temperature(1.0)), **settings)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from specsamp.analysis import grid
@@ -12,6 +11,7 @@ from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDr
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from support.run_script import call, save_tiny_pair
+from support.weights import drawn_params
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def medusa(pair, tmp_path_factory):
     head = FeatureHead(
         MedusaConfig(layer=target, target_layers=layers, hidden_layers=(layers,), own_output=True, num_heads=1)
     )
-    write_head(folder, head, head.init(jax.random.key(0)), target_name="pair", K=1)
+    write_head(folder, head, drawn_params(head), target_name="pair", K=1)
     return folder
 
 

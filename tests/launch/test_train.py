@@ -26,6 +26,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Corpus, train_tokenizer
 from specsamp.training.run import history, open_first_head, open_trained, open_trained_head
 from support.run_script import FIXED, ROOT, call
+from support.weights import drawn_params
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -199,7 +200,7 @@ HEAD = {
 def pair_folder(tmp_path):
     """A pair with random weights, whose target has two layers."""
     config = tiny(vocab_size=300, positions="rotary")
-    side = config, TransformerLM(config).init(jax.random.key(0))
+    side = config, drawn_params(TransformerLM(config))
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
     save_pair(tmp_path / "pair", target=side, draft=side, tokenizer_json=tokenizer, provenance={})
     return tmp_path / "pair"

@@ -23,6 +23,7 @@ from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, temperature
 from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from support.schedules import Restless
+from support.weights import drawn_params
 
 TARGET = TransformerLM(tiny(positions="rotary", num_layers=1))
 ROWS, SLOTS, BUDGET = 8, 32, 12
@@ -54,7 +55,7 @@ class Feature(Drafter):
 
 @pytest.fixture(scope="module")
 def pair():
-    return Pair(target=TARGET, target_params=TARGET.init(jax.random.key(0)))
+    return Pair(target=TARGET, target_params=drawn_params(TARGET))
 
 
 def setting(pair):

@@ -23,6 +23,7 @@ from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
+from support.weights import drawn_params
 
 LAYER = tiny(
     vocab_size=96,
@@ -129,6 +130,6 @@ def test_everything_stays_where_it_is(pair, data, model):
 def test_a_vocabulary_that_does_not_divide_is_refused(pair):
     config = dataclasses.replace(HEADS["eagle3"], draft_vocab_size=20)
     head = FeatureHead(config)
-    odd = dataclasses.replace(pair, head=head, draft_params=head.init(jax.random.key(0)))
+    odd = dataclasses.replace(pair, head=head, draft_params=drawn_params(head))
     with pytest.raises(ValueError, match="'vocab' has 20 entries, which do not divide over the 8 devices"):
         shard(odd, make_mesh(1, 8))

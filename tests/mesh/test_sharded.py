@@ -22,6 +22,7 @@ from specsamp.models.config import tiny
 from specsamp.models.interface import Output
 from specsamp.models.transformer import TransformerLM
 from support.fakes import TableLM, random_table
+from support.weights import drawn_params
 
 MESHES = [(1, 8, None), (8, 1, None), (2, 4, 1), (2, 4, 2)]  # (4, 2): of table models
 every_mesh = pytest.mark.parametrize("data, model, draft_model_parallelism", MESHES)
@@ -56,12 +57,8 @@ def transformer_pair():
     target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))  # fewer kv heads than devices
     draft = TransformerLM.for_backend(tiny(positions="rotary", ngram_rows=32, **shape))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def noisy(model, seed):
-        key = jax.random.key(seed)
-        return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), model.init(key))
-
-    return Pair(target=target, target_params=noisy(target, 0), draft=draft, draft_params=noisy(draft, 1))
+    params = [drawn_params(model, seed, noise=0.1) for seed, model in enumerate((target, draft))]
+    return Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +149,7 @@ def logits_of_two_calls(model, params, tokens_BT):
 )
 def test_logits_of_transformers(scheme, kv_heads, sizes):
     model = TransformerLM(tiny(num_heads=8, width=64, positions=scheme, num_kv_heads=kv_heads))
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = drawn_params(model)
     tokens_BT = jax.random.randint(jax.random.key(1), (8, 7), 0, 64)
     expected = logits_of_two_calls(model, params, tokens_BT)
     split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
@@ -163,7 +160,7 @@ def test_logits_of_transformers(scheme, kv_heads, sizes):
 def test_a_model_on_a_mesh_can_be_called_in_parts():
     """Embed, layers and unembed are one call, hidden states included; moved slots are those of one device."""
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (8, 5), 0, 64), jnp.arange(8)
     rows_BT = jnp.broadcast_to(jnp.array([0, 2, 3]), (8, 3))
 

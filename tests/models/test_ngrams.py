@@ -8,6 +8,7 @@ import pytest
 from specsamp.models import ngrams
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import LAYOUTS, TransformerLM
+from support.weights import drawn_params
 
 ROWS, SLOTS = 97, 24
 
@@ -22,7 +23,7 @@ def make(order=3, **changes):
 def test_pieces_give_the_logits_of_the_whole(batch, layout):
     """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
     model = make(layout=layout)
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     tables = [name for name in params if name.startswith("ngrams")]
     params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}
     tokens_BT = jax.random.randint(jax.random.key(1), (batch, 12 + batch), 0, 40)

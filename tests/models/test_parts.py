@@ -8,6 +8,7 @@ import pytest
 from specsamp.models.config import tiny
 from specsamp.models.transformer import LAYOUTS, TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
 
 SLOTS = 16
 MODELS = {
@@ -21,7 +22,7 @@ MODELS = {
 
 def make(config, layout="default"):
     model = TransformerLM(config, layout)
-    params = model.init(jax.random.key(0))
+    params = drawn_params(model)
     return model, params, model.fit_slots(model.prepare(params), SLOTS)
 
 

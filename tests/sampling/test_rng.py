@@ -11,8 +11,6 @@ from scipy import stats
 
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 
-OPTIMISED = True
-
 SEED = 11
 
 

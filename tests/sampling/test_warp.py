@@ -9,8 +9,6 @@ import pytest
 
 from specsamp.sampling.warp import chain, first_tokens, for_rows, greedy, log_probs, min_p, temperature, top_k, top_p
 
-OPTIMISED = True
-
 WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
 TOP_PS = (1e-30, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)

@@ -30,6 +30,7 @@ from specsamp.models.config import tiny
 from specsamp.training.checkpoint import Checkpoints
 from support.checkpoint_shapes import CONFIG, random_params
 from support.schedules import Restless
+from support.weights import drawn_params
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2, num_layers=1))
 DRAFT = TransformerLM(tiny(num_heads=8, num_layers=1, positions="rotary"))
@@ -40,7 +41,7 @@ PLAIN = CALL | {"draft_length": 0}  # one program less, where no draft matters
 
 
 def pair() -> Pair:
-    params = [jax.jit(model.init)(jax.random.key(seed)) for seed, model in enumerate((TARGET, DRAFT))]
+    params = [drawn_params(model, seed) for seed, model in enumerate((TARGET, DRAFT))]
     return Pair(target=TARGET, target_params=params[0], draft=DRAFT, draft_params=params[1])
 
 

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import types
 
-import jax
 from absl import flags
 
 from specsamp.checkpoints.pair import save_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
+from support.weights import drawn_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Compiled programs are kept in the folder of this session of tests (tests/conftest.py), not in the cache of the user.
@@ -86,7 +86,7 @@ def only_shared_flags():
 def save_tiny_pair(folder, prompts, num_layers=1):
     """A pair with random weights that scripts can load from a folder; its draft is its target."""
     config = tiny(vocab_size=300, num_layers=num_layers, positions="rotary")
-    side = config, TransformerLM(config).init(jax.random.key(0))
+    side = config, drawn_params(TransformerLM(config))
     tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
     save_pair(folder, target=side, draft=side, tokenizer_json=tokenizer, provenance={})
     texts = [{"text": prompt} for prompt in prompts]

@@ -24,6 +24,7 @@ from specsamp.training.eagle import TrainHead, most_frequent
 from specsamp.training.evaluate import evaluate
 from specsamp.training.task import Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
 TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary"))
@@ -53,7 +54,7 @@ TOKENS = jnp.asarray(HELD_OUT[:2])
 
 @pytest.fixture(scope="module")
 def target_params():
-    return jax.jit(TARGET.init)(jax.random.key(5))
+    return drawn_params(TARGET, 5)
 
 
 init = jax.jit(FeatureHead.init, static_argnums=0)

@@ -19,6 +19,7 @@ from specsamp.training.evaluate import evaluate
 from specsamp.training.layerskip import LayerSkip, dropout_rates, dropout_scale, loss_weights, read_layers
 from specsamp.training.task import Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from support.weights import drawn_params
 
 V, LENGTH = 16, 12
 MODEL = TransformerLM(tiny(vocab_size=V, width=16, num_layers=4, num_heads=2, positions="rotary"))
@@ -92,7 +93,7 @@ def test_layers_that_are_read(curriculum, step, expected):
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(MODEL.init)(jax.random.key(5))
+    return drawn_params(MODEL, 5)
 
 
 # Compiled whole: operation by operation there would be dozens of programs.

@@ -15,6 +15,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.eagle import TrainHead
 from specsamp.training.trainer import TrainConfig, first_state, init_state, new_state, state_shardings, train_step
+from support.weights import drawn_params
 
 V, LENGTH, NUM_HEADS = 8, 12, 2
 TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary"))
@@ -31,7 +32,7 @@ one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 @pytest.fixture(scope="module")
 def target_params():
-    return TARGET.init(jax.random.key(5))
+    return drawn_params(TARGET, 5)
 
 
 def test_heads_begin_as_the_target_s_own_output(target_params):

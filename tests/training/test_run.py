@@ -19,6 +19,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training import run
 from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import MetricsLog, Progress
+from support.weights import drawn_params
 
 CONFIG = tiny(num_layers=1, width=16, vocab_size=32, num_heads=2, positions="rotary")
 PARAMS = {"matrix": jnp.arange(6.0).reshape(2, 3), "scale": jnp.ones(3)}
@@ -124,7 +125,7 @@ def trained(tmp_path_factory):
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
     run.open_run(folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    params = jax.device_put(TransformerLM(CONFIG).init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+    params = jax.device_put(drawn_params(TransformerLM(CONFIG)), NamedSharding(mesh, PartitionSpec()))
     with opened(folder / "checkpoints") as checkpoints:
         checkpoints.save(7, params, REST)
     log = MetricsLog(folder / "metrics.jsonl")

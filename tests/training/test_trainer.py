@@ -20,6 +20,7 @@ from specsamp.training.evaluate import evaluate
 from specsamp.training.objective import DIVERGENCES
 from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from support.weights import drawn_params
 
 V, LENGTH = 32, 8
 
@@ -147,7 +148,7 @@ one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(MODEL.init)(jax.random.key(5))
+    return drawn_params(MODEL, 5)
 
 
 def test_microbatches_change_nothing_but_rounding(params):
@@ -217,7 +218,7 @@ def many_heads():
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
     draft, target = many_heads(), many_heads()
-    task, teacher_params = Distill(draft, target), jax.jit(target.init)(jax.random.key(9))
+    task, teacher_params = Distill(draft, target), drawn_params(target, 9)
     short = {"config": dataclasses.replace(TRAIN, steps=8), "teacher_params": teacher_params}
     run(tmp_path / "one", task, **short)
     with pytest.raises(Killed):
@@ -352,7 +353,7 @@ def test_intervals_are_checked(name):
 def target():
     """A larger model whose distribution is far from uniform."""
     model = lm(width=24)
-    params = jax.jit(model.init)(jax.random.key(1))
+    params = drawn_params(model, 1)
     return model, {**params, "embedding": params["embedding"] * 4}
 
 

@@ -1,0 +1,44 @@
+"""Random parameters for tests that care for no particular ones."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.models.heads import DRAFT_IDS
+
+
+@functools.lru_cache
+def _shapes(model: Any) -> Any:
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def _fan_in(name: str, shape: tuple[int, ...]) -> int:
+    """Returns about how many terms a sum over this weight has."""
+    if name == "output" and len(shape) == 3:
+        return 2 * shape[0] * shape[1]
+    return shape[-1] if name.endswith("embedding") or name == "output" else shape[-2 % len(shape)]
+
+
+def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
+    """Returns parameters as `init` would draw them, of NumPy's numbers: nothing is compiled, which takes a second a shape.
+
+    Args:
+      model: a transformer or a head.
+      seed: of all numbers.
+      noise: the standard deviation of what is added to all of them, scales and biases too.
+    """
+    random = np.random.default_rng(seed)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        if name == DRAFT_IDS:
+            return jnp.arange(leaf.shape[0], dtype=leaf.dtype)
+        values = random.normal(size=leaf.shape) * _fan_in(name, leaf.shape) ** -0.5
+        if len(leaf.shape) == 1:
+            values = np.full(leaf.shape, float(name == "scale"))
+        return jnp.asarray(values + noise * random.normal(size=leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, _shapes(model))
