@@ -55,7 +55,7 @@ def make_app(
       timeout: seconds that a client has to send its request, and to take each piece of its answer.
     """
     endpoint = _Endpoint(service, model, warps, has_chat, key, max_body, timeout)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", endpoint.health),
             Route("/v1/models", endpoint.models),
@@ -65,6 +65,8 @@ def make_app(
         ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
     )
+    app.router.redirect_slashes = False  # to an address that a client's header names
+    return app
 
 
 class _Endpoint:

@@ -208,6 +208,7 @@ def test_other_paths_and_methods(server):
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/embeddings", 404),
+        ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
         assert found == status and "is not served here: GET /health" in document["error"]["message"]
