@@ -24,6 +24,10 @@ CONFIG, FILE = "tokenizer_config.json", "chat_template.jinja"  # the second come
 DEFAULT = "default"  # of several templates, the one for plain conversations
 
 
+class NoTemplateLibrary(ValueError):
+    """A template is there, and the library that runs it is not installed."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """A template with what it is given besides messages.
@@ -48,9 +52,13 @@ class ChatTemplate:
         Raises:
           ValueError: a turn that is none, a template that is no Jinja program or refuses the conversation, or one that
             leaves its sandbox; with the file.
+          NoTemplateLibrary: jinja2 is not installed.
         """
         _check(messages)
-        import jinja2
+        try:
+            import jinja2
+        except ImportError as error:
+            raise NoTemplateLibrary("chat templates take a library: pip install jinja2") from error
 
         given = {"add_generation_prompt": True, **dict(self.special_tokens), **options}
         try:
@@ -87,9 +95,15 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
 
 
 def knows_conversations(tokenizer: Any) -> bool:
-    """Returns whether a tokenizer has a chat template, which takes a user's message."""
+    """Returns whether a tokenizer has a chat template, which takes a user's message.
+
+    Raises:
+      NoTemplateLibrary: it has one, which cannot run.
+    """
     try:
         tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    except NoTemplateLibrary:
+        raise
     except ValueError:
         return False
     return True
@@ -115,10 +129,7 @@ def _compile(source: str) -> Any:
 @functools.cache
 def _environment() -> Any:
     """Returns the sandbox, in which templates find what they find in transformers."""
-    try:
-        import jinja2.sandbox
-    except ImportError as error:
-        raise ValueError("chat templates take a library: pip install jinja2") from error
+    import jinja2.sandbox
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """Besides, no template fills the memory by repeating a text."""

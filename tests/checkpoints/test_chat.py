@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from etils import epath
 
 from specsamp import Pair, generate
-from specsamp.checkpoints.chat import ChatTemplate, read_chat_template
+from specsamp.checkpoints.chat import ChatTemplate, NoTemplateLibrary, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.checks import encode
@@ -128,6 +129,17 @@ def test_what_templates_find_besides():
 def test_what_a_template_may_not_do(source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
+
+
+def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
+    """A pair that talks would be served, or chatted with, as one that completes."""
+    tokenizer = ByteTokenizer()
+    assert not knows_conversations(tokenizer)
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
+    assert knows_conversations(tokenizer)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(match="pip install jinja2"):
+        knows_conversations(tokenizer)
 
 
 @pytest.mark.parametrize(
