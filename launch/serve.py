@@ -84,6 +84,7 @@ def main() -> None:
             experiment = build(config, ["def main():"], mesh=config_mesh(config))
         if experiment.pair.tokenizer is None:
             raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
+        has_chat = knows_conversations(experiment.pair.tokenizer)
         service = make_service(experiment)
         console.print(headline(experiment, describe(experiment, service)), markup=False)
         with entry.progress(console, "compiling") as say:
@@ -94,7 +95,7 @@ def main() -> None:
             service,
             model=model,
             warps=_WARPS.value,
-            has_chat=knows_conversations(experiment.pair.tokenizer),
+            has_chat=has_chat,
             key=key,
             max_body=_MAX_BODY.value,
             timeout=_TIMEOUT.value,

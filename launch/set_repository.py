@@ -77,6 +77,7 @@ def of_remote(checkout: pathlib.Path, remote: str) -> str:
     address = done.stdout.strip()
     found = re.search(rf"(?:^|[/@])github\.com[:/]({NAME}?)(?:\.git)?/?$", address)
     if found is None:
+        address = re.sub(r"(?<=://)[^/@]*@", "", address)  # where a password or a token may stand
         raise ValueError(
             f"the remote {remote!r} is {address}, not on GitHub: Colab opens nothing else; give --repository=OWNER/NAME"
         )

@@ -9,9 +9,11 @@ messages and the special tokens, calls what `_environment` offers, and reaches n
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +24,11 @@ from specsamp import storage
 
 CONFIG, FILE = "tokenizer_config.json", "chat_template.jinja"  # the second comes first, where there is one
 DEFAULT = "default"  # of several templates, the one for plain conversations
+MAX_STEPS = 10**5  # passes of loops and calls of a template for one conversation; real ones take some for each message
+
+
+class NoTemplateLibrary(ValueError):
+    """A template is there, and the library that runs it is not installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,11 +55,16 @@ class ChatTemplate:
         Raises:
           ValueError: a turn that is none, a template that is no Jinja program or refuses the conversation, or one that
             leaves its sandbox; with the file.
+          NoTemplateLibrary: jinja2 is not installed.
         """
         _check(messages)
-        import jinja2
+        try:
+            import jinja2
+        except ImportError as error:
+            raise NoTemplateLibrary("chat templates take a library: pip install jinja2") from error
 
         given = {"add_generation_prompt": True, **dict(self.special_tokens), **options}
+        _steps_left.set(MAX_STEPS)
         try:
             return _compile(self.source).render(messages=[dict(message) for message in messages], **given)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
@@ -87,9 +99,15 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
 
 
 def knows_conversations(tokenizer: Any) -> bool:
-    """Returns whether a tokenizer has a chat template, which takes a user's message."""
+    """Returns whether a tokenizer has a chat template, which takes a user's message.
+
+    Raises:
+      NoTemplateLibrary: it has one, which cannot run.
+    """
     try:
         tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    except NoTemplateLibrary:
+        raise
     except ValueError:
         return False
     return True
@@ -107,6 +125,25 @@ def _check(messages: Sequence[Mapping[str, str]]) -> None:
                 raise ValueError(f"message {number} has {key} = {message.get(key)!r}; a text is wanted")
 
 
+_steps_left: contextvars.ContextVar[int] = contextvars.ContextVar("steps left to the template that runs")
+
+
+def _take_steps(count: int) -> None:
+    """Counts steps of the template that runs; raises ValueError if it has none left."""
+    left = _steps_left.get() - count
+    if left < 0:
+        raise ValueError(f"it takes more than {MAX_STEPS} passes of loops and calls")
+    _steps_left.set(left)
+
+
+def _counted(values: Any) -> Any:
+    """Returns what a loop runs over, whose passes are counted before they begin."""
+    if not hasattr(values, "__len__"):
+        values = list(itertools.islice(values, _steps_left.get() + 1))
+    _take_steps(len(values))
+    return values
+
+
 @functools.cache
 def _compile(source: str) -> Any:
     return _environment().from_string(source)
@@ -115,13 +152,11 @@ def _compile(source: str) -> Any:
 @functools.cache
 def _environment() -> Any:
     """Returns the sandbox, in which templates find what they find in transformers."""
-    try:
-        import jinja2.sandbox
-    except ImportError as error:
-        raise ValueError("chat templates take a library: pip install jinja2") from error
+    import jinja2.nodes
+    import jinja2.sandbox
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Besides, no template fills the memory by repeating a text."""
+        """Besides, no template fills the memory by repeating a text, and none loops or calls itself for ever."""
 
         intercepted_binops = frozenset({"*", "**"})
 
@@ -130,8 +165,18 @@ def _environment() -> Any:
                 raise jinja2.sandbox.SecurityError(f"{operator} is for products of numbers only")
             return super().call_binop(context, operator, left, right)
 
+        def call(self, *arguments: Any, **named: Any) -> Any:
+            _take_steps(1)
+            return super().call(*arguments, **named)
+
+        def _parse(self, *source: Any) -> Any:
+            tree = super()._parse(*source)
+            for loop in tree.find_all(jinja2.nodes.For):
+                loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            return tree.set_environment(self)
+
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    sandbox.filters["tojson"] = _to_json
+    sandbox.filters |= {"tojson": _to_json, "counted": _counted}
     sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _format_now}
     return sandbox
 

@@ -128,7 +128,7 @@ class Batch:
 
     def free(self) -> None:
         """Gives the memory of the caches back; nothing may be running."""
-        self._state = None
+        self._state, self._rounds_B = None, np.zeros_like(self._rounds_B)  # a state begins without rounds
 
     def fill(self) -> None:
         """Gives free rows to those who wait, and then the rows of those who are put aside for others."""

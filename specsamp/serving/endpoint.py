@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specsamp.serving.answer import Answer, Busy, Failed
 from specsamp.serving.json_fields import ApiError, read_document
@@ -55,7 +55,7 @@ def make_app(
       timeout: seconds that a client has to send its request, and to take each piece of its answer.
     """
     endpoint = _Endpoint(service, model, warps, has_chat, key, max_body, timeout)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", endpoint.health),
             Route("/v1/models", endpoint.models),
@@ -65,6 +65,8 @@ def make_app(
         ],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
     )
+    app.router.redirect_slashes = False  # to an address that a client's header names
+    return app
 
 
 class _Endpoint:
@@ -189,17 +191,19 @@ class _Answering(Response):
             await asyncio.gather(gone, sending, return_exceptions=True)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._timeout):
+                await send(message)
+
         if not self._asked.stream:
             response = await self._whole()
-            async with asyncio.timeout(self._timeout):
-                await response(scope, receive, send)
+            await response(scope, receive, send_in_time)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send_in_time({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self._events():
-            async with asyncio.timeout(self._timeout):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send_in_time({"type": "http.response.body", "body": event, "more_body": True})
+        await send_in_time({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self) -> Response:
         while not self._reply.is_complete:

@@ -35,12 +35,13 @@ def read_document(body: bytes) -> Any:
 
 
 class Fields:
-    """The fields of a JSON object, each of which is taken once; null is as if it were left out."""
+    """The fields of a JSON object, each of which is taken once; null is as if it were left out, whatever the field."""
 
     def __init__(self, document: Any, where: str = ""):
         if not isinstance(document, dict):
             raise ApiError(f"{where or 'the body'} must be a JSON object; got {show(document)}", param=where or None)
-        self._left, self._where = dict(document), where
+        # Clients send back what they were sent, such as the refusal of an answer, which is null.
+        self._left, self._where = {name: value for name, value in document.items() if value is not None}, where
 
     def peek(self, name: str) -> Any:
         return self._left.get(name)

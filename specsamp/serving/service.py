@@ -39,7 +39,7 @@ MAX_STOPS = 4  # strings that end the texts of a request
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Asked(Ticket):
+class AnswerTicket(Ticket):
     """A text of an answer; ``shown`` of its tokens were delivered."""
 
     answer: Answer
@@ -98,7 +98,7 @@ class Service:
         self.batch = Batch(self._template(), rows=rows, refill=1, schedule=schedule)
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards what follows
-        self._inbox: list[Asked] = []
+        self._inbox: list[AnswerTicket] = []
         self._unfinished = 0  # texts
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
@@ -183,7 +183,7 @@ class Service:
             for row in range(job.rows):
                 index = row // num_samples
                 told = {"prompt": job.prompts[index], "budget": budgets[index], "arrived": now}
-                tickets.append(Asked(job=job, row=row, answer=answer, **told))
+                tickets.append(AnswerTicket(job=job, row=row, answer=answer, **told))
             with self._changed:
                 self._check_open()
                 self._inbox += tickets
@@ -307,7 +307,7 @@ class Service:
                 ticket.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
             self._leave(len(unread))
 
-    def _text(self, state: DecodeState, place: int, ticket: Asked) -> RowText | None:
+    def _text(self, state: DecodeState, place: int, ticket: AnswerTicket) -> RowText | None:
         """Returns the text of a row; None if nobody wants it, or it has failed."""
         if ticket.answer.is_over:
             return None
@@ -334,7 +334,7 @@ class Service:
             ticket.answer.send(Failed(reason))
 
 
-def _deliver(ticket: Asked, text: RowText) -> None:
+def _deliver(ticket: AnswerTicket, text: RowText) -> None:
     """Hands the caller what is new: all of it at the end, and before that only to who streams."""
     is_running = text.finish == Finish.RUNNING
     if is_running and (not ticket.answer.is_streamed or len(text.tokens) == ticket.shown):

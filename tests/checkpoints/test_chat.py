@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from etils import epath
 
 from specsamp import Pair, generate
-from specsamp.checkpoints.chat import ChatTemplate, read_chat_template
+from specsamp.checkpoints.chat import ChatTemplate, NoTemplateLibrary, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.checks import encode
@@ -117,6 +118,10 @@ def test_what_templates_find_besides():
         "{{ messages[0].update(role='x') }}",
         "{% for i in range(10 ** 9) %}x{% endfor %}",
         "{% for i in range(999999999) %}x{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999)|map('abs') %}{% for b in range(99999)|map('abs') %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1]) }}{{ loop([n - 1]) }}{% endif %}{% endfor %}",
         "{{ 'x' * 999999999 }}",
         "{{ [0] * 999999999 }}",
         "{% include '/etc/passwd' %}",
@@ -128,6 +133,28 @@ def test_what_templates_find_besides():
 def test_what_a_template_may_not_do(source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
+
+
+def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
+    """A pair that talks would be served, or chatted with, as one that completes."""
+    tokenizer = ByteTokenizer()
+    assert not knows_conversations(tokenizer)
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
+    assert knows_conversations(tokenizer)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(NoTemplateLibrary, match="pip install jinja2"):
+        knows_conversations(tokenizer)
+
+
+def test_the_steps_of_a_template_are_of_one_conversation(monkeypatch):
+    """Loops of many kinds go on as they did, and a conversation does not pay for those before it."""
+    source = "{% for m in messages if m.role %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
+    source += "{% for k, v in messages[0].items() %} {{ k }}{% else %}!{% endfor %}{% for x in none_such %}{% else %}.{% endfor %}"
+    monkeypatch.setattr("specsamp.checkpoints.chat.MAX_STEPS", 10)
+    for _ in range(5):
+        assert template(source).render([ASK, ASK]) == "1/2,2/2 role content."
+    with pytest.raises(ValueError, match="it takes more than 10 passes of loops and calls"):
+        template(source).render([ASK] * 11)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 Commands that are not run are parsed: their flags, and the fields of their configurations.
 """
 
-import contextlib
 import importlib
 import re
 import shlex
@@ -55,6 +54,8 @@ COMMANDS = {
     "launch/plan.py --acceptance=0.8 --compile_report=runs": "reads what a command before compiled",
     "launch/compile_report.py": LONG + "; test_compile.py compiles smaller ones",
     "launch/calibrate.py": LONG,
+    "launch/serve.py": "serves until it is interrupted; test_serve.py starts it, and stops it",
+    "curl": "asks that server; test_endpoint.py asks one",
     "launch/studies/": LONG,
     "launch/tpu/": CLOUD,
     "gcloud": CLOUD,
@@ -136,9 +137,8 @@ def parse(command, monkeypatch):
         sys.exit(0)
 
     monkeypatch.setattr(entry, "run", only_parse)
-    with contextlib.suppress(ModuleNotFoundError):  # torch, of one study
-        done = call(command[here].removeprefix("launch/").removesuffix(".py"), *command[here + 1 :])
-        assert done.returncode == 0
+    done = call(command[here].removeprefix("launch/").removesuffix(".py"), *command[here + 1 :])
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_reason_is_left_over():

@@ -51,6 +51,13 @@ def test_another_remote_is_said_with_its_address(script, clone, address):
     assert address in str(error.value)
 
 
+def test_a_password_in_an_address_is_not_said(script, clone):
+    with_remote(clone, "https://me:secret@example.com/a/b.git")
+    with pytest.raises(ValueError, match="is https://example.com/a/b.git, not on GitHub") as error:
+        script.of_remote(clone, "origin")
+    assert "secret" not in str(error.value)
+
+
 def test_no_remote_and_no_checkout(script, clone, tmp_path_factory):
     with pytest.raises(ValueError, match="no remote 'upstream' .*: push to GitHub first"):
         script.of_remote(clone, "upstream")

@@ -1,5 +1,6 @@
 """The endpoint, by the official client and by hostile requests; after each of these it still answers."""
 
+import asyncio
 import concurrent.futures
 import json
 import re
@@ -13,6 +14,8 @@ from support import extras
 pytestmark = extras.needs("starlette", "uvicorn", "openai")
 if extras.is_here("openai"):
     import openai
+if extras.is_here("starlette"):
+    from specsamp.serving.endpoint import make_app
 
 from support.services import CONTEXT, ROWS, WAITING, Gate, alone, make_service, post, request, serving, wait_until
 
@@ -205,6 +208,7 @@ def test_other_paths_and_methods(server):
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/embeddings", 404),
+        ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
         assert found == status and "is not served here: GET /health" in document["error"]["message"]
@@ -280,6 +284,24 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
         # Each of the two texts takes a third of its tokens in rounds, at least.
         wait_until(lambda: service.batch.usage.busy - before >= 2 * (CONTEXT // 3) and service.unfinished == 0)
         check_that_it_answers(server, service)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
+    """Such as one that asks again and again over a connection, and reads nothing."""
+    app = make_app(service, model="bytes", timeout=0.1)
+    body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
+    asked = [{"type": "http.request", "body": body}]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}
+
+    async def receive():
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    async def never(message):
+        await asyncio.Event().wait()
+
+    asyncio.run(asyncio.wait_for(app(scope | {"query_string": b""}, receive, never), 120))
+    wait_until(lambda: service.unfinished == 0)
 
 
 def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, service, gate):

@@ -142,6 +142,13 @@ def test_what_is_wrong_in_a_chat(changes, param, message):
     assert caught.value.body["error"]["param"] == param
 
 
+def test_null_is_as_if_left_out_whatever_the_field():
+    """A client that keeps a conversation sends answers back as it got them, with their fields that are null."""
+    answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "audio": None, "name": None}
+    asked = read({"messages": [*HI, answer, *HI], "verbosity": None}, is_chat=True)
+    assert asked.prompts == [[*HI, {"role": "assistant", "content": "Hi"}, *HI]]
+
+
 def test_another_model_and_warps_that_are_not_offered():
     with pytest.raises(ApiError, match="'gpt-5' is not served here: ask for 'm'") as caught:
         read({"prompt": "a", "model": "gpt-5"})

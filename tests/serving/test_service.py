@@ -170,6 +170,18 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
     assert waiting.wait() == of(alone(["abc"], 9)) and service.unfinished == 0
 
 
+def test_rounds_are_counted_right_after_an_error_of_the_batch(service, monkeypatch):
+    """Also those of a row that nobody takes in the batch that is begun anew."""
+    Caller(service, ["a", "b"], 9).wait()
+    with monkeypatch.context() as broken:
+        broken.setattr(Job, "run", lambda *_: 1 / 0)
+        with pytest.raises(Failed):
+            Caller(service, ["a"], 9).wait()
+    before, caller = service.batch.usage.busy, Caller(service, ["abc"], 9)
+    caller.wait()
+    assert service.batch.usage.busy - before == caller.got[0][-1].stats.rounds
+
+
 def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(Batch, "fill", lambda _: 1 / 0)
