@@ -99,6 +99,7 @@ class Job:
             num_samples=num_samples,
             stop_ids=stops.ids,
             num_tokens=pair.num_tokens,
+            adaptive=method.adaptive,
         )
         return cls(
             pair=pair,
@@ -233,7 +234,7 @@ class RowText:
             from_draft=self.from_draft[:count],
             log_probs=None if self.log_probs is None else self.log_probs[:count],
             finish=Finish.STOP,
-            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth),
+            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths)),
             dropped=len(self.tokens) - count,
         )
 
