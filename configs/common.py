@@ -22,6 +22,12 @@ def add_decoding(
     # or "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
+    # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always draft_length.
+    config.adaptive = ConfigDict()
+    config.adaptive.lengths = ()
+    config.adaptive.costs_ms = ()  # milliseconds of a round with each of them; only their ratios matter
+    config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
+    config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy

@@ -114,6 +114,7 @@ def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subj
         pair=experiment.pair,
         prompts=chosen,
         drafter=cell.drafter,
+        adaptive=cell.adaptive,
         rule=cell.rule,
         sampling=cell.sampling,
         draft_sampling=cell.draft_sampling,

@@ -19,7 +19,7 @@ import entry
 import price
 import tracing
 from config_file import choose, require
-from drafters import drafter_name, make_drafter, word_of
+from drafters import drafter_name, make_adaptive, make_drafter, word_of
 from experiment import (
     EXPERIMENT_FIELDS,
     RULES,
@@ -139,6 +139,9 @@ def _setting(config: ConfigDict) -> Setting:
         **{name: fields[name] for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else draft_temperature,
     }
+    adaptive = config.get("adaptive")
+    if not plain and adaptive is not None and (adaptive.lengths or adaptive.stop != "none"):
+        key["adaptive"] = adaptive.to_dict()
     integer("repeats", config.repeats, 1)
     if rate is not None:
         synthetic = SyntheticAcceptance(rule, rate)  # out of range? said with the value
@@ -171,9 +174,11 @@ def _samplings(fields: ConfigDict, draft_temperature: float | None) -> tuple[War
 def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
     setting, pair = _setting(config), experiment.pair
     work = {"batch": config.batch, "repeats": config.repeats}
+    drafter = make_drafter(config, pair.target, pair.draft_or_head, setting.draft_length)
     return Cell(
         key=setting.key,
-        drafter=make_drafter(config, pair.target, pair.draft_or_head, setting.draft_length),
+        drafter=drafter,
+        adaptive=make_adaptive(config, drafter),
         rule=setting.rule,
         sampling=setting.sampling,
         draft_sampling=setting.draft_sampling,
@@ -189,7 +194,9 @@ def known_identity(config: ConfigDict) -> dict[str, Any]:
     """
     device = jax.devices()[0]
     identity = {
-        "config": {name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling"}},
+        "config": {
+            name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling", "adaptive"}
+        },
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }

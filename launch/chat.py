@@ -89,6 +89,7 @@ class Talk:
             sampling=experiment.sampling,
             rule=experiment.rule,
             drafter=experiment.drafter,
+            draft_length=experiment.adaptive,
             seed=experiment.workload.seed,
         )
         self.turns: list[Turn] = []

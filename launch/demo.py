@@ -27,7 +27,7 @@ from colours import DRAFTED, PROMPT, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
-from specsamp.analysis import phases, report
+from specsamp.analysis import phases, report, tables
 from specsamp.analysis.split import PhaseTimer
 from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
@@ -60,7 +60,11 @@ def main() -> None:
     # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
     warps = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
     contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
-    sides = {name: decoders(experiment.pair, contenders, warp, experiment.workload) for name, warp in warps.items()}
+    lengths = {"speculative": experiment.adaptive}
+    sides = {
+        name: decoders(experiment.pair, contenders, warp, experiment.workload, adaptive=lengths)
+        for name, warp in warps.items()
+    }
     compile_all(sides["greedy"], console)
     with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
 
@@ -184,15 +188,18 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
             f"{stats.acceptance_rate:.1%}",
             f"{stats.emitted_per_round:.2f}",
             f"{share:.0%}",
+            *[tables.shares(stats)] * (experiment.adaptive is not None),
         ]
 
+    most = experiment.drafter.K if experiment.adaptive is None else f"0 to {experiment.drafter.K}"
     names = (
         "autoregressive, ms per token",
-        f"speculative, K = {experiment.drafter.K}, ms per token",
+        f"speculative, K = {most}, ms per token",
         "speedup",
         "acceptance, of verified tokens",
         "emitted per round",
         "autoregressive step: plain products' share of its time",
+        *["rounds by drafted tokens, from 0 on"] * (experiment.adaptive is not None),
     )
     return report.Table(
         title="Both sides in one process, in turn; medians",

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from config_file import choose
-from specsamp.decoding.checks import integer
+from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
+from specsamp.decoding.checks import check_lengths, integer
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.loop import decode_window
@@ -91,6 +92,28 @@ def make_drafter(
     word = word_of(config)
     draft_length = config.draft_length if draft_length is None else draft_length
     return word.make(config, target, draft, draft_length) if draft_length else NoDrafter()
+
+
+STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidence}
+
+
+def make_adaptive(config: ConfigDict, drafter: Drafter) -> Adaptive | None:
+    """Returns the draft length that ``config.adaptive`` describes for a drafter; None: it is always the drafter's K.
+
+    Raises:
+      ValueError: an unknown word, a number out of range, or lengths that the drafter does not have.
+    """
+    fields = config.get("adaptive")
+    if fields is None or drafter.K == 0:
+        return None
+    stop = choose("adaptive.stop", fields.stop, STOPS)(fields.least)
+    if stop is None and not fields.lengths:
+        return None
+    adaptive = Adaptive(lengths=fields.lengths or (drafter.K,), costs_ms=fields.costs_ms or None, stop=stop)
+    if adaptive.most != drafter.K:
+        raise ValueError(f"adaptive.lengths end with {adaptive.most}, but draft_length is {drafter.K}: make them equal")
+    check_lengths(drafter, adaptive.lengths)
+    return adaptive
 
 
 def drafter_name(config: ConfigDict) -> str:

@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 import entry
 import price
 from config_file import ConfigFlag, choose
-from drafters import DRAFTERS, drafter_name, make_drafter
+from drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
 from experiment import RULES, Experiment, build, config_mesh, headline
 from specsamp import storage
 from specsamp.analysis import report
@@ -237,7 +237,8 @@ def make_method(rule_word: str, config: ConfigDict, experiment: Experiment) -> M
         return Method(drafter=NoDrafter(), rule=TokenRule(), sampling=experiment.sampling)
     rule = SyntheticAcceptance(TokenRule(), 1.0) if rule_word == ALWAYS else RULES[rule_word]()
     drafter = make_drafter(config, experiment.pair.target, experiment.pair.draft_or_head)
-    return Method(drafter=drafter, rule=rule, sampling=experiment.sampling)
+    adaptive = make_adaptive(config, drafter)
+    return Method(drafter=drafter, rule=rule, sampling=experiment.sampling, adaptive=adaptive)
 
 
 def fitting(

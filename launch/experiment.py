@@ -15,7 +15,7 @@ from rich.console import Console
 
 import entry
 from config_file import choose, require
-from drafters import drafter_name, make_drafter, word_of
+from drafters import drafter_name, make_adaptive, make_drafter, word_of
 from shapes import known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
@@ -23,6 +23,7 @@ from specsamp.checkpoints.head_check import check_head, write_texts
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
@@ -57,6 +58,7 @@ class Experiment:
     rule: Rule
     sampling: Warp
     workload: Workload
+    adaptive: Adaptive | None = None  # the draft length, where the drafter's K is only the most
     folder: str | None = None  # name or folder of a pair that was trained here
 
     @functools.cached_property
@@ -103,7 +105,8 @@ def build(
     drafter_name(config)
     word, known = word_of(config), known_models(config)
     if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
-        make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
+        drafter = make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
+        make_adaptive(config, drafter)
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
@@ -140,6 +143,7 @@ def build(
         rule=rule,
         sampling=sampling,
         workload=workload,
+        adaptive=make_adaptive(config, drafter),
         folder=config.get("pair"),
     )
 
@@ -228,15 +232,20 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     random = (
         "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
+    length = experiment.drafter.K if experiment.adaptive is None else f"adaptive, up to {experiment.drafter.K}"
     cell = (
-        f"{type(experiment.drafter).__name__} K = {experiment.drafter.K}, {type(experiment.rule).__name__}, "
+        f"{type(experiment.drafter).__name__} K = {length}, {type(experiment.rule).__name__}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
     )
     return (
         f"target {count(pair.target)}, draft {count(pair.draft)}, V = {pair.target.vocab_size}, "
         f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
         f"{task or cell}\n"
-        + (f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompts" if experiment.pair_name else random)
+        + (
+            f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
+            if experiment.pair_name
+            else random
+        )
     )
 
 

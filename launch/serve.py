@@ -120,7 +120,12 @@ def make_service(experiment: Experiment) -> Service:
     """Makes the service that the flags describe."""
     return Service(
         experiment.pair,
-        Method(drafter=experiment.drafter, rule=experiment.rule, sampling=make_warp({}, _WARPS.value)),
+        Method(
+            drafter=experiment.drafter,
+            rule=experiment.rule,
+            sampling=make_warp({}, _WARPS.value),
+            adaptive=experiment.adaptive,
+        ),
         rows=_ROWS.value,
         context=_CONTEXT.value,
         max_waiting=_MAX_WAITING.value,

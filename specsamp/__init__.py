@@ -6,6 +6,7 @@ from specsamp import Pair, generate, chain, temperature, top_p
 __version__ = "0.1.0"
 
 from specsamp.checkpoints.pair import load_pair
+from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy, Stop
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.generate import generate, stream, use_compilation_cache
@@ -26,14 +27,17 @@ from specsamp.serving.log import CompletionLog
 from specsamp.serving.schedule import FirstCome, ShortestFirst
 
 __all__ = [
+    "Adaptive",
     "BlockRule",
     "Chunk",
     "Completion",
     "CompletionLog",
+    "Confidence",
     "CoupledRule",
     "Draft",
     "Drafter",
     "EarlyExitDrafter",
+    "Entropy",
     "FeatureDrafter",
     "FirstCome",
     "LanguageModel",
@@ -46,6 +50,7 @@ __all__ = [
     "Pair",
     "RowStats",
     "ShortestFirst",
+    "Stop",
     "TokenRule",
     "TransformerConfig",
     "TransformerLM",

@@ -1,5 +1,6 @@
 """The launch boundary: what is wrong in a configuration is named, and the demo runs without compiling."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -12,7 +13,8 @@ from ml_collections import config_flags
 
 from configs import random_pair
 from launch import experiment
-from launch.drafters import make_drafter
+from launch.drafters import make_adaptive, make_drafter
+from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
@@ -66,6 +68,8 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
         ("--config.sampling.top_p=1.5", "top_p must lie in"),
         ("--config.sampling.temperature=-1.0", "temperature must be >= 0"),
         ("--config.draft_length=-1", "draft_length must be >= 0; got -1"),
+        ("--config.adaptive.stop=surprise", "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
+        ("--config.adaptive.lengths=(0, 4)", "2 lengths need costs_ms"),
         ("--config.repeats=0", "repeats must be an integer >= 1; got 0"),
     ],
 )
@@ -96,6 +100,13 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
         config.update(drafter=word, exit_layer=1)
         assert make_drafter(config, made.pair.target, made.pair.draft) == drafter
         assert make_drafter(config, made.pair.target, made.pair.draft, 0) == NoDrafter()
+    assert made.adaptive is None and make_adaptive(config, NoDrafter()) is None
+    config.adaptive.update(stop="entropy", least=0.5)
+    assert make_adaptive(config, made.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
+    config.adaptive.update(stop="none", lengths=(0, 2), costs_ms=(1.0, 1.5))
+    assert make_adaptive(config, made.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
+    with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
+        make_adaptive(config, dataclasses.replace(made.drafter, K=3))
 
 
 def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(parse, monkeypatch):

@@ -27,6 +27,7 @@ from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
@@ -92,7 +93,9 @@ class Result:
     overall_speedup: float  # the same of all repeats together: seconds over seconds
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, but for near-ties
-    split: RoundSplit | None  # None under JAX_DISABLE_JIT, and where the caches of both sides do not fit together
+    split: (
+        RoundSplit | None
+    )  # None under JAX_DISABLE_JIT, for adaptive lengths, and where the caches do not fit together
     slots: int  # of the caches, which attention reads
     memory: MemoryUse
     device_gb_per_s: Quartiles | None  # streaming, measured
@@ -121,6 +124,7 @@ def benchmark(
     progress: Callable[[str], None] = lambda text: None,
     *,
     draft_sampling: Warp | None = None,
+    adaptive: Adaptive | None = None,
 ) -> Result:
     """Measures ``drafter`` under ``rule`` against plain decoding of the same target.
 
@@ -132,12 +136,14 @@ def benchmark(
       workload: what to decode.
       progress: is told what is being measured.
       draft_sampling: the draft's own warp; default the target's.
+      adaptive: the draft length, where the drafter's K is only the most; the phases of its rounds are not timed.
 
     Raises:
       ValueError: the workload does not fit the models.
     """
     contenders = {"autoregressive": (NoDrafter(), rule), "speculative": (drafter, rule)}
-    sides = decoders(pair, contenders, sampling, workload, draft_sampling)
+    lengths = {"speculative": adaptive}
+    sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive=lengths)
     warm_up = {name: compile_seconds(side, f"{name} loop", progress) for name, side in sides.items()}
     timings = take_turns(
         {name: side.decode for name, side in sides.items()},
@@ -188,7 +194,7 @@ def _phases(
     The phases take turns, so the caches of both sides are held at once, while decoding holds those of one side. If there
     is no room for both, only the phases are left out.
     """
-    if jax.config.jax_disable_jit:
+    if jax.config.jax_disable_jit or sides["speculative"].adaptive is not None:
         return None, None, None
     try:
         running = [sides[name].running() for name in ("speculative", "autoregressive")]

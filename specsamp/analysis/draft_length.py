@@ -5,6 +5,12 @@
 
 It measures and compares; nothing is modelled. The choice is a step of its own because a clock decides it: another machine
 may get another K, and with it other tokens from the same seed. Write the K down to reproduce a run.
+
+    costs_ms = measure_rounds(pair, prompts, lengths=(0, 1, 2, 4, 8))
+    completions = generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=costs_ms))
+
+`measure_rounds` measures, and `cost_table` forecasts, from what `specsamp.Adaptive` chooses anew for each row and round.
+The same holds for them: write the milliseconds down.
 """
 
 from __future__ import annotations
@@ -14,8 +20,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+from specsamp.analysis.costs import Costs
 from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Timing, Workload, decoders
+from specsamp.decoding.adaptive import LENGTHS
 from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
@@ -65,8 +73,104 @@ def choose_draft_length(
     Raises:
       ValueError: as `generate` does, before anything is compiled; or nothing is compiled (``JAX_DISABLE_JIT``).
     """
+    timings, workload = _measure(
+        pair,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+        rule=rule,
+        make_drafter=make_drafter,
+        draft_lengths=draft_lengths,
+        num_samples=num_samples,
+        repeats=repeats,
+        seed=seed,
+    )
+    rows = len(prompts) * num_samples
+    ms = {K: gather_objects(_ms_per_token(timings[K], workload))[0] for K in timings}  # all processes choose the same
+    best = min(ms, key=lambda K: ms[K])
+    if jax.process_index() == 0:
+        say(
+            f"draft_length {best} for {rows} rows: {ms[best]:.3g} ms per token, {ms[0] / ms[best]:.2f}x plain decoding\n"
+            "ms per token (tokens per round) by draft length: "
+            + ", ".join(f"{K}: {ms[K]:.3g} ({_per_round(timings[K]):.2f})" for K in timings)
+        )
+    return best
+
+
+def measure_rounds(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    sampling: Warp | None = None,
+    draft_sampling: Warp | None = None,
+    rule: Rule = TokenRule(),
+    make_drafter: Callable[[int], Drafter] | None = None,
+    num_samples: int = 1,
+    repeats: int = 5,
+    seed: int = SEED,
+) -> tuple[float, ...]:
+    """Measures the milliseconds of a round with each length, for `specsamp.Adaptive`.
+
+    Arguments and errors are those of `choose_draft_length`. A round never costs less than a shorter one: where the clock
+    says so, its noise is taken out.
+    """
+    timings, _ = _measure(
+        pair,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+        rule=rule,
+        make_drafter=make_drafter,
+        draft_lengths=lengths,
+        num_samples=num_samples,
+        repeats=repeats,
+        seed=seed,
+    )
+    measured = (np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths)
+    return rising(gather_objects([float(ms) for ms in measured])[0])
+
+
+def cost_table(
+    costs: Costs, lengths: Sequence[int], *, batch: int = 1, context: int | None = None
+) -> tuple[float, ...]:
+    """Returns the same from costs that were measured before, given per call, or forecast for a chip."""
+    return rising([costs.round_ms(K, batch, context) for K in lengths])
+
+
+def rising(ms: Sequence[float]) -> tuple[float, ...]:
+    """Returns the rising numbers that are closest to some: neighbours that fall become their mean."""
+    blocks: list[tuple[float, int]] = []
+    for value in ms:
+        blocks.append((float(value), 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (low, few), (high, more) = blocks[-2:]
+            blocks[-2:] = [((low * few + high * more) / (few + more), few + more)]
+    return tuple(value for value, count in blocks for _ in range(count))
+
+
+def _measure(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    sampling: Warp | None,
+    draft_sampling: Warp | None,
+    rule: Rule,
+    make_drafter: Callable[[int], Drafter] | None,
+    draft_lengths: Sequence[int],
+    num_samples: int,
+    repeats: int,
+    seed: int,
+) -> tuple[dict[int, list[Timing]], Workload]:
+    """Decodes the prompts with each draft length and with none, in turn."""
     if jax.config.jax_disable_jit:
-        raise ValueError("choose_draft_length times compiled programs: choose K yourself under JAX_DISABLE_JIT")
+        raise ValueError(
+            "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
+        )
     token_lists = tuple(map(tuple, encode(pair, prompts)))
     lengths = sorted({0, *(integer("a draft length", K, 0) for K in draft_lengths)})
     budget = integer("max_new_tokens", max_new_tokens, 1)
@@ -96,15 +200,7 @@ def choose_draft_length(
     for side in sides.values():
         side.decode(0)  # compiles
     timings = take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
-    ms = {K: gather_objects(_ms_per_token(timings[K], workload))[0] for K in sides}  # all processes choose the same
-    best = min(ms, key=lambda K: ms[K])
-    if jax.process_index() == 0:
-        say(
-            f"draft_length {best} for {rows} rows: {ms[best]:.3g} ms per token, {ms[0] / ms[best]:.2f}x plain decoding\n"
-            "ms per token (tokens per round) by draft length: "
-            + ", ".join(f"{K}: {ms[K]:.3g} ({_per_round(timings[K]):.2f})" for K in sides)
-        )
-    return best
+    return timings, workload
 
 
 def _ms_per_token(timings: Sequence[Timing], workload: Workload) -> float:

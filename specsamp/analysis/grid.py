@@ -28,6 +28,7 @@ from specsamp.analysis import report
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.measured import Key, describe
 from specsamp.analysis.workload import Workload
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import from_first
@@ -48,12 +49,14 @@ class Cell:
     sampling: Warp
     draft_sampling: Warp | None
     workload: Workload
+    adaptive: Adaptive | None = None  # the draft length, where the drafter's K is only the most
 
     @property
     def program(self) -> Hashable:
         """Returns what is compiled for it: the numbers of a distribution are data."""
         warps = jax.tree.structure((self.sampling, self.draft_sampling))
-        return self.drafter, self.rule, warps, self.workload.batch
+        adaptive = self.adaptive and jax.tree.structure(self.adaptive.for_rows(1))
+        return self.drafter, self.rule, warps, self.workload.batch, adaptive
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -242,6 +245,7 @@ def measure_cells(
                 cell.workload,
                 functools.partial(_say, progress, where),
                 draft_sampling=cell.draft_sampling,
+                adaptive=cell.adaptive,
             )
         )
         if "result" in measured:

@@ -32,7 +32,8 @@ def describe(key: Key) -> str:
     """Describes a cell in words."""
     draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
     drafter = [] if key["drafter"] == "none" else [f"{key['drafter']} drafter, {key['rule']} rule"]
-    return ", ".join([distribution_of(key), *draft, *drafter, f"K = {key['draft_length']}", f"batch {key['batch']}"])
+    length = f"K = {key['draft_length']}" if key.get("adaptive") is None else f"K adaptive, up to {key['draft_length']}"
+    return ", ".join([distribution_of(key), *draft, *drafter, length, f"batch {key['batch']}"])
 
 
 def counts_of(cell: Cell) -> RowStats:

@@ -30,10 +30,13 @@ import jax.numpy as jnp
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.models import compiling
 from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Verdict
+from specsamp.sampling.warp import chain
 
 Array = jax.Array
 
@@ -92,8 +95,10 @@ def draft(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers)
 def draft_model(loop: Loop, weights: Weights, request: Request, buffers: RoundBuffers) -> RoundBuffers:
     """Runs the drafter without its sampler."""
     state = buffers.state
+    keys = RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
+    sampler = _ReadsOneLogit(warp=chain(), rule=loop.rule, keys=keys)
     result, drafter_state, cache = loop.drafter.propose(
-        weights, state.drafter_state, _prefix(state), state.cache, _ReadsOneLogit()
+        weights, state.drafter_state, _prefix(state), state.cache, sampler
     )
     last_B = result.tokens_BK[:, -1] if result.tokens_BK.shape[1] else result.num_drafted_B
     return _replace(buffers, cache=cache, drafter_state=drafter_state, sink=last_B)
@@ -144,17 +149,12 @@ def _prefix(state: DecodeState) -> Prefix:
     return Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
 
 
-class _ReadsOneLogit:
-    """Stands in for a `Sampler`: reads one logit of each row and draws nothing."""
-
-    warp_state = ()
+class _ReadsOneLogit(Sampler):
+    """Reads one logit of each row and draws nothing."""
 
     def __call__(self, logits_BV: Array, node: Array | int, **_: Any) -> tuple[Array, None]:
         logits_BV = jax.lax.optimization_barrier(logits_BV)
         return (logits_BV[:, 0] > 0).astype(jnp.int32), None
-
-    def advance(self, warp_state: Any, tokens_B: Array) -> Any:
-        return warp_state
 
 
 @functools.partial(

@@ -90,6 +90,11 @@ def _quartiles(value: Mapping[str, float] | None, unit: str = "") -> str:
     return "" if value is None else quartiles(Quartiles(**value), unit)
 
 
+def shares(counts: RowStats) -> str:
+    """Formats the shares of the rounds that drafted 0, 1, 2, ... tokens; empty where the length does not adapt."""
+    return " ".join(f"{rounds / counts.rounds:.0%}" for rounds in counts.lengths)
+
+
 def _speed_table(result: Result) -> Table:
     one, many = result.autoregressive, result.speculative
     memory = result.memory.weights, result.memory.caches, result.memory.peak
@@ -102,6 +107,9 @@ def _speed_table(result: Result) -> Table:
             ("ms per token", quartiles(one.ms_per_token), quartiles(many.ms_per_token), quartiles(result.speedup, "x")),
             ("ms per round", quartiles(one.ms_per_round), quartiles(many.ms_per_round), ""),
             ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
+            *[("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), "")][
+                : len(result.acceptance.lengths)
+            ],
             ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
             ("prefill ms", quartiles(one.prefill_ms), quartiles(many.prefill_ms), ""),
             ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),

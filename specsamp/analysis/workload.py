@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 import time
+import types
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from specsamp.analysis.timing import Name
 from specsamp.decoding import checks
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.loop import Loop, decode_window
@@ -100,6 +102,7 @@ class Decoder:
     num_tokens: int | None  # ids from here on are padding of the vocabulary; None: there are none
     workload: Workload
     slots: int
+    adaptive: Adaptive | None = None  # the draft length, where it is not always the drafter's K
 
     def request(self, repeat: int) -> Request:
         """Returns the request of one repeat; no token stops a row."""
@@ -112,6 +115,7 @@ class Decoder:
             prompt_ids=ids_B,
             seed=work.seed,
             num_tokens=self.num_tokens,
+            adaptive=self.adaptive,
         )
 
     def prefill(self, repeat: int) -> DecodeState:
@@ -185,12 +189,14 @@ def decoders(
     draft_sampling: Warp | None = None,
     *,
     least_length: int = 0,
+    adaptive: Mapping[Name, Adaptive | None] = types.MappingProxyType({}),
 ) -> dict[Name, Decoder]:
     """Makes a decoder for each contender, all with caches of the same size: attention reads all slots.
 
     Args:
       contenders: drafter and rule by name.
       draft_sampling: the draft's own warp; default the target's.
+      adaptive: the draft lengths of those contenders whose K is only the most.
       least_length: caches have room for rows of this length, even if the workload's are shorter.
 
     Raises:
@@ -214,6 +220,7 @@ def decoders(
             num_tokens=pair.num_tokens,
             workload=workload,
             slots=slots,
+            adaptive=adaptive.get(name),
         )
         for name, loop in loops.items()
     }

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
@@ -51,7 +52,7 @@ def integers(name: str, values: Any, least: int, limit: int = 2**31) -> list[int
 def make_method(
     pair: Pair,
     *,
-    draft_length: int | None,
+    draft_length: int | Adaptive | None,
     drafter: Drafter | None,
     rule: Rule,
     sampling: Warp | None,
@@ -68,12 +69,31 @@ def make_method(
         raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
     if not callable(getattr(rule, "sample", None)):
         raise ValueError(f"the rule has no sample(): it must say how drafted tokens are drawn; got {rule!r}")
+    adaptive = draft_length if isinstance(draft_length, Adaptive) else None
+    drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.most, drafter)
+    if adaptive is not None:
+        check_lengths(drafter, adaptive.lengths)
     return Method(
-        drafter=choose_drafter(pair, draft_length, drafter),
+        drafter=drafter,
         rule=rule,
         sampling=greedy() if sampling is None else sampling,
         draft_sampling=draft_sampling,
+        adaptive=adaptive,
     )
+
+
+def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
+    """Raises ValueError unless a drafter can draft each of some numbers of tokens."""
+    for K in lengths:
+        try:
+            is_able = drafter.of_length(K).K == K
+        except (TypeError, ValueError):
+            is_able = False
+        if not is_able:
+            raise ValueError(
+                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, override "
+                "of_length, or give one draft length"
+            )
 
 
 def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:

@@ -40,6 +40,10 @@ def append(
     ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
     ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
 
+    pace = state.pace
+    if request.adaptive is not None:
+        pace = request.adaptive.learn(pace, state.running_B, draft.num_drafted_B, verdict.num_accepted_B)
+
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
 
@@ -60,6 +64,7 @@ def append(
         stats=_count(state.stats, state.running_B, draft, verdict, count_B),
         warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
         draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
+        pace=pace,
     )
 
 
@@ -79,18 +84,22 @@ def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> A
 
 
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
-    depth = draft.max_accepted
+    depth = stats.num_verified_BK.shape[1]  # of the longest draft: lengths may adapt
     active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
     drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_verified_B, draft.num_drafted_B)
     verified_BK = jnp.arange(depth)[None, :] < num_verified_B[:, None]
     outcome_BT = jnp.arange(depth + 1)[None, :] == accepted_B[:, None]
+    lengths_BT = None
+    if stats.lengths_BT is not None:
+        lengths_BT = active_B[:, None] * (jnp.arange(depth + 1)[None, :] == drafted_B[:, None])
     new = Stats(
         rounds_B=active_B,
         emitted_B=count_B,
         drafted_B=active_B * drafted_B,
         num_verified_BK=active_B[:, None] * verified_BK,
         accepted_BT=active_B[:, None] * outcome_BT,
+        lengths_BT=lengths_BT,
     )
     return jax.tree.map(lambda total, more: total + more.astype(total.dtype), stats, new)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding import checks
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import chunks, use_compilation_cache
@@ -50,7 +51,7 @@ class Conversation:
         max_tokens: int | None = None,
         sampling: Warp | None = None,
         draft_sampling: Warp | None = None,
-        draft_length: int | None = None,
+        draft_length: int | Adaptive | None = None,
         rule: Rule = TokenRule(),
         drafter: Drafter | None = None,
         seed: int = 0,

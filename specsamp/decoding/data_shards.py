@@ -50,6 +50,10 @@ class DataShards:
         """Returns, within such a function, whether a bool is true on any shard."""
         return shard if self.count == 1 else jax.lax.pmax(shard.astype(jnp.int32), DATA) > 0
 
+    def max(self, shard: Array) -> Array:
+        """Returns, within such a function, the largest value of a number over all shards."""
+        return shard if self.count == 1 else jax.lax.pmax(shard, DATA)
+
     def sum(self, shard: Array) -> Array:
         """Returns, within such a function, the sum of a number over all shards."""
         return shard if self.count == 1 else jax.lax.psum(shard, DATA)

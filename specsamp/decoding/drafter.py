@@ -15,7 +15,8 @@ target a `Block`, the rule return the accepted rows, and the target move their s
 *Voting* of several drafters: one drafter that holds them; its state is the tuple of theirs. It picks one *before*
 looking at what it sampled, and its draws are kept apart by the drafter's index: ``sample(logits_BV, i, drafter=1)``.
 
-*Adaptive length*: ``num_drafted_B`` is decided on device; shapes stay ``[B, K]``.
+*Adaptive length*: ``num_drafted_B`` is decided on device; shapes stay ``[B, K]``. A drafter that draws a chain through
+`Sampler.chain` stops where `specsamp.decoding.adaptive` says so; of any other the loop takes as many tokens as a row wants.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, Output
-from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, Rule, Verdict
-from specsamp.sampling.warp import Chain, Greedy, Warp, log_probs
+from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
 
@@ -47,60 +47,6 @@ class Prefix:
     lengths_B: Array  # int32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Turns a draft's logits into tokens, so that the distribution sampled is the distribution verified."""
-
-    warp: Warp
-    rule: Rule
-    keys: RoundKeys
-    warp_state: Any = ()  # of the context that ends with the pending token
-    any_shard: Callable[[Array], Array] = jnp.asarray
-
-    @property
-    def is_one_hot(self) -> bool:
-        """Returns whether sampling is statically greedy: the distribution is its token, and need not be written out."""
-        warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
-        return any(isinstance(warp, Greedy) for warp in warps)
-
-    def __call__(
-        self,
-        logits_BV: Array,
-        node: Array | int,
-        *,
-        depth: Array | int | None = None,
-        drafter: int = 0,
-        warp_state: Any = None,
-    ) -> tuple[Array, Array | None]:
-        """Draws a token per row.
-
-        Args:
-          logits_BV: the draft's, before warping.
-          node: index of the drafted node, 0 for the first.
-          depth: drafted tokens before this one on its path; default ``node``, as in a chain.
-          drafter: index, where several draft in one round.
-          warp_state: from `advance`, along the path to this node; default that of the pending token.
-
-        Returns:
-          ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
-          is statically greedy, which makes the distribution one-hot (the default of `generate`).
-        """
-        with jax.named_scope("sample"):
-            warped_BV = log_probs(self.warp, logits_BV, self.warp_state if warp_state is None else warp_state)
-            if self.is_one_hot:
-                return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
-            depth = node if depth is None else depth
-            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=drafter), warped_BV
-
-    def advance(self, warp_state: Any, tokens_B: Array) -> Any:
-        """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""
-        return self.warp.advance(warp_state, tokens_B)
-
-    def any(self, running_B: Array) -> Array:
-        """Returns whether any row of any data shard is true: the condition of a drafter's own `lax.while_loop`."""
-        return self.any_shard(jnp.any(running_B))
-
-
 class Drafter(abc.ABC):
     """Proposes K nodes per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
 
@@ -112,6 +58,7 @@ class Drafter(abc.ABC):
     row_independent: bool = True  # whether a row's draft depends on nothing of other rows
     hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs it reads
     max_positions: int | None = None  # the longest text it can draft for; None: no limit
+    falls_behind: bool = False  # whether rounds in which it does not draft leave a hole in its state
     depth: int | None = None  # the most tokens of a draft that can be accepted, fewer than K for trees; None: K
 
     @property
@@ -170,6 +117,24 @@ class Drafter(abc.ABC):
         """Turns ``Pair.draft_params`` into ``weights.draft``, once."""
         return None
 
+    def of_length(self, K: int) -> Drafter:
+        """Returns this drafter with another K, on the same state; with 0 it drafts nothing, and reads on if it can."""
+        return Paused(self) if K == 0 else self if K == self.K else dataclasses.replace(self, K=K)
+
+    def catch_up(
+        self, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+    ) -> tuple[Any, Array]:
+        """Reads what rounds without a draft left out, for drafters that `falls_behind`.
+
+        Args:
+          seen_B: int32, the tokens that the drafter's state knows of each row.
+          is_behind: of ``seen_B``, whether there is something to be read.
+
+        Returns:
+          Its state, and ``seen_B`` after that.
+        """
+        return state, seen_B
+
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Adds to ``weights.draft`` what depends on the number of cache slots."""
         return weights
@@ -224,3 +189,26 @@ class Drafter(abc.ABC):
             ``verdict.num_accepted_B`` is the last token whose position the target has seen.
         """
         return state, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused(Drafter):
+    """Drafts nothing with the state of ``drafter``, which still learns what was emitted."""
+
+    drafter: Drafter
+    K = 0
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.drafter.hidden_layers
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
+        return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
+
+    def commit(
+        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return self.drafter.commit(weights, state, prefix, draft, verdict, output, cache)

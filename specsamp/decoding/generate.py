@@ -19,6 +19,7 @@ import jax
 from absl import logging
 
 from specsamp.decoding import checks
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.job import Job
@@ -38,7 +39,7 @@ def generate(
     *,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
+    draft_length: int | Adaptive | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,
@@ -59,7 +60,8 @@ def generate(
       draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
         the two the more is accepted.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device.
+        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. `Adaptive`: each row
+        drafts as many tokens as pay for it, down to none, round by round.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
@@ -109,7 +111,7 @@ def stream(
     rounds_per_chunk: int = 8,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
+    draft_length: int | Adaptive | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,

@@ -101,6 +101,7 @@ class Job:
             num_samples=num_samples,
             stop_ids=stops.ids,
             num_tokens=pair.num_tokens,
+            adaptive=method.adaptive,
         )
         return cls(
             pair=pair,
@@ -218,7 +219,7 @@ class Job:
 
 def written(state: DecodeState) -> DecodeState:
     """Returns on the host what rows have written so far: their state without caches, and without what was asked."""
-    nothing = dict(cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=())
+    nothing = dict(cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), pace=None)
     return to_host(dataclasses.replace(state, **nothing))
 
 

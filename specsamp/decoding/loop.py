@@ -25,11 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding import batch_rows
+from specsamp.decoding import batch_rows, widths
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.prefill import first_state, next_state
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models import compiling
@@ -172,7 +173,11 @@ class Loop:
             rounds, state = carry
             return rounds + 1, self.round(weights, request, state)
 
-        state = jax.lax.while_loop(go_on, body, (jnp.zeros((), jnp.int32), state))[1]
+        first = jnp.zeros((), jnp.int32), state
+        if request.adaptive is None:
+            state = jax.lax.while_loop(go_on, body, first)[1]
+        else:
+            state = widths.run(self, weights, request, first, go_on)[1]
         # Devices may have sampled apart; the next run expects its state where this one found it.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         drafter_state = self.drafter.pin(state.drafter_state, self.shards.replicate)
@@ -210,11 +215,16 @@ class Loop:
             keys=self._keys(request, state),
             warp_state=state.draft_warp_state,
             any_shard=self.shards.any,
+            wanted_B=None if request.adaptive is None else state.pace.wanted_B,
+            stop=None if request.adaptive is None else request.adaptive.stop,
         )
         prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
         draft, drafter_state, cache = self.drafter.propose(weights, state.drafter_state, prefix, state.cache, sampler)
         if draft.parents_BK is not None:
             raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
+        if request.adaptive is not None:  # of drafters that draw no chain, or copy one
+            num_drafted_B = jnp.minimum(draft.num_drafted_B, state.pace.wanted_B)
+            draft = dataclasses.replace(draft, num_drafted_B=num_drafted_B)
         if draft.log_probs_BRV is not None:
             # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)

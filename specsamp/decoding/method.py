@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
@@ -21,12 +22,14 @@ class Method:
       rule: verifies them.
       sampling: the target's warp; its numbers are scalar or one per prompt.
       draft_sampling: the draft's own warp; None: the target's.
+      adaptive: the draft length, where it is not always the drafter's K.
     """
 
     drafter: Drafter
     rule: Rule = TokenRule()
     sampling: Warp = greedy()
     draft_sampling: Warp | None = None
+    adaptive: Adaptive | None = None
 
     @property
     def exact(self) -> bool:

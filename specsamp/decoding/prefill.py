@@ -64,6 +64,8 @@ def next_state(
         memories = loop.target.init_cache(*tokens_BS.shape), loop.drafter.init(*tokens_BS.shape)
     else:
         memories = state.cache, state.drafter_state
+        if state.pace is not None and state.pace.seen_B is not None:  # the drafter may know less than the target
+            start_B = jnp.minimum(start_B, jnp.maximum(state.pace.seen_B, 0))
 
     def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
         at_B = start_B + index * chunk
@@ -79,7 +81,7 @@ def _begin(
     loop: Loop, request: Request, tokens_BS: Array, lengths_B: Array, cache: Any, drafter_state: Any
 ) -> DecodeState:
     """Returns the state of rows of which nothing has been emitted yet."""
-    batch = len(lengths_B)
+    batch, adaptive = len(lengths_B), request.adaptive
 
     def empty(dtype: Any) -> Array:
         return jnp.zeros(tokens_BS.shape, dtype)
@@ -93,10 +95,11 @@ def _begin(
         rounds_BS=empty(jnp.int32) if loop.keep_rounds else None,
         cache=cache,
         drafter_state=drafter_state,
-        stats=Stats.zeros(batch, loop.drafter.max_accepted),
+        stats=Stats.zeros(batch, loop.drafter.max_accepted, adaptive is not None),
         request=request,
         warp_state=request.sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
         draft_warp_state=request.draft_sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
+        pace=None if adaptive is None else adaptive.begin(lengths_B, loop.drafter.falls_behind),
     )
 
 

@@ -18,6 +18,7 @@ class RowStats:
     drafted: int
     reached: tuple[int, ...]  # per drafted position, rounds in which it was verified
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
+    lengths: tuple[int, ...] = ()  # rounds by number of drafted tokens, 0 .. K; () where the length does not adapt
 
     @property
     def accepted(self) -> int:
@@ -47,38 +48,41 @@ class RowStats:
             drafted=int(stats.drafted_B[row]),
             reached=tuple(stats.num_verified_BK[row].tolist()),
             accepted_counts=tuple(stats.accepted_BT[row].tolist()),
+            lengths=() if stats.lengths_BT is None else tuple(stats.lengths_BT[row].tolist()),
         )
 
     @classmethod
-    def of_rounds(cls, rounds: Sequence[int], from_draft: Sequence[bool], depth: int) -> RowStats:
+    def of_rounds(cls, rounds: Sequence[int], from_draft: Sequence[bool], depth: int, adapts: bool = False) -> RowStats:
         """Counts the rounds of a text that may have been cut anywhere, as the loop would have, had it cut there.
 
         Args:
           rounds: per token, 1 + the tokens drafted in the round that it is the first of, else 0.
           from_draft: per token, whether it had been drafted.
           depth: the most tokens of a draft that can be accepted.
+          adapts: whether the draft length does.
         """
         begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
-        counts, drafted, reached, accepted_counts = 0, 0, [0] * depth, [0] * (depth + 1)
+        counts, reached, accepted_counts, lengths = 0, [0] * depth, [0] * (depth + 1), [0] * (depth + 1)
         for begin, end in zip(begins, begins[1:]):
             is_whole = not from_draft[end - 1]  # the last token of a whole round is the target's
             verified = min(rounds[begin] - 1, end - begin)
             counts += 1
-            drafted += rounds[begin] - 1 if is_whole else verified
+            lengths[rounds[begin] - 1 if is_whole else verified] += 1
             reached = [n + (at < verified) for at, n in enumerate(reached)]
             accepted_counts[end - begin - is_whole] += 1
         return cls(
             rounds=counts,
             emitted=len(rounds),
-            drafted=drafted,
+            drafted=sum(n * rounds for n, rounds in enumerate(lengths)),
             reached=tuple(reached),
             accepted_counts=tuple(accepted_counts),
+            lengths=tuple(lengths) if adapts else (),
         )
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
         """Reads the counts back from JSON; what follows from them may stand beside them."""
-        read = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+        read = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
 
     def __add__(self, other: RowStats) -> RowStats:
@@ -91,6 +95,7 @@ class RowStats:
             drafted=self.drafted + other.drafted,
             reached=add(self.reached, other.reached),
             accepted_counts=add(self.accepted_counts, other.accepted_counts),
+            lengths=add(self.lengths, other.lengths),
         )
 
 
@@ -112,7 +117,7 @@ class RowText:
             from_draft=self.from_draft[:count],
             log_probs=None if self.log_probs is None else self.log_probs[:count],
             finish=Finish.STOP,
-            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth),
+            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths)),
             dropped=len(self.tokens) - count,
         )
 

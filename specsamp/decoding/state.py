@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.decoding.adaptive import Adaptive, LengthPolicy, Pace
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
 
@@ -50,6 +51,7 @@ class Request:
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids_BN: Array  # int32; -1 is never emitted
+    adaptive: LengthPolicy | None = None  # None: every round drafts the drafter's K tokens
 
     @classmethod
     def create(
@@ -63,6 +65,7 @@ class Request:
         num_samples: int = 1,
         stop_ids: Sequence[int] = (),
         num_tokens: int | None = None,
+        adaptive: Adaptive | None = None,
     ) -> Request:
         """Builds the request of some prompts, ``num_samples`` rows for each in a row.
 
@@ -75,6 +78,7 @@ class Request:
           num_samples: rows per prompt.
           stop_ids: tokens that end any row.
           num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
+          adaptive: the draft length, where it is no number.
 
         Raises:
           ValueError: a number of a warp has neither no axis nor one value per prompt.
@@ -101,6 +105,7 @@ class Request:
             row_keys_B=row_keys(seed, repeat(ids), sample_ids),
             limits_B=repeat(limits),
             stop_ids_BN=jnp.broadcast_to(jnp.asarray(stops, jnp.int32), (count * num_samples, len(stops))),
+            adaptive=None if adaptive is None else adaptive.for_rows(count * num_samples),
         )
 
     def with_idle_rows(self, count: int) -> Request:
@@ -123,10 +128,13 @@ class Stats:
     drafted_B: Array  # int32, drafted tokens that were verified or followed a verified rejection
     num_verified_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
+    lengths_BT: Array | None = (
+        None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it does not adapt
+    )
 
     @classmethod
-    def zeros(cls, batch: int, depth: int) -> Stats:
-        """Returns empty counts for drafts of which at most ``depth`` tokens can be accepted."""
+    def zeros(cls, batch: int, depth: int, adapts: bool = False) -> Stats:
+        """Returns empty counts for drafts, of a length that ``adapts`` or not, of which ``depth`` tokens can be accepted."""
 
         def count(*shape: int) -> Array:
             return jnp.zeros(shape, jnp.int32)
@@ -137,6 +145,7 @@ class Stats:
             drafted_B=count(batch),
             num_verified_BK=count(batch, depth),
             accepted_BT=count(batch, depth + 1),
+            lengths_BT=count(batch, depth + 1) if adapts else None,
         )
 
 
@@ -162,6 +171,7 @@ class DecodeState:
     rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
+    pace: Pace | None = None  # of request.adaptive
 
     @property
     def running_B(self) -> Array:

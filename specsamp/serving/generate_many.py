@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from specsamp.decoding import checks
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import use_compilation_cache
@@ -40,7 +41,7 @@ def generate_many(
     clock: Clock = Clock(),
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
-    draft_length: int | None = None,
+    draft_length: int | Adaptive | None = None,
     rule: Rule = TokenRule(),
     drafter: Drafter | None = None,
     seed: int = 0,

@@ -134,7 +134,8 @@ def describe(job: Job, seed: int) -> dict[str, Any]:
     for leaf in leaves:
         asked.update(np.asarray(leaf).tobytes())
     asked.update(np.asarray(jax.random.key_data(job.request.row_keys_B)).tobytes())
-    return {
+    adaptive = {} if job.method.adaptive is None else {"adaptive": repr(job.method.adaptive)}
+    return adaptive | {
         "prompts": len(job.prompts),
         "num_samples": job.num_samples,
         "seed": seed,

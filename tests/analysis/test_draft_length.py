@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, chain, generate, temperature
+from specsamp import Adaptive, NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length
-from specsamp.analysis.draft_length import choose_draft_length
+from specsamp.analysis.costs import PerCall
+from specsamp.analysis.draft_length import choose_draft_length, cost_table, measure_rounds, rising
 from specsamp.analysis.workload import Decoder
 from support import fakes
 
@@ -57,6 +58,21 @@ def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
     assert [decoder.loop.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
     assert len({decoder.slots for decoder in ran}) == 1
     assert len(generate(pair, PROMPTS, 8, draft_length=K)) == 2
+
+
+def test_the_milliseconds_of_rounds_are_what_adaptive_lengths_take(pair, clocks):
+    clocks({0: 1.0, 1: 1.1, 4: 1.5})
+    asked = dict(lengths=(0, 1, 4), repeats=2, sampling=SAMPLING)
+    costs_ms = measure_rounds(pair, PROMPTS, 30, **asked)
+    assert costs_ms == pytest.approx((1000, 1100, 1500))
+    clocks({0: 1.2, 1: 1.0, 4: 1.5})
+    assert measure_rounds(pair, PROMPTS, 30, **asked) == pytest.approx((1100, 1100, 1500))
+    assert Adaptive(lengths=(0, 1, 4), costs_ms=costs_ms).most == 4
+
+
+def test_a_cost_table_rises():
+    assert rising([3, 1, 2, 7, 6]) == (2, 2, 2, 6.5, 6.5) and rising([1, 2, 2]) == (1, 2, 2)
+    assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)
 
 
 def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):

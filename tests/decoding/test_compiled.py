@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
@@ -26,7 +27,15 @@ WITHOUT_LLVM = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 
 
 def compiled_run(
-    batch, K, rule=TokenRule(), vocab_size=4096, layout="default", num_layers=1, exit_window=None, **changes
+    batch,
+    K,
+    rule=TokenRule(),
+    vocab_size=4096,
+    layout="default",
+    num_layers=1,
+    exit_window=None,
+    adaptive=None,
+    **changes,
 ):
     """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer."""
     target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
@@ -35,7 +44,9 @@ def compiled_run(
     if exit_window is not None:
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
     loop = Loop(target=target, drafter=drafter, rule=rule)
-    request = Request.create(sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch)
+    request = Request.create(
+        sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch, adaptive=adaptive
+    )
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(
@@ -83,6 +94,16 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
 @pytest.mark.parametrize("batch, window, layout", [(1, 1, "cpu"), (1, 2, "default"), (3, 2, "default")])
 def test_an_early_exit_copies_no_cache(batch, window, layout):
     text = compiled_run(batch, 3, positions="rotary", layout=layout, num_layers=2, exit_window=window).as_text()
+    copies = moved(text, "copy") | moved(text, "transpose")
+    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+
+
+@pytest.mark.parametrize("batch, exit_window", [(3, None), (1, 1)])
+def test_widths_that_share_a_program_copy_no_cache(batch, exit_window):
+    """Neither from width to width, nor where a draft ends early, nor where a draft model catches up."""
+    adaptive = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
+    options = dict(positions="rotary", num_layers=2, vocab_size=512, exit_window=exit_window, adaptive=adaptive)
+    text = compiled_run(batch, 3, **options).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
 

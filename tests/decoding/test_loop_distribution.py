@@ -31,6 +31,8 @@ from support.loop_distributions import (
     NEAR,
     NUCLEUS,
     PROMPTS,
+    RESTLESS,
+    STOPPED,
     TARGET,
     V,
     cut_at_stop,
@@ -55,6 +57,12 @@ def test_draft_model(rule, K, draft, sampling):
 @pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
 def test_autoregressive(rule, sampling):
     assert distribution_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule, adaptive", [(TokenRule(), STOPPED), (BlockRule(), RESTLESS)])
+def test_draft_lengths_that_adapt(rule, adaptive):
+    loop = table_loop(rule, ModelDrafter(TableLM(V), adaptive.most))
+    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=adaptive) > FALSE_ALARM
 
 
 def test_prompt_lookup_of_ragged_length():

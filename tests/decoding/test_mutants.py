@@ -9,14 +9,27 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys
 from support import mutants
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_distribution, p_value, table_loop
-from support.loop_distributions import FAR, FULL, LIKELY, NEAR, PROMPTS, TARGET, V, cut_at_stop, distribution_test
+from support.loop_distributions import (
+    FAR,
+    FULL,
+    LIKELY,
+    NEAR,
+    PROMPTS,
+    STOPPED,
+    TARGET,
+    V,
+    cut_at_stop,
+    distribution_test,
+)
 
 OPTIMISED = True
 
@@ -207,3 +220,27 @@ def test_shared_uniforms_between_rows_are_seen_by_the_address():
     together = decode(loop, TARGET, NEAR, PROMPTS, 8, FULL, **shapes).emitted(8)
     assert np.array_equal(together, np.stack(keyed))
     assert not np.array_equal(together, np.stack(by_place))
+
+
+def first_token(drafter, target, draft, stop):
+    """How often token 0 is written first, of a target and a draft with these probabilities everywhere."""
+    loop = table_loop(TokenRule(), drafter, vocab_size=2)
+    tables = (jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft))
+    run = decode(loop, *tables, [[0]], 1, FULL, samples=40_000, adaptive=Adaptive(lengths=(1,), stop=stop))
+    return 1 - run.emitted(1).mean()
+
+
+def test_no_token_decides_whether_it_is_submitted():
+    """Golden values: to submit x where x = 0 writes (.85, .15) for (.7, .3), to drop what is improbable (.42, .58)."""
+    looks = mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1), (0.7, 0.3), (0.5, 0.5), Confidence(0.0)
+    drops = mutants.StopsOneTokenEarly(TableLM(2), 1), (0.3, 0.7), (0.6, 0.4), Confidence(0.5)
+    assert first_token(*looks) == pytest.approx(0.85, abs=0.01)
+    assert first_token(*drops) == pytest.approx(0.42, abs=0.01)
+    right = ModelDrafter(TableLM(2), 1)
+    assert first_token(right, *drops[1:]) == pytest.approx(0.3, abs=0.01)
+
+
+def test_a_stop_that_cancels_the_token_itself_is_caught():
+    loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.most))
+    few = dict(samples=50_000, powered=False)
+    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=STOPPED, **few) < FALSE_ALARM * 1e-6

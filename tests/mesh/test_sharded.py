@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
 from specsamp.analysis import phases
 from specsamp.analysis.workload import Workload, decoders
+from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
@@ -78,11 +79,17 @@ def assert_same(made, expected):
         np.testing.assert_allclose(on_mesh.log_probs, on_one.log_probs, atol=1e-3)
 
 
-@pytest.mark.parametrize("data, model, rule", [(4, 2, TokenRule()), (8, 1, BlockRule())])
-def test_tokens_of_table_models(table_pair, data, model, rule):
-    call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING, "rule": rule}
+PACED = Adaptive(
+    lengths=(0, 3), costs_ms=(1, 2.3), pause=2, decay=0.5, stop=Confidence(0.2)
+)  # shards take turns to pause
+
+
+@pytest.mark.parametrize("data, model, rule, draft_length", [(4, 2, TokenRule(), PACED), (8, 1, BlockRule(), 4)])
+def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
+    call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING, "rule": rule, "draft_length": draft_length}
     expected = generate(table_pair, PROMPTS, BUDGETS, **call)
     assert len({tuple(c.tokens) for c in expected}) > 6
+    assert draft_length == 4 or all(sum(c.stats.lengths[n] for c in expected) > 5 for n in (0, 3))
     assert generate(shard(table_pair, make_mesh(data, model)), PROMPTS, BUDGETS, **call) == expected
 
 

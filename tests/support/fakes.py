@@ -164,6 +164,7 @@ def decode(
     padded_length=None,
     slots=None,
     slice_rounds=2**30,
+    adaptive=None,
 ):
     """Runs ``loop`` as `generate` would, on bare arrays."""
     lengths = np.array([len(p) for p in prompts], np.int32)
@@ -183,6 +184,7 @@ def decode(
         prompt_ids=prompt_ids,
         num_samples=samples,
         stop_ids=stop_ids,
+        adaptive=adaptive,
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)

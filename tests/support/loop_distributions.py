@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.sampling.warp import chain, min_p, temperature, top_p
 from support.fakes import decode, joint_distribution, near, p_value, random_table, samples_for
 
@@ -13,6 +14,11 @@ PROMPTS = [[0], [2, 0, 1, 1]]  # lengths 1 and 4 in one batch
 FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
+STOPPED = Adaptive(lengths=(3,), stop=Confidence(0.3))
+# Some rows want one token, some two, and some pause and try again: all widths, and catching up, in a few rounds.
+RESTLESS = Adaptive(
+    lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, pause=1, stop=Entropy(0.62)
+)
 
 
 def distribution_test(

@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Sampler
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.sampler import Sampler
 from specsamp.sampling import rejection
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
@@ -155,3 +155,36 @@ class KeepsItsOwnOutputs(FeatureDrafter):
         start_B = prefix.lengths_B - 1 + last_B
         returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
         return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
+
+
+# Of draft lengths that adapt.
+
+
+class CancelsTheTokenItself(Sampler):
+    """A stop that is asked about the token that it has seen: tokens are dropped for their value."""
+
+    def _decide(self, before, after, *drawn):
+        after = super()._decide(before, after, *drawn)
+        return dataclasses.replace(after, num_drafted_B=before.num_drafted_B + after.goes_on_B)
+
+
+class StopsOneTokenEarly(ModelDrafter):
+    def propose(self, weights, state, prefix, cache, sample):
+        wanted_B = sample.wanted_B + 1  # the last token is asked about too
+        mutant = CancelsTheTokenItself(**(vars(sample) | {"wanted_B": wanted_B}))
+        return super().propose(weights, state, prefix, cache, mutant)
+
+
+class SubmitsTheFirstTokenAlone(ModelDrafter):
+    """Looks at what was drawn to decide whether it is submitted."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        num_drafted_B = jnp.where(draft.tokens_BK[:, 0] == 0, draft.num_drafted_B, 0)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
+
+
+class NeverCatchesUp(ModelDrafter):
+    """After a pause its cache lacks what was emitted meanwhile."""
+
+    falls_behind = False

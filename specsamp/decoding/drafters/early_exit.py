@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array, Array | None, Any]  # cache, last tokens, all tokens, log-probabilities, warp's state
+_Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,23 +129,18 @@ class EarlyExitDrafter(Drafter):
         lengths_B = prefix.lengths_B
         batch = len(lengths_B)
 
-        def step(offset: Array | int, carry: _Carry) -> _Carry:
-            cache, last_B, tokens_BK, log_probs_BRV, warp_state = carry
+        def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
+            cache, last_B, tokens_BK = carry
             fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.window))
             output = self.reader(weights.target, fed_BT, lengths_B - 1 + offset, cache)
-            tokens_B, log_probs_BV = sample(output.logits_BTV[:, 0], offset, warp_state=warp_state)
+            tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, self.K)
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            if log_probs_BV is not None:
-                if log_probs_BRV is None:
-                    log_probs_BRV = jnp.zeros((batch, self.K, self.model.vocab_size), log_probs_BV.dtype)
-                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
-            return output.cache, tokens_B, tokens_BK, log_probs_BRV, sample.advance(warp_state, tokens_B)
+            return (output.cache, tokens_B, tokens_BK), drawn
 
         pending_B = jnp.take_along_axis(prefix.tokens_BS, lengths_B[:, None] - 1, axis=1)[:, 0]
-        carry = step(0, (cache, pending_B, jnp.zeros((batch, self.K), jnp.int32), None, sample.warp_state))
-        cache, _, tokens_BK, log_probs_BRV, _ = jax.lax.fori_loop(1, self.K, step, carry)
-        num_drafted_B = jnp.full_like(lengths_B, self.K)
-        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV), state, cache
+        carry = cache, pending_B, jnp.zeros((batch, self.K), jnp.int32)
+        (cache, _, tokens_BK), drawn = sample.chain(self.K, step, step, carry)
+        return sample.draft(tokens_BK, drawn), state, cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,13 +22,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
+_Carry = tuple[Any, Any, Array, Array]  # the head's cache, the target's, features, tokens
 
 MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 1 slots
 
@@ -223,33 +225,31 @@ class FeatureDrafter(Drafter):
         batch, head = len(prefix.lengths_B), self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
-        def draw(carry: tuple, offset: Array | int) -> tuple:
-            head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, warp_state = carry
+        def draw(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
+            head_cache, cache, feature_BD, tokens_BK = carry
             # Of one row: with two, a TPU spends more on moving the expanded logits about than on the head.
             logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
-            logits_BV = head.expand(weights.draft, logits_BU)
-            tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
-            if log_probs_BV is not None:
-                if log_probs_BRV is None:
-                    log_probs_BRV = jnp.zeros((batch, self.K, head.vocab_size), log_probs_BV.dtype)
-                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
+            tokens_B, drawn = sample.draw(head.expand(weights.draft, logits_BU), offset, drawn, self.K)
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
-            return head_cache, cache, feature_BD, tokens_BK, log_probs_BRV, sample.advance(warp_state, tokens_B)
+            return (head_cache, cache, feature_BD, tokens_BK), drawn
 
-        def step(offset: Array, carry: tuple) -> tuple:
-            head_cache, cache, feature_BD, tokens_BK, *rest = carry
+        def step(offset: Array, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
+            head_cache, cache, feature_BD, tokens_BK = carry
             at_B = prefix.lengths_B + offset - 1  # of the token drafted last
             tokens_B = jax.lax.dynamic_index_in_dim(tokens_BK, offset - 1, axis=1, keepdims=False)
             embedded_BTD, cache = self._embed(weights, self._widen(tokens_B), at_B, cache)
             returned_BTD, head_cache = head(weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache)
-            return draw((head_cache, cache, returned_BTD[:, 0], tokens_BK, *rest), offset)
+            return draw(offset, (head_cache, cache, returned_BTD[:, 0], tokens_BK), drawn)
 
-        tokens_BK = jnp.zeros((batch, self.K), jnp.int32)
-        carry = draw((state.cache, cache, state.feature_BD, tokens_BK, None, sample.warp_state), 0)
-        head_cache, cache, _, tokens_BK, log_probs_BRV, _ = jax.lax.fori_loop(1, self.K, step, carry)
-        num_drafted_B = jnp.where(state.ready_B, self.K, 0).astype(jnp.int32)
-        draft = Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV)
-        return draft, dataclasses.replace(state, cache=head_cache), cache
+        carry = state.cache, cache, state.feature_BD, jnp.zeros((batch, self.K), jnp.int32)
+        (head_cache, cache, _, tokens_BK), drawn = sample.chain(self.K, draw, step, carry)
+        draft = sample.draft(tokens_BK, drawn)
+        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
+        return (
+            dataclasses.replace(draft, num_drafted_B=num_drafted_B),
+            dataclasses.replace(state, cache=head_cache),
+            cache,
+        )
 
     def commit(
         self,

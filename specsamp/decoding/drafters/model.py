@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array | None, Any]  # draft cache, tokens, log-probabilities, state of the warp
+_Carry = tuple[Any, Array]  # draft cache, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ class ModelDrafter(Drafter):
     def __post_init__(self):
         if self.K < 1 or self.window < 1:
             raise ValueError(f"K and window must be at least 1; got {self.K} and {self.window}")
+
+    falls_behind = True
 
     @property
     def max_positions(self) -> int | None:
@@ -99,31 +103,38 @@ class ModelDrafter(Drafter):
     def pin(self, state: Any, replicate: Callable[[Any], Any]) -> Any:
         return state  # a cache, which the model lays out
 
+    def catch_up(
+        self, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+    ) -> tuple[Any, Array]:
+        """Reads K + 1 tokens at a time, up to those that a round's first call feeds anyway."""
+        known_B = jnp.maximum(prefix.lengths_B - 2, 0)
+
+        def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            state, seen_B = carry
+            start_B = jnp.clip(seen_B, 0, known_B)  # what follows the text is scratch, and within the headroom
+            tokens_BT = gather_tokens(prefix.tokens_BS, start_B, self.K + 1)
+            return self.model(weights.draft, tokens_BT, start_B, state).cache, start_B + self.K + 1
+
+        state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
+        return state, jnp.minimum(seen_B, prefix.lengths_B)
+
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
         lengths_B = prefix.lengths_B
 
-        def step(carry: _Carry, offset: Array | int, width: int) -> _Carry:
-            state, tokens_BS, log_probs_BRV, warp_state = carry
+        def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:
+            state, tokens_BS = carry
             end_B = lengths_B + offset
             start_B = jnp.maximum(end_B - width, 0)
             output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
             last_B11 = (end_B - 1 - start_B)[:, None, None]
             check_logits("draft", self.model, output)
             logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
-            tokens_B, log_probs_BV = sample(logits_BV, offset, warp_state=warp_state)
-            if log_probs_BV is not None:
-                if log_probs_BRV is None:
-                    log_probs_BRV = jnp.zeros((len(tokens_BS), self.K, self.model.vocab_size), log_probs_BV.dtype)
-                log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
-            tokens_BS = write_tokens(tokens_BS, tokens_B[:, None], end_B)
-            return output.cache, tokens_BS, log_probs_BRV, sample.advance(warp_state, tokens_B)
+            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
+            return (output.cache, write_tokens(tokens_BS, tokens_B[:, None], end_B)), drawn
 
-        carry = step((state, prefix.tokens_BS, None, sample.warp_state), 0, self.first_window)
-        state, tokens_BS, log_probs_BRV, _ = jax.lax.fori_loop(
-            1, self.K, lambda offset, carry: step(carry, offset, self.window), carry
-        )
-        tokens_BK = gather_tokens(tokens_BS, lengths_B, self.K)
-        num_drafted_B = jnp.full_like(lengths_B, self.K)
-        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=log_probs_BRV), state, cache
+        first = functools.partial(step, width=self.first_window)
+        other = functools.partial(step, width=self.window)
+        (state, tokens_BS), drawn = sample.chain(self.K, first, other, (state, prefix.tokens_BS))
+        return sample.draft(gather_tokens(tokens_BS, lengths_B, self.K), drawn), state, cache

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix, Sampler
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rules import Draft
 

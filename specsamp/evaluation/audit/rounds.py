@@ -116,7 +116,7 @@ def collect(
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
             ((*subject.prompts[one.prompt_index], *one.tokens), one.from_draft)
-            for one in subject.decode(num_samples=samples, seed=seed)
+            for one in subject.decode(num_samples=samples, seed=seed, draft_length=None)
             if one.tokens and _is_read(subject, subject.prompts[one.prompt_index])
         ]
         if not texts:

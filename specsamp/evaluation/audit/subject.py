@@ -14,6 +14,7 @@ import numpy as np
 from scipy import stats
 
 from specsamp.decoding import checks
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
@@ -73,6 +74,8 @@ class Subject:
         the target's.
       max_new_tokens: longest length of the texts that are compared or read.
       seed: seed of the noise.
+      adaptive: the draft length, where the drafter's K is only the most. Texts are compared and counted with it; what
+        happens within rounds is tested with K alone.
 
     Raises:
       ValueError: nothing is drafted, there are no prompts, one is too long, or a warp depends on the text before.
@@ -86,6 +89,7 @@ class Subject:
     rule: Rule = TokenRule()
     max_new_tokens: int = 64
     seed: int = 0
+    adaptive: Adaptive | None = None
 
     def __post_init__(self):
         if self.drafter.K == 0:
@@ -109,6 +113,7 @@ class Subject:
             "drafter": self.drafter,
             "rule": self.rule,
             "seed": self.seed,
+            "draft_length": None if "drafter" in changes else self.adaptive,
         }
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
 

@@ -1,0 +1,286 @@
+"""Draft lengths that adapt: when a draft ends early, how many tokens a row wants next, and when it wants none.
+
+    generate(pair, prompts, draft_length=Adaptive(lengths=(8,), stop=Confidence(0.3)))
+    generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4)))
+
+What a row drafts stays exact as long as whether token k is submitted depends on nothing from token k on. Both ways to
+adapt keep to that. A *stop* sees the tokens of a draft up to k and cancels token k + 1. The *length* of a round is
+decided before it begins, from what the row's own past rounds accepted: it maximises the tokens per time
+
+    E(alpha, k) / costs_ms[k],    E(alpha, k) = 1 + alpha + ... + alpha^k
+
+(Leviathan et al., arXiv 2211.17192; goodput of Liu et al., arXiv 2406.14066), where a length of 0 is plain decoding. A
+draft ends at its first rejection, so acceptance is estimated by accepted / (accepted + rejections), which is the estimate
+of greatest likelihood; accepted over drafted would be too small. Older rounds count less and less.
+
+No row looks at its neighbours or at a clock, so a text is the one that its prompt has alone, at equal costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.sampling.warp import register_warp
+
+Array = jax.Array
+
+LENGTHS = (0, 1, 2, 4, 8)
+LONGEST_PAUSE = 8  # times the first pause
+MOST_CERTAIN = 0.999  # acceptance from which on the sum of its powers is not told from that of ones
+
+
+class Stop:
+    """A pytree of numbers that ends a draft early; derive from it, under `register_warp`, to write one.
+
+    It is asked after each token but the last, and only about the token after it.
+    """
+
+    def check(self) -> None:
+        """Raises ValueError if a number is out of range."""
+
+    def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
+        """Returns whether the next token shall be drafted, bool ``[B]``.
+
+        Args:
+          log_probs_BV: float32, the draft's distribution that the last token was drawn from, warped; for greedy rows, whose
+            warped distribution is certain of its token, that before warping.
+          log_prob_B: float32, the sum of the log-probabilities of all tokens of the draft so far, by such distributions.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say when a draft goes on")
+
+
+@register_warp
+class Entropy(Stop):
+    """Goes on while ``1 - sqrt(weight * H) >= least``, H the entropy in nats (AdaEDL, arXiv 2410.18351).
+
+    The left side bounds the acceptance from below, by experience. AdaEDL drops the token whose distribution is too uncertain.
+    Here it is kept and what follows is cancelled: the call of the draft is paid for, and the token may be accepted.
+    """
+
+    least: float = 0.4  # in [0, 1]
+    weight: float = 0.2  # above 0
+
+    def check(self) -> None:
+        _check_number("Entropy's least", self.least, 0, 1)
+        _check_number("Entropy's weight", self.weight, 0, math.inf, is_open=True)
+
+    def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
+        probs_BV = jnp.exp(log_probs_BV)
+        entropy_B = -jnp.sum(jnp.where(probs_BV > 0, probs_BV * log_probs_BV, 0), axis=-1)
+        return 1 - jnp.sqrt(self.weight * entropy_B) >= self.least
+
+
+@register_warp
+class Confidence(Stop):
+    """Goes on while the draft's tokens so far are together at least as probable, by the draft itself, as ``least``."""
+
+    least: float = 0.3  # in [0, 1]
+
+    def check(self) -> None:
+        _check_number("Confidence's least", self.least, 0, 1)
+
+    def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
+        return log_prob_B >= jnp.log(self.least)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """A draft length that adapts, as `generate` takes it for ``draft_length``.
+
+    All numbers but lengths and widths are data: changing them compiles nothing.
+
+    Attributes:
+      lengths: that a row may want, ascending, from 0 on; the last is the drafter's K.
+      costs_ms: for each length, the milliseconds of a round in which all rows of the batch draft so many;
+        `specsamp.analysis.draft_length.measure_rounds` measures them, `cost_table` forecasts. Only their ratios matter.
+      stop: ends drafts before their length; None: nothing does.
+      acceptance: of a drafted token, as a row expects it before it has seen any.
+      trust: how many rejections' worth that expectation is.
+      decay: what a round of drafting leaves of the weight of those before it.
+      pause: rounds after which a row that wants 0 tries the shortest draft again; the pause doubles, up to eightfold,
+        as long as that shows no reason to draft.
+      widths: the lengths that rounds are compiled for: a round takes the next that is enough for all rows. Default: all
+        lengths on a CPU, where each scored row costs; elsewhere the last, and 0 where that is a length.
+
+    Raises:
+      ValueError: naming the value and the fix.
+    """
+
+    lengths: tuple[int, ...] = LENGTHS
+    costs_ms: tuple[float, ...] | None = None
+    stop: Stop | None = None
+    acceptance: float = 0.7
+    trust: float = 1.0
+    decay: float = 0.9
+    pause: int = 16
+    widths: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        for name in ("lengths", "widths", "costs_ms"):
+            if isinstance(getattr(self, name), (Sequence, np.ndarray)) and not isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_lengths("lengths", self.lengths)
+        if self.widths is not None:
+            _check_lengths("widths", self.widths)
+            if self.widths[-1] != self.most or not set(self.widths) <= set(self.lengths):
+                raise ValueError(
+                    f"widths must be some of the lengths {self.lengths}, the last among them; got {self.widths!r}"
+                )
+        if len(self.lengths) > 1:
+            _check_costs(self.costs_ms, self.lengths)
+        elif self.costs_ms is not None:
+            raise ValueError(
+                f"costs_ms choose between lengths, and {self.lengths!r} is one: leave costs_ms out, or give more"
+            )
+        elif self.stop is None:
+            raise ValueError(
+                f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
+            )
+        if self.stop is not None:
+            if not isinstance(self.stop, Stop):
+                raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
+            self.stop.check()
+        _check_number("acceptance", self.acceptance, 0, 1)
+        _check_number("trust", self.trust, 0, math.inf, is_open=True)
+        _check_number("decay", self.decay, 0, 1)
+        if not isinstance(self.pause, (int, np.integer)) or isinstance(self.pause, bool) or not 1 <= self.pause < 2**20:
+            raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
+
+    @property
+    def most(self) -> int:
+        """Returns the longest draft, the drafter's K."""
+        return self.lengths[-1]
+
+    def for_rows(self, batch: int) -> LengthPolicy:
+        """Returns the same as data of ``batch`` rows."""
+
+        def rows(value: float | Sequence[float]) -> Array:
+            value = jnp.asarray(value, jnp.float32)
+            return jnp.broadcast_to(value, (batch, *value.shape))
+
+        widths = self.widths
+        if widths is None:
+            widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.most)
+        return LengthPolicy(
+            lengths=self.lengths,
+            widths=widths,
+            stop=jax.tree.map(rows, self.stop),
+            costs_BL=None if self.costs_ms is None else rows(self.costs_ms),
+            accepted_B=rows(self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)),
+            rejected_B=rows(self.trust),
+            decay_B=rows(self.decay),
+            pause_B=rows(self.pause).astype(jnp.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What the rows of a batch have seen of their drafts; every leaf leads with the rows.
+
+    The middle four are None where there is one length, the last where the drafter needs no catching up.
+    """
+
+    wanted_B: Array  # int32, the tokens that the row wants to draft next
+    accepted_B: Array | None = None  # float32, drafted tokens, older ones count less
+    rejected_B: Array | None = None  # float32, rounds in which one was rejected, likewise
+    idle_B: Array | None = None  # int32, rounds since the last that drafted
+    pause_B: Array | None = None  # int32, rounds after which a draft is tried where none pays
+    seen_B: Array | None = (
+        None  # int32, tokens that the drafter's state knows; those between rounds of drafting are missing
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthPolicy:
+    """`Adaptive`, with its numbers as data for each row."""
+
+    lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    stop: Stop | None
+    costs_BL: Array | None
+    accepted_B: Array  # what a row expects before it has drafted
+    rejected_B: Array
+    decay_B: Array
+    pause_B: Array  # int32
+
+    def begin(self, lengths_B: Array, falls_behind: bool) -> Pace:
+        """Returns the pace of rows whose texts were read but for their last token."""
+        most_B = jnp.full_like(lengths_B, self.lengths[-1])
+        pace = Pace(wanted_B=most_B, seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None)
+        if self.costs_BL is None:
+            return pace
+        nothing_B = jnp.zeros_like(self.decay_B)
+        pace = dataclasses.replace(
+            pace, accepted_B=nothing_B, rejected_B=nothing_B, idle_B=jnp.zeros_like(lengths_B), pause_B=self.pause_B
+        )
+        return dataclasses.replace(pace, wanted_B=self._best(pace))
+
+    def learn(self, pace: Pace, running_B: Array, num_drafted_B: Array, num_accepted_B: Array) -> Pace:
+        """Returns the pace after a round; rows that have ended keep theirs."""
+        if self.costs_BL is None:
+            return pace
+        drafted_B = num_drafted_B > 0
+        decay_B = jnp.where(drafted_B, self.decay_B, 1)
+        after = dataclasses.replace(
+            pace,
+            accepted_B=decay_B * pace.accepted_B + num_accepted_B,
+            rejected_B=decay_B * pace.rejected_B + (num_accepted_B < num_drafted_B),
+            idle_B=jnp.where(drafted_B, 0, pace.idle_B + 1),
+        )
+        best_B = self._best(after)
+        longer_B = jnp.minimum(2 * pace.pause_B, LONGEST_PAUSE * self.pause_B)
+        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(drafted_B, longer_B, pace.pause_B))
+        shortest = next((length for length in self.lengths if length), 0)
+        tries_B = (best_B == 0) & (after.idle_B >= pause_B)
+        after = dataclasses.replace(after, pause_B=pause_B, wanted_B=jnp.where(tries_B, shortest, best_B))
+        return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, pace)
+
+    def _best(self, pace: Pace) -> Array:
+        """Returns the length with the most expected tokens per time; of equal ones the shortest."""
+        accepted_B = self.accepted_B + pace.accepted_B
+        rate_B1 = (accepted_B / (accepted_B + self.rejected_B + pace.rejected_B))[:, None]
+        rate_B1 = jnp.minimum(rate_B1, MOST_CERTAIN)
+        lengths_L = jnp.asarray(self.lengths, jnp.int32)
+        tokens_BL = (1 - rate_B1 ** (1 + lengths_L)[None, :]) / (1 - rate_B1)
+        return lengths_L[jnp.argmax(tokens_BL / self.costs_BL, axis=1)]
+
+
+def _check_lengths(name: str, lengths: tuple[int, ...]) -> None:
+    is_list = isinstance(lengths, tuple) and len(lengths) > 0
+    if not is_list or not all(isinstance(one, (int, np.integer)) and not isinstance(one, bool) for one in lengths):
+        raise ValueError(f"{name} must be draft lengths, such as {LENGTHS}; got {lengths!r}")
+    if lengths[0] < 0 or lengths[-1] < 1 or any(one >= other for one, other in zip(lengths, lengths[1:])):
+        raise ValueError(f"{name} must rise, from 0 or more to at least 1; got {lengths!r}")
+
+
+def _check_costs(costs_ms: tuple[float, ...] | None, lengths: tuple[int, ...]) -> None:
+    if not isinstance(costs_ms, tuple):
+        raise ValueError(
+            f"{len(lengths)} lengths need costs_ms, the milliseconds of a round with each, as "
+            f"specsamp.analysis.draft_length.measure_rounds measures them; got {costs_ms!r}"
+        )
+    if len(costs_ms) != len(lengths):
+        raise ValueError(f"{len(costs_ms)} costs_ms for {len(lengths)} lengths {lengths!r}: give one for each")
+    for index, cost in enumerate(costs_ms):
+        _check_number(f"costs_ms[{index}]", cost, 0, math.inf, is_open=True)
+    for index, (one, other) in enumerate(zip(costs_ms, costs_ms[1:])):
+        if other < one:
+            raise ValueError(
+                f"costs_ms must not fall: {lengths[index]} tokens cost {one!r} ms and {lengths[index + 1]} cost {other!r}; "
+                "measure again, with more repeats"
+            )
+
+
+def _check_number(name: str, value: float, least: float, most: float, *, is_open: bool = False) -> None:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not least <= value <= most or (is_open and value == least):
+        above = f"above {least:g}" if is_open else f"from {least:g}"
+        raise ValueError(f"{name} must be {above}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")

@@ -1,0 +1,230 @@
+"""Draft lengths that adapt: exact whatever they depend on, as long as no token decides about itself."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    Confidence,
+    CoupledRule,
+    Entropy,
+    TokenRule,
+    chain,
+    generate,
+    generate_many,
+    stream,
+    temperature,
+)
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.results import RowStats
+from support import mutants
+from support.coupled_split import CoupledSplit
+from support.enumeration import autoregressive, joint_distribution
+from support.fakes import TableLM, counting_pair, decode, near, table_loop, table_pair
+from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
+
+# Stops.
+
+
+def drafted_until(stop, draft, num_tokens, cancels_itself=False):
+    """How many tokens of every possible draft are submitted, as a stop decides: ``[1, V**m, V**K]`` for each prefix."""
+    lengths = []
+    for m in range(len(draft) - num_tokens):
+        num = np.zeros((1, V**m, V**num_tokens), int)
+        for prefix in range(V**m):
+            for index, tokens in enumerate(itertools.product(range(V), repeat=num_tokens)):
+                at, goes_on, log_prob = prefix, True, 0.0
+                for k, token in enumerate(tokens):
+                    row_V = jnp.asarray(draft[m + k][0, at])
+                    at, log_prob = at * V + token, log_prob + float(row_V[token])
+                    after = bool(stop.goes_on(row_V[None], jnp.asarray([log_prob]))[0])
+                    num[0, prefix, index] += goes_on & (after | (not cancels_itself))
+                    goes_on &= after
+        lengths.append(num)
+    return lengths
+
+
+@pytest.mark.parametrize("stop", [Confidence(0.3), Entropy(0.62)])
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledSplit()])
+def test_joint_distributions_with_stops_are_the_targets(rule, stop):
+    rng = np.random.default_rng(1)
+    target, draft = ([log_softmax(1.5 * rng.normal(size=(1, V**n, V)), -1) for n in range(4)] for _ in range(2))
+    length, K = 2, 2
+    with jax.disable_jit():
+        num_drafted = drafted_until(stop, draft, K)
+        itself = drafted_until(stop, draft, K, cancels_itself=True)
+    assert {1, 2} == set(np.concatenate([num.ravel() for num in num_drafted]))
+    given = dict(num_tokens=K, length=length)
+    exact = autoregressive(target, length)
+    assert np.abs(joint_distribution(rule, target, draft, num_drafted=num_drafted, **given) - exact).max() < 1e-12
+    # To cancel the token itself is exact where its distribution decides (AdaEDL), and biased where its value does. The
+    # coupled rule never sees what is withheld, see support/enumeration.py.
+    error = np.abs(joint_distribution(rule, target, draft, num_drafted=itself, **given) - exact).max()
+    assert error < 1e-12 if isinstance(stop, Entropy) else error > 1e-3 or isinstance(rule, CoupledSplit)
+
+
+# The loop.
+
+
+@pytest.fixture(scope="module")
+def restless():
+    """A run over many rounds, of 2 prompts, and what its rows wrote."""
+    loop = table_loop(CoupledRule(), ModelDrafter(TableLM(V), 2), keep_rounds=True)
+    return decode(loop, TARGET, NEAR, PROMPTS, 40, FULL, samples=20, adaptive=RESTLESS, padded_length=4)
+
+
+def test_statistics_count_the_lengths(restless):
+    stats, K = restless.state.stats, RESTLESS.most
+    assert jnp.all(stats.lengths_BT.sum(1) == stats.rounds_B)
+    assert jnp.all(stats.lengths_BT @ jnp.arange(K + 1) == stats.drafted_B)
+    assert jnp.all(stats.lengths_BT.sum(0) > 0)  # none, some and most were drafted
+    for row, length in enumerate(restless.prompt_lengths):
+        of_row = slice(length, int(restless.state.lengths_B[row]))
+        columns = (restless.state.rounds_BS[row, of_row].tolist(), restless.state.from_draft_BS[row, of_row].tolist())
+        assert RowStats.of_rounds(*columns, K, adapts=True) == RowStats.of(jax.device_get(stats), row)
+
+
+def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
+    plain = decode(table_loop(CoupledRule(), NoDrafter()), TARGET, None, PROMPTS, 40, FULL, samples=20, padded_length=4)
+    assert np.array_equal(restless.emitted(40), plain.emitted(40))
+
+
+def test_a_row_paces_itself_alone():
+    """Alone, beside others and under other widths a row drafts the same lengths, and writes the same text."""
+    adaptive = Adaptive(lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), decay=0.8, pause=2, trust=0.3)
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
+
+    def rows(prompts, widths, ids):
+        asked = dict(prompt_ids=ids, adaptive=dataclasses.replace(adaptive, widths=widths), padded_length=4, slots=64)
+        run = decode(loop, TARGET, near(TARGET, 1, 0.9), prompts, 40, FULL, **asked)
+        return list(zip(run.emitted(40).tolist(), run.state.stats.lengths_BT.tolist()))
+
+    together = rows(PROMPTS, (0, 2), [0, 1])
+    assert together[0][1] != together[1][1] and all(together[1][1])
+    assert rows(PROMPTS[:1], (0, 1, 2), [0]) + rows(PROMPTS[1:], (0, 1, 2), [1]) == together
+
+
+@pytest.mark.parametrize("drafter, catches_up", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)])
+def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
+    """A draft that is the target is accepted whole, unless its cache has holes; it tries after 2, 4, 8 and 16 rounds."""
+    never_pays = Adaptive(lengths=(0, 3), costs_ms=(1, 100), pause=2)
+    loop = table_loop(TokenRule(), drafter(TableLM(V), 3))
+    stats = decode(loop, TARGET, TARGET, PROMPTS, 50, FULL, samples=50, adaptive=never_pays).state.stats
+    assert jnp.all(stats.lengths_BT[:, 3] == 4) and jnp.all(stats.lengths_BT[:, [1, 2]] == 0)
+    whole = float(jnp.mean(stats.accepted_BT[:, 3] / 4))
+    assert whole == 1 if catches_up else whole < 0.9
+
+
+# Lengths.
+
+
+def wanted_after(adaptive, rounds):
+    """What a row wants at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
+    policy = adaptive.for_rows(1)
+    pace = policy.begin(jnp.full(1, 9), False)
+    learn, wanted = jax.jit(policy.learn), [int(pace.wanted_B[0])]
+    for counts in rounds:
+        pace = learn(pace, jnp.ones(1, bool), *jnp.asarray(counts, jnp.int32)[:, None])
+        wanted.append(int(pace.wanted_B[0]))
+    return wanted
+
+
+def test_the_length_has_the_most_tokens_per_time():
+    lengths, costs, decay = (0, 1, 2, 4, 8), (10, 13, 17, 24, 45.0), 0.9
+    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=2.0, decay=decay)
+    rounds = [(2, 2), (4, 4), (8, 8), (8, 3), (4, 4), (2, 0), (1, 0), (1, 0)]
+    accepted, rejected, wanted = 2.0, 2.0, wanted_after(adaptive, rounds)
+    for count, (drafted, n) in enumerate(rounds, 1):
+        accepted, rejected = (
+            prior + (x - prior) * decay + new for prior, x, new in ((2.0, accepted, n), (2.0, rejected, n < drafted))
+        )
+        rate = accepted / (accepted + rejected)
+        best = max(lengths, key=lambda k: sum(rate**i for i in range(k + 1)) / costs[lengths.index(k)])
+        assert wanted[count] == best
+    assert {1, 2, 4} <= set(wanted)
+
+
+def test_pauses_double_until_a_draft_pays():
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, pause=2)
+    idle, lost, won = (0, 0), (2, 0), (2, 2)
+    rounds = (
+        [idle] * 2 + [lost] + [idle] * 4 + [lost] + [idle] * 8 + [lost] + [idle] * 16 + [lost] + [idle] * 16 + [won]
+    )
+    tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
+    assert tries == [2, 7, 16, 33, 50, 51]  # a pause grows no more than eightfold; what was won pays
+
+
+def test_stops_see_what_they_say():
+    log_probs_BV = jnp.log(jnp.asarray([[0.5, 0.5, 0], [0.9, 0.05, 0.05]]))
+    entropy_B = [math.log(2), -(0.9 * math.log(0.9) + 0.1 * math.log(0.05))]
+    bound_B = [1 - math.sqrt(0.2 * entropy) for entropy in entropy_B]
+    for least in (bound_B[0] - 1e-4, bound_B[0] + 1e-4, bound_B[1] + 1e-4):
+        assert Entropy(least).goes_on(log_probs_BV, None).tolist() == [bound >= least for bound in bound_B]
+    assert Confidence(0.3).goes_on(log_probs_BV, jnp.log(jnp.asarray([0.29, 0.31]))).tolist() == [False, True]
+
+
+# Calls.
+
+
+def test_prompts_over_few_rows_and_streams_write_the_same():
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), stop=Confidence(0.1), pause=3)
+    pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
+    asked = dict(max_new_tokens=20, sampling=chain(temperature(1.0)), draft_length=adaptive)
+    alone = generate(pair, prompts, **asked)
+    queue = sorted(generate_many(pair, prompts, rows=2, **asked), key=lambda one: one.prompt_index)
+    assert [one.tokens for one in queue] == [one.tokens for one in alone]
+    assert [one.stats for one in queue] == [one.stats for one in alone]
+    assert all(sum(one.stats.lengths) == one.stats.rounds and one.exact and one.row_independent for one in alone)
+    streamed = [[], [], []]
+    for chunk in stream(pair, prompts, rounds_per_chunk=3, **asked):
+        streamed[chunk.prompt_index] += chunk.tokens
+    assert streamed == [one.tokens for one in alone]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(lengths=()), "lengths must be draft lengths"),
+        (dict(lengths=(4, 2), costs_ms=(1, 2)), "lengths must rise"),
+        (dict(lengths=(0,)), "lengths must rise"),
+        (dict(lengths=(4,)), "never adapts"),
+        (dict(lengths=(0, 4)), "need costs_ms"),
+        (dict(lengths=(4,), costs_ms=(1,)), "leave costs_ms out"),
+        (dict(lengths=(0, 4), costs_ms=(1,)), "1 costs_ms for 2 lengths"),
+        (dict(lengths=(0, 4), costs_ms=(2, 1)), "costs_ms must not fall: 0 tokens cost 2 ms and 4 cost 1"),
+        (dict(lengths=(0, 4), costs_ms=(0, 1)), r"costs_ms\[0\] must be above 0; got 0"),
+        (dict(lengths=(0, 4), costs_ms=(1, math.nan)), r"costs_ms\[1\] must be above 0; got nan"),
+        (dict(lengths=(4,), stop=Confidence(1.5)), "Confidence's least must be from 0 to 1; got 1.5"),
+        (dict(lengths=(4,), stop=Entropy(0.3, 0.0)), "Entropy's weight must be above 0; got 0.0"),
+        (dict(lengths=(4,), stop=0.3), "stop must be a Stop"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), acceptance=-1), "acceptance must be from 0 to 1; got -1"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), decay=2), "decay must be from 0 to 1; got 2"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), "widths must be some of the lengths"),
+    ],
+)
+def test_bad_numbers_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Adaptive(**options)
+
+
+@dataclasses.dataclass(frozen=True)
+class FourAlone(NgramDrafter):
+    K: int = dataclasses.field(default=4, init=False)
+
+
+def test_lengths_beyond_the_drafter_are_refused():
+    adaptive = Adaptive(lengths=(0, 4), costs_ms=(1, 2))
+    with pytest.raises(ValueError, match="draft_length 4 exceeds the drafter's K = 2"):
+        generate(counting_pair(), ["a"], draft_length=adaptive, drafter=NgramDrafter(2))
+    short = Adaptive(lengths=(0, 2, 4), costs_ms=(1, 2, 3))
+    with pytest.raises(ValueError, match="FourAlone cannot draft 2 tokens"):
+        generate(counting_pair(), ["a"], draft_length=short, drafter=FourAlone())
