@@ -117,7 +117,7 @@ class Adaptive:
     stop: Stop | None = None
     acceptance: float = 0.7
     trust: float = 1.0
-    decay: float = 0.9
+    decay: float = 0.95
     pause: int = 16
     widths: tuple[int, ...] | None = None
 
@@ -189,8 +189,8 @@ class Pace:
 
     wanted_B: Array  # int32, the tokens that the row wants to draft next
     accepted_B: Array | None = None  # float32, drafted tokens, older ones count less
-    rejected_B: Array | None = None  # float32, rounds in which one was rejected, likewise
-    idle_B: Array | None = None  # int32, rounds since the last that drafted
+    rejected_B: Array | None = None  # float32, rounds in which one was rejected, or none was found, likewise
+    idle_B: Array | None = None  # int32, rounds since the last in which it wanted any
     pause_B: Array | None = None  # int32, rounds after which a draft is tried where none pays
     seen_B: Array | None = (
         None  # int32, tokens that the drafter's state knows; those between rounds of drafting are missing
@@ -227,17 +227,19 @@ class LengthPolicy:
         """Returns the pace after a round; rows that have ended keep theirs."""
         if self.costs_BL is None:
             return pace
-        drafted_B = num_drafted_B > 0
-        decay_B = jnp.where(drafted_B, self.decay_B, 1)
+        tried_B = pace.wanted_B > 0
+        # Where a drafter found nothing to propose the round's width was paid for all the same.
+        rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
+        decay_B = jnp.where(tried_B, self.decay_B, 1)
         after = dataclasses.replace(
             pace,
             accepted_B=decay_B * pace.accepted_B + num_accepted_B,
-            rejected_B=decay_B * pace.rejected_B + (num_accepted_B < num_drafted_B),
-            idle_B=jnp.where(drafted_B, 0, pace.idle_B + 1),
+            rejected_B=decay_B * pace.rejected_B + rejected_B,
+            idle_B=jnp.where(tried_B, 0, pace.idle_B + 1),
         )
         best_B = self._best(after)
         longer_B = jnp.minimum(2 * pace.pause_B, LONGEST_PAUSE * self.pause_B)
-        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(drafted_B, longer_B, pace.pause_B))
+        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(tried_B, longer_B, pace.pause_B))
         shortest = next((length for length in self.lengths if length), 0)
         tries_B = (best_B == 0) & (after.idle_B >= pause_B)
         after = dataclasses.replace(after, pause_B=pause_B, wanted_B=jnp.where(tries_B, shortest, best_B))

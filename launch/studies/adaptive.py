@@ -1,0 +1,188 @@
+"""Measures what a draft length that adapts costs and gains beside plain decoding and beside every fixed length.
+
+    python launch/studies/adaptive.py --config=configs/trained_pair.py --config.max_new_tokens=128 --texts=160 --output=runs/adaptive.json
+
+In two ways. *Counted*: the rounds that a run takes, each at the milliseconds of its width in a table that is measured
+first, on other texts; no clock disturbs that. *By the clock*: plain decoding and adaptive lengths take turns on the same
+texts; the loss is the time of all texts over that of plain decoding, less one, and its upper bound holds 95% of the
+resampled sets of texts. The best fixed length is chosen afterwards; the oracle chooses one afterwards for each batch of texts.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+import _launch  # noqa: F401, the folder of entry
+import entry
+from config_file import ConfigFlag
+from drafters import DRAFTERS, make_drafter
+from experiment import RULES, Experiment, build, headline, refuse
+from specsamp import Adaptive, chain, temperature, use_compilation_cache
+from specsamp.analysis.draft_length import rising
+from specsamp.analysis.report import Table
+from specsamp.analysis.timing import take_turns
+from specsamp.analysis.workload import Decoder, decoders
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.job import to_host
+
+_CONFIG = ConfigFlag("configs/trained_pair.py")
+_LENGTHS = flags.DEFINE_list(
+    "lengths", ["0", "1", "2", "4", "8"], "The draft lengths, from 0 on, with commas between them."
+)
+_DRAFTERS = flags.DEFINE_list("drafters", ["model", "ngram"], "The words of the drafters, with commas between them.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "The numbers of rows, with commas between them.")
+_TEMPERATURES = flags.DEFINE_list("temperatures", ["0.0", "1.0"], "The temperatures, with commas between them.")
+_TEXTS = flags.DEFINE_integer("texts", 160, "How many texts are decoded in each setting.", lower_bound=1)
+_CALIBRATION = flags.DEFINE_integer(
+    "calibration", 3, "How many batches of other texts each length is timed on.", lower_bound=1
+)
+_OUTPUT = entry.define_output()
+
+RESAMPLED = 2000  # sets of texts, for the bound of the loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One setting: milliseconds per token, counted and by the clock."""
+
+    drafter: str
+    temperature: float
+    batch: int
+    lengths: tuple[int, ...]
+    costs_ms: tuple[float, ...]
+    counted_fixed: tuple[float, ...]  # by length
+    counted_adaptive: float
+    counted_oracle: float
+    clock_plain: float
+    clock_adaptive: float
+    loss: float  # of time against plain decoding, by the clock; a gain is negative
+    loss_upper: float  # of its 95% interval, from below
+    rounds_by_drafted: tuple[int, ...]
+
+    @property
+    def best_fixed(self) -> float:
+        return min(self.counted_fixed)
+
+
+def main() -> None:
+    console = entry.make_console()
+    entry.check_output(_OUTPUT.value)
+    config = _CONFIG.value
+    refuse(config, "draft_temperature", "synthetic_acceptance")
+    lengths, batches = (tuple(_whole(flag)) for flag in (_LENGTHS, _BATCHES))
+    Adaptive(lengths=lengths, costs_ms=[1.0] * len(lengths))  # refuses lengths that do not rise
+    if lengths[0] != 0 or any(word not in DRAFTERS or not DRAFTERS[word].drafts for word in _DRAFTERS.value):
+        raise ValueError(f"--lengths={_LENGTHS.value} must begin with 0, and --drafters={_DRAFTERS.value} must draft")
+    experiment = build(config)
+    use_compilation_cache()
+    console.print(headline(experiment, f"adaptive draft lengths, {_TEXTS.value} texts in each setting"))
+    points = []
+    with entry.progress(console, "starting") as say:
+        for word in _DRAFTERS.value:
+            for degrees in map(float, _TEMPERATURES.value):
+                for batch in batches:
+                    say(f"{word}, T = {degrees:g}, batch {batch}")
+                    points.append(measure(config, experiment, word, degrees, batch, lengths))
+    entry.show([table_of(points)], console)
+    document = {
+        "config": config.to_dict(),
+        "pair": experiment.pair_name,
+        "weights": experiment.weights,
+        "points": points,
+    }
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+def measure(
+    config: ConfigDict, experiment: Experiment, word: str, degrees: float, batch: int, lengths: Sequence[int]
+) -> Point:
+    """Measures one setting: the table of costs first, then all texts with every length and with adaptive ones."""
+    pair, rule = experiment.pair, RULES[config.rule]()
+    own = ConfigDict({**config.to_dict(), "drafter": word})
+    drafters = {K: make_drafter(own, pair.target, pair.draft_or_head, K) if K else NoDrafter() for K in lengths}
+    work = dataclasses.replace(experiment.workload, batch=batch)
+    sides = decoders(pair, {K: (drafter, rule) for K, drafter in drafters.items()}, chain(temperature(degrees)), work)
+    turns = -(-_TEXTS.value // batch)
+    for side in sides.values():
+        side.decode(turns)  # compiles
+    timed = take_turns(
+        {K: lambda n, side=side: side.decode(turns + n) for K, side in sides.items()}, _CALIBRATION.value
+    )
+    costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timed[K]]) for K in lengths])
+    adaptive = dataclasses.replace(sides[lengths[-1]], adaptive=Adaptive(lengths=lengths, costs_ms=costs_ms))
+    adaptive.decode(turns)
+    rounds_KN = np.array([[side.decode(n).rounds for n in range(turns)] for side in sides.values()])
+    fixed_KN = rounds_KN * np.array(costs_ms)[:, None]
+    counted_N = np.array([counted_ms(adaptive, n) for n in range(turns)])
+    clocks = take_turns({"plain": sides[0].decode, "adaptive": adaptive.decode}, turns)
+    seconds = {name: np.array([one.loop_seconds for one in timings]) for name, timings in clocks.items()}
+    chosen = np.random.default_rng(0).integers(turns, size=(RESAMPLED, turns))
+    ratios = seconds["adaptive"][chosen].sum(1) / seconds["plain"][chosen].sum(1)
+    tokens = turns * batch * work.max_new_tokens
+    histogram = np.sum([one.stats.lengths for one in clocks["adaptive"]], axis=0)
+    return Point(
+        drafter=word,
+        temperature=degrees,
+        batch=batch,
+        lengths=tuple(lengths),
+        costs_ms=costs_ms,
+        counted_fixed=tuple((fixed_KN.sum(1) / tokens).tolist()),
+        counted_adaptive=float(counted_N.sum() / tokens),
+        counted_oracle=float(fixed_KN.min(0).sum() / tokens),
+        clock_plain=float(seconds["plain"].sum() / tokens * 1e3),
+        clock_adaptive=float(seconds["adaptive"].sum() / tokens * 1e3),
+        loss=float(seconds["adaptive"].sum() / seconds["plain"].sum() - 1),
+        loss_upper=float(np.quantile(ratios, 0.95) - 1),
+        rounds_by_drafted=tuple(histogram.tolist()),
+    )
+
+
+def counted_ms(decoder: Decoder, repeat: int) -> float:
+    """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
+    policy, state, total = decoder.adaptive, decoder.prefill(repeat), 0.0
+    while True:
+        running_B, wanted_B = to_host((state.running_B, state.pace.wanted_B))
+        if not running_B.any():
+            return total
+        total += policy.costs_ms[policy.lengths.index(int(wanted_B[running_B].max()))]
+        state = decoder.loop.run(decoder.weights, state, 1)
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """Returns a row for each setting; ms per token, but for the last two columns."""
+
+    def row(one: Point) -> tuple[str, ...]:
+        best = one.lengths[int(np.argmin(one.counted_fixed))]
+        counted = (one.counted_fixed[0], one.best_fixed, one.counted_adaptive, one.counted_oracle)
+        return (
+            f"{one.drafter}, T = {one.temperature:g}, batch {one.batch}",
+            *(f"{ms:.3g}" for ms in counted),
+            f"{best}",
+            f"{one.counted_adaptive / one.counted_fixed[0] - 1:+.1%}",
+            f"{one.counted_adaptive / one.best_fixed - 1:+.1%}",
+            f"{one.loss:+.1%} (at most {one.loss_upper:+.1%})",
+        )
+
+    return Table(
+        title="Adaptive draft lengths",
+        header=("", "plain", "best fixed", "adaptive", "oracle", "best K", "over plain", "over best", "by the clock"),
+        rows=[row(one) for one in points],
+        note="ms per token, counted; then time of adaptive lengths over plain decoding and over the best fixed length",
+    )
+
+
+def _whole(flag: Any) -> list[int]:
+    try:
+        return [int(text) for text in flag.value]
+    except ValueError as error:
+        raise ValueError(
+            f"--{flag.name}={','.join(flag.value)} must be whole numbers with commas between them"
+        ) from error
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)
