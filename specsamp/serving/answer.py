@@ -16,6 +16,10 @@ class Busy(Exception):
     """So many texts wait already that no more are taken."""
 
 
+class TooLong(ValueError):
+    """A prompt and what is asked for after it are longer than the rows."""
+
+
 class Failed(Exception):
     """A request ends without its texts: the service failed, or was closed."""
 

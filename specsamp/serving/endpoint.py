@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from specsamp.serving.answer import Answer, Busy, Failed
+from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.json_fields import ApiError, read_document
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, to_event, to_json
 from specsamp.serving.openai_requests import MAX_SEED, Asked, read_request
@@ -134,6 +134,8 @@ class _Endpoint:
                 num_samples=asked.n,
                 is_streamed=asked.stream,
             )
+        except TooLong as error:  # which clients look for, to shorten a conversation
+            raise ApiError(str(error), code="context_length_exceeded") from error
         except (ValueError, RecursionError) as error:
             raise ApiError(str(error)) from error
         except Busy as busy:

@@ -30,7 +30,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, Finish
 from specsamp.sampling.warp import Warp
-from specsamp.serving.answer import Answer, Busy, Failed, Piece
+from specsamp.serving.answer import Answer, Busy, Failed, Piece, TooLong
 from specsamp.serving.batch import Batch
 from specsamp.serving.schedule import FirstCome, Schedule, Ticket
 
@@ -209,7 +209,7 @@ class Service:
             room = self.context - len(tokens)
             budget = room if max_new_tokens is None else checks.integer("max_tokens", max_new_tokens, 1)
             if room < max(budget, 1):
-                raise ValueError(
+                raise TooLong(
                     f"prompt {index} has {len(tokens)} tokens, and {max(budget, 1)} more are asked for: beyond the "
                     f"{self.context} that there is room for. Shorten the prompt, or lower max_tokens"
                 )

@@ -199,6 +199,7 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
     assert status == 400 and headers["content-type"] == "application/json"
     assert set(found["error"]) == {"message", "type", "param", "code"}
     assert re.search(message, found["error"]["message"]), found
+    assert (found["error"]["code"] == "context_length_exceeded") == ("more" in message)
     check_that_it_answers(server, service)
 
 

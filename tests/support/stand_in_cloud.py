@@ -109,6 +109,7 @@ class Cloud:
         self.environment = kept | {
             "FAKE": str(self.fake),
             "PATH": f"{programs}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONDONTWRITEBYTECODE": "1",  # a dry run leaves nothing behind, and is told by that
             "SPECSAMP_TPU_POLL_SECONDS": "0",
             "SPECSAMP_TPU_PATIENCE": "1",
             "SPECSAMP_TPU_GRACE": "1",
