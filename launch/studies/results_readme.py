@@ -178,6 +178,13 @@ SECTIONS = (
         ["scheduling"],
     ),
     Section(
+        "The endpoint under load",
+        "`launch/serve.py` with the shipped pair; clients that ask again as soon as they are answered, T = 0.8, top-p 0.95, the "
+        "pair's held-out prompts. The clients share the two cores with the server.",
+        measured.serve_load,
+        ["python_pair_serve_load"],
+    ),
+    Section(
         "Beside Hugging Face transformers",
         "Plain decoding of a model of the same shape, in turn in one process.",
         measured.others,

@@ -300,6 +300,20 @@ def refill(documents: Documents) -> str:
     return table(("", "rounds", "seconds", "ms per token"), rows) + "\n\n" + text
 
 
+def serve_load(documents: Documents) -> str:
+    """Returns what clients of the endpoint found, by their number, with drafts and without."""
+    document = documents["python_pair_serve_load"]
+    rows = []
+    for K, runs in document["K"].items():
+        for run in runs:
+            first, end = run["seconds_to_first_token"], run["seconds_to_end"]
+            times = (f"{each['median']:.2f} ({each['p90']:.2f})" for each in (first, end))
+            rows.append((K, run["clients"], f"{run['tokens_per_second']:.0f}", *times, f"{run['rows_busy']:.0%}"))
+    text = f"{document['rows']} rows; answers of at most {document['max_tokens']} tokens, streamed; 90th percentiles in brackets."
+    header = ("K", "clients", "tokens per second", "first token, s", "whole answer, s", "rows busy")
+    return table(header, rows) + "\n\n" + text
+
+
 def scheduling(documents: Documents) -> str:
     """Returns latencies under schedules, on the clock and by the simulator, for each of two sets of requests."""
     parts = []
