@@ -280,7 +280,7 @@ def test_what_a_cell_says_besides(measured):
 def test_measured_cells_are_planned_with(measured):
     plain, drafted = (measured["result"][side]["ms_per_round"]["median"] for side in ("autoregressive", "speculative"))
     costs = reading.measured_costs([measured])
-    assert costs.round_ms(0, 2) == plain and costs.round_ms(K, 2) == drafted
+    assert (costs.round_ms(0, 2), costs.round_ms(K, 2)) == pytest.approx((plain, drafted))
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
     longer = measured["result"]["acceptance"] | {"accepted_counts": [5, 2, 1, 1], "reached": [9, 4, 2]}
     others = [

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from support.heads import medusa
-from support.weights import drawn_params
 
 V, D = 16, 8
 
@@ -43,7 +42,7 @@ def test_the_formula(bias):
 def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
     """Their residual blocks add nothing at first."""
     head = medusa(V, 2, own_output=False)
-    weights, hidden = head.prepare(drawn_params(head)), jnp.ones((1, 1, D))
+    weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))
     np.testing.assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)
 
 
