@@ -43,7 +43,7 @@ def measured(monkeypatch):
     """Stands in for the measurement, which tests of its own have; holds the drafters that were measured."""
     seen = []
 
-    def benchmark(pair, drafter, rule, sampling, workload, progress, *, draft_sampling):
+    def benchmark(pair, drafter, rule, sampling, workload, progress, *, draft_sampling, adaptive):
         seen.append(drafter)
         K = drafter.K
         half = {"median": 0.5, "lower": 0.5, "upper": 0.5}
