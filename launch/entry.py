@@ -232,6 +232,18 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
             watcher.join()
 
 
+def weights_progress(console: Console) -> Callable[[str, int, int], None]:
+    """Returns a function that prints a line for every gigabyte of weights that was read."""
+    last = [0]
+
+    def say(name: str, done: int, total: int) -> None:
+        if done // 1e9 != last[0] or done == total:
+            last[0] = done // 1e9
+            console.print(visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False)
+
+    return say
+
+
 @contextlib.contextmanager
 def keeps(what: str) -> Iterator[None]:
     """Lets an interrupt within the block say what is kept."""

@@ -168,15 +168,6 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
 def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
     """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
-    last = [0]
-
-    def progress(name: str, done: int, total: int) -> None:
-        if done // 1e9 != last[0] or done == total:
-            last[0] = done // 1e9
-            console.print(
-                entry.visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False
-            )
-
     # How a head fits is said by `build`, on the prompts that are meant.
     read = functools.partial(read_head_pair, check_fit=False) if word_of(config).draft == "head" else read_pair
     return read(
@@ -185,7 +176,7 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
         dtype=config.hugging_face.dtype,
         mesh=mesh,
         draft_model_parallelism=draft_model_parallelism(config),
-        progress=progress,
+        progress=entry.weights_progress(console),
         say=lambda text: console.print(entry.visible(text), markup=False, soft_wrap=True),
         check=functools.partial(make_drafter, config),
     )

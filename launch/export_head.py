@@ -62,7 +62,9 @@ def export(trained: TrainedModel, folder: str, *, target_name: str | None = None
         folder,
         FeatureHead(trained.config),
         params,
-        target_name=target_name or config["target"].rstrip("/").split("/")[-1],
+        target_name=target_name
+        or trained.made_from("target").get("name")
+        or config["target"].rstrip("/").split("/")[-1],
         K=K or config["test_time"]["test_steps"],
     )
     told = {

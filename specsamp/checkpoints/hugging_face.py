@@ -177,6 +177,14 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
     )
 
 
+def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
+    """Raises whatever `read_params` would raise of the checkpoint's tensors, and of their division over a mesh."""
+    if not checkpoint.is_converted:
+        checkpoint.tensors
+    if isinstance(model, ShardedModel):
+        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+
+
 def read_params(
     checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: Progress = lambda *_: None
 ) -> Any:

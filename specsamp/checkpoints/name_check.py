@@ -61,7 +61,7 @@ def check_pair(pair: NamedPair) -> Iterator[Finding]:
         if target is None:
             raise ValueError("not checked: a head is checked against its target, which does not load")
         head = open_head(pair.draft, target.described, headers_only=True)
-        check_head_of(target, head)
+        check_head_of(target, head.config, head.name)
         return head.notes(target.name)
 
     notes, problem = _tried(pair.draft, open_draft)

@@ -11,16 +11,16 @@ import jax
 from jax.sharding import Mesh
 
 from specsamp.checkpoints.head_check import warn_unless_it_fits
-from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, open_checkpoint, read_params
+from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.checkpoints.hugging_face import Checkpoint, Progress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
-from specsamp.mesh.sharded import ShardedModel, draft_layout, shard_model
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import FeatureHead, HeadConfig
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 
@@ -62,7 +62,7 @@ def read_pair(
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
     check(*models)
     for checkpoint, model in zip(checkpoints, models):
-        _check_all(checkpoint, model)
+        check_readable(checkpoint, model)
     params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]
     pair = Pair(
         target=models[0],
@@ -106,7 +106,7 @@ def read_head_pair(
     opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
     for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
         say(note)
-    check_head_of(checkpoint, opened)
+    check_head_of(checkpoint, opened.config, opened.name)
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
     rows = -(-checkpoint.config.vocab_size // devices) * devices
     real = checkpoint.tokenizer.vocab_size
@@ -120,7 +120,7 @@ def read_head_pair(
         drafting = shard_head(drafting, draft_layout(mesh, draft_model_parallelism))
         drafting.param_shardings(jax.eval_shape(FeatureHead(drafting.config).init, jax.random.key(0)))
     check(model, drafting)
-    _check_all(checkpoint, model)
+    check_readable(checkpoint, model)
     pair = Pair(
         target=model,
         target_params=read_params(checkpoint, model, progress),
@@ -135,11 +135,11 @@ def read_head_pair(
     return pair
 
 
-def check_head_of(target: Checkpoint, head: HeadCheckpoint) -> None:
-    """Raises ValueError for a head that would read its target's embedding otherwise than it was trained."""
-    if not head.config.own_embedding and target.described.embedding_scale is not None:
+def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
+    """Raises ValueError for a head, called ``name``, that would read its target's embedding otherwise than others do."""
+    if not head.own_embedding and target.described.embedding_scale is not None:
         raise ValueError(
-            f"{head.name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"
+            f"{name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"
         )
 
 
@@ -186,14 +186,6 @@ def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tupl
     rows = max(target.config.vocab_size, draft.config.vocab_size)
     vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_real_tokens=target.tokenizer.vocab_size)
     return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
-
-
-def _check_all(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
-    """Raises whatever reading the checkpoint would raise: of its tensors, and of their division over a mesh."""
-    if not checkpoint.is_converted:
-        checkpoint.tensors
-    if isinstance(model, ShardedModel):
-        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
 
 
 def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:

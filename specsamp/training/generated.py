@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
-from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import Warp
+from specsamp.sampling.warp import Warp, chain, temperature, top_p
 
 
 def complete_windows(
-    target: TransformerLM,
-    params: Any,
+    pair: Pair,
     rows: np.ndarray,
     *,
     prompt_length: int,
@@ -26,7 +22,7 @@ def complete_windows(
     """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
 
     Args:
-      target: the model that writes, with its parameters ``params``.
+      pair: its target writes.
       rows: ``[rows, T + 1]`` tokens.
       prompt_length: tokens that are kept, in [1, T].
       sampling: the distribution of what is written, its numbers one for all rows or one per row of a batch.
@@ -42,7 +38,6 @@ def complete_windows(
     """
     if not 1 <= prompt_length < rows.shape[1]:
         raise ValueError(f"prompt_length must be in [1, {rows.shape[1]}); got {prompt_length}")
-    pair = Pair(target=target, target_params=params)
     written = []
     for start in range(0, len(rows), batch):
         prompts = rows[start : start + batch, :prompt_length]
@@ -59,3 +54,14 @@ def complete_windows(
         )
         written += [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
     return np.array(written, np.int32)
+
+
+def mixed_sampling(batch: int, greedy_share: float, warmth: float, mass: float) -> Warp:
+    """Returns a distribution for each row of a batch: a share is written greedily, the others with these numbers.
+
+    Args:
+      warmth: temperature.
+      mass: of top-p.
+    """
+    greedy = round(greedy_share * batch)
+    return chain(temperature([0.0] * greedy + [warmth] * (batch - greedy)), top_p(mass))

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsamp import storage
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, pair_folder
+from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
@@ -93,10 +94,15 @@ class TrainedModel:
     config: TransformerConfig | HeadConfig
     params: Any
     step: int
+    is_spread: ClassVar[bool] = False  # each process has all parameters
 
     def model_in(self, dtype: str) -> TransformerLM:
         """Builds the model with another compute dtype."""
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
+
+    def writer(self, dtype: str) -> Pair:
+        """Returns the model as it writes text."""
+        return Pair(target=self.model_in(dtype), target_params=self.params)
 
     def run_config(self) -> dict:
         """Reads the configuration of the run, see `read_config`."""
@@ -201,6 +207,15 @@ def _exported(folder: epath.Path) -> dict:
     return storage.read_json(folder / "training.json") if (folder / "training.json").exists() else {}
 
 
+def is_trained_here(name: str | os.PathLike) -> bool:
+    """Returns whether this names a pair, or the folder of a run; what else there is are public checkpoints."""
+    folder = storage.place(name)
+    try:
+        return bool(pair_folder(str(name)))
+    except FileNotFoundError:
+        return (folder / "run.json").exists() and not (folder / "config.json").exists()  # nor what was converted
+
+
 def open_target(name: str | os.PathLike) -> TrainedModel:
     """Reads what a draft learns from: the target of a pair, by name or folder, or of a run.
 
@@ -223,8 +238,8 @@ def make_head(
 
     Args:
       layer: of its decoder layer.
-      fields: ``kind``, one of `HEADS`; and fields of its class. Left out, ``hidden_layers`` are the usual ones of the
-        kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
+      fields: ``kind``, one of `HEADS`; and fields of its class. Left out or empty, ``hidden_layers`` are the usual ones
+        of the kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
 
     Raises:
       ValueError: an unknown kind, or what no head can be.
@@ -234,7 +249,7 @@ def make_head(
     if kind not in HEADS:
         raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
     size = fields.pop("draft_vocab_size", 0) or None
-    if "hidden_layers" not in fields:
+    if not fields.get("hidden_layers"):
         fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
     layer = dataclasses.replace(layer, tied=False)  # its ends are the head's own matter
     shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)

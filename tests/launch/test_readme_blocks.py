@@ -45,6 +45,7 @@ COMMANDS = {
     "bash launch/test.sh": "runs these tests",
     "pip install": NETWORK,
     "jupytext": "test_notebooks.py runs the notebooks",
+    "launch/check_head.py --config=configs/hf.py:meta": NETWORK,
     "launch/demo.py --config=configs/hf.py": NETWORK,
     "launch/demo.py --config=configs/trained_pair.py:runs": "decodes with what a command before trained",
     "launch/demo.py --config=configs/random_pair.py:tiny": "test_launch.py runs it with fewer tokens",

@@ -1,8 +1,5 @@
 """launch/train.py and export_pair.py: killed and resumed, and what is refused before anything is written."""
 
-import dataclasses
-import importlib
-import io
 import json
 import os
 import shutil
@@ -15,79 +12,16 @@ import types
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from configs import python_pair
 from launch import export_pair
-from specsamp import generate
-from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
-from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
+from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
-from specsamp.training.run import history, open_first_head, open_trained, open_trained_head
 from support.run_script import FIXED, ROOT, call
-from support.weights import drawn_params
+from support.training import DRAFT, SMALL, TARGET, metrics, quiet, training_config
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A corpus of a few files."""
-    folder = tmp_path_factory.mktemp("texts")
-    for i in range(12):
-        body = "\n\n".join(f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
-        (folder / f"module_{i}.py").write_text(body, encoding="utf-8")
-    return folder
-
-
-SMALL = {
-    "data.pattern": "*.py",
-    "data.held_out": 0.3,
-    "data.held_out_windows": 8,
-    "data.length": 16,
-    "model.vocab_size": 300,
-    "model.width": 16,
-    "model.num_layers": 1,
-    "train.warmup_steps": 2,
-    "intervals.log": 1,
-    "compute_dtype": "float32",
-}
-TARGET = {**SMALL, "train.steps": 24, "intervals.evaluate": 8, "intervals.checkpoint": 4}
-DRAFT = {
-    **SMALL,
-    "train.steps": 4,
-    "intervals.evaluate": 4,
-    "intervals.checkpoint": 4,
-    "generated.rows": 8,
-    "generated.prompt_length": 4,
-    "generated.batch": 8,
-}
-
-
-@pytest.fixture
-def train(monkeypatch):
-    """The script as a module; on its first import it reads its default configuration."""
-    monkeypatch.chdir(ROOT)
-    return importlib.import_module("launch.train")
-
-
-def training_config(kind, texts, fields):
-    config = python_pair.get_config(kind)
-    config.update_from_flattened_dict({**fields, "data.folder": str(texts)})
-    return config
-
-
-def quiet():
-    return Console(file=io.StringIO())
-
-
-def metrics(folder):
-    """All records but for what depends on the clock; a line that is being written is left out."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
 
 
 def killed_once_it_has_reached(step, folder, arguments, environment):
@@ -184,117 +118,6 @@ def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     assert 0 < then[-1]["held_out/acceptance/exit_1 (temperature 1)"] <= 1
 
 
-HEAD = {
-    **SMALL,
-    "model.width": 32,
-    "train.steps": 4,
-    "intervals.evaluate": 4,
-    "intervals.checkpoint": 4,
-    "generated.rows": 8,
-    "generated.prompt_length": 4,
-    "generated.batch": 8,
-}
-
-
-@pytest.fixture
-def pair_folder(tmp_path):
-    """A pair with random weights, whose target has two layers."""
-    config = tiny(vocab_size=300, positions="rotary")
-    side = config, drawn_params(TransformerLM(config))
-    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
-    save_pair(tmp_path / "pair", target=side, draft=side, tokenizer_json=tokenizer, provenance={})
-    return tmp_path / "pair"
-
-
-def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
-    train, texts, tmp_path, pair_folder, monkeypatch
-):
-    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most frequent tokens."""
-    fields = HEAD | {"target": str(pair_folder), "head.draft_vocab_size": 40, "head.own_output": True}
-    train.start(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
-    last = metrics(tmp_path / "head")[-1]
-    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
-    more = fields | {"init": str(tmp_path / "head"), "train.seed": 1, "generated.rows": 0}
-    train.start(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
-
-    other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
-    with pytest.raises(
-        ValueError, match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal"
-    ):
-        train.start(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
-    elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
-    elsewhere.mkdir()
-    for i in range(12):
-        (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8")
-    further = more | {"data.folder": str(elsewhere), "train.steps": 3}
-    with monkeypatch.context() as patch:  # what is looked at has been written before the first step
-        patch.setattr(train, "train", lambda *_, **__: None)
-        train.start(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
-    ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
-    assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
-
-    with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
-        load_pair(pair_folder, draft="head", check_fit=False)
-    arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
-    done = call("export_head", *arguments)
-    assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
-    (pair_folder / "config.json").write_text("{}", encoding="utf-8")
-    refused = call("export_head", arguments[0], f"--output={pair_folder}")
-    assert refused.returncode == 2 and "give a folder of its own" in refused.stderr
-    (pair_folder / "config.json").unlink()
-    told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
-    assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
-    pair, trained = load_pair(pair_folder, draft="head", check_fit=False), open_trained_head(tmp_path / "tuned")
-    assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
-    assert plain.tokens == drafted.tokens
-    exported = open_first_head(pair_folder / "head", pair.target.config)
-    for ours, theirs in zip(jax.tree.leaves(exported.params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    assert history(pair_folder / "head") == history(tmp_path / "tuned")
-    curve = history(pair_folder / "head")["curve"]
-    assert [(point["run"], point["tokens"]) for point in curve] == [(0, 4 * 8 * 16), (1, 2 * 4 * 8 * 16)]
-
-    (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
-    word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
-    done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
-    assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
-
-    with pytest.raises(
-        ValueError, match="head is the run of a head, which is no model: launch/export_head.py reads it"
-    ):
-        open_trained(tmp_path / "head")
-    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, medusa, mtp"):
-        train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
-    with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
-        train.start(
-            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
-        )
-    assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
-def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
-    """With no field to be set; what is exported drafts by the same word, and is what training begins with again."""
-    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
-    train.start(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
-    last = metrics(tmp_path / "run")[-1]
-    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
-    trained = open_trained_head(tmp_path / "run")
-    done = call("export_head", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
-    assert (done.returncode or 0) == 0, done.stderr
-    assert (pair_folder / "head" / file).is_file()
-    pair = load_pair(pair_folder, draft="head", check_fit=False)
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    (plain,), (drafted,) = (generate(pair, ["def f(x):"], 8, draft_length=K) for K in (0, 3))
-    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
-    exported = open_first_head(pair_folder / "head", pair.target.config)
-    assert exported.step == 4 and exported.config.layer.vocab_size == 300
-
-
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
     """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
@@ -369,9 +192,11 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
             describe=lambda: {"sha256": "a"},
             params=jax.eval_shape(model.init, jax.random.key(0)),
             run_config=dict,
+            is_spread=False,
         )
 
     monkeypatch.setattr(train.run, "open_trained", trained)
+    monkeypatch.setattr(train.run, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
         train.start(
             training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), tmp_path / "run", quiet()
@@ -399,8 +224,9 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
 
 def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
     model = train.make_model(training_config("tiny_target", texts, TARGET))
-    trained = types.SimpleNamespace(model_in=lambda dtype: model)
+    trained = types.SimpleNamespace(model_in=lambda dtype: model, config=model.config)
     monkeypatch.setattr(train.run, "open_trained", lambda folder: trained)
+    monkeypatch.setattr(train.run, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
         train.start(
             training_config("tiny_draft", texts, DRAFT | {"target": "target", "objective": "kl"}),
@@ -427,9 +253,3 @@ def test_unknown_kinds_of_training_fail():
         ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, head, medusa, mtp, tiny_target"
     ):
         python_pair.get_config("huge")
-
-
-def test_rows_of_a_batch_are_written_at_several_temperatures(train):
-    fields = python_pair.get_config("draft").generated
-    temperatures = train.mixed_temperatures(fields)
-    assert len(temperatures) == 64 and temperatures.count(0.0) == 16 and temperatures.count(0.8) == 48

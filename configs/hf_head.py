@@ -1,0 +1,64 @@
+"""Trains a head that drafts inside a public target, from conversations or any other texts.
+
+    python launch/train.py --config=configs/hf_head.py:meta-llama/Llama-3.1-8B-Instruct --workdir=runs/head --config.data.folder=chats
+    python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,medusa --workdir=runs/medusa --config.data.folder=chats
+    python launch/export_head.py --run=runs/head --output=exported/head
+    python launch/check_head.py --config=configs/hf.py:meta-llama/Llama-3.1-8B-Instruct,exported/head --config.drafter=head --config.chat=True
+
+After the colon comes the target, a folder, a gs:// folder or the id of a model of the hub; then, if it is not to be
+EAGLE-3's ("head"), the kind of the head: "medusa" or "mtp". Tokenizer and chat template are the target's. Each line of a
+.jsonl file in the folder of texts is a conversation, {"messages": [{"role": "user", "content": "Hi"}, ...]}; other texts
+are read with --config.data.pattern='*.txt'. The target completes a share of them itself, which is how it will be used.
+The target's weights lie over ``mesh.model`` devices, in bfloat16; the other devices read other rows.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from configs import python_pair
+
+
+def get_config(argument: str = "") -> ConfigDict:
+    """Returns the configuration of a head for a target; fields of its layer that are None are those of the target's."""
+    target, _, kind = argument.partition(",")
+    kind = kind or "head"
+    if kind not in python_pair.HEADS:
+        raise ValueError(
+            f"no kind of head {kind!r} in configs/hf_head.py: choose one of {', '.join(python_pair.HEADS)}"
+        )
+    config = python_pair.get_config(kind)
+    config.target = target
+
+    config.data.pattern = "*.jsonl"
+    config.data.exclude = ()
+    config.data.length = 2048
+    config.data.held_out_windows = 64
+
+    config.model = ConfigDict()
+    config.model.num_layers = 1
+    config.model.positions = "rotary"
+    config.model.gated = True
+    config.model.activation = "silu"
+    config.model.attention_bias = kind == "mtp"
+    for name in ("num_heads", "num_kv_heads", "head_size", "feedforward_width", "vocab_size", "width"):
+        config.model[name] = config_dict.placeholder(int)
+    config.model.max_positions = config_dict.placeholder(int)
+    config.model.norm_epsilon = config_dict.placeholder(float)
+    config.model.rotary_base = config_dict.placeholder(float)
+    config.model.rotary_scaling = config_dict.placeholder(dict)
+
+    config.train.steps = 20_000
+    config.train.batch = 16
+    config.train.learning_rate = 1e-4
+    config.train.warmup_steps = 300
+    config.train.clip_norm = 0.5
+    config.test_time.chunk = 256  # logits of a large vocabulary do not fit otherwise
+    config.generated.rows = 4096
+    config.generated.prompt_length = 512
+    config.generated.batch = 16
+    if kind == "head":
+        config.test_time.test_steps = 7
+        config.head.hidden_layers = ()  # the usual ones of a target of so many layers
+        config.head.draft_vocab_size = 32_000
+        config.head.own_output = True
+        config.head.fc_norm = False
+    return config

@@ -1,0 +1,241 @@
+"""launch/train.py trains heads: of pairs and of public checkpoints; they are exported, and draft by a word."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from configs import hf_head
+from specsamp import generate
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.pair import load_pair, save_pair
+from specsamp.checkpoints.public_pair import read_head_pair
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.data import train_tokenizer
+from specsamp.training.run import history, open_first_head, open_trained, open_trained_head
+from support.checkpoint_shapes import CONFIG, random_params
+from support.run_script import call
+from support.training import HEAD, metrics, quiet, training_config
+from support.weights import drawn_params
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.fixture
+def pair_folder(tmp_path):
+    """A pair with random weights, whose target has two layers."""
+    config = tiny(vocab_size=300, positions="rotary")
+    side = config, drawn_params(TransformerLM(config))
+    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
+    save_pair(tmp_path / "pair", target=side, draft=side, tokenizer_json=tokenizer, provenance={})
+    return tmp_path / "pair"
+
+
+def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
+    train, texts, tmp_path, pair_folder, monkeypatch
+):
+    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most frequent tokens."""
+    fields = HEAD | {"target": str(pair_folder), "head.draft_vocab_size": 40, "head.own_output": True}
+    train.start(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
+    last = metrics(tmp_path / "head")[-1]
+    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    more = fields | {"init": str(tmp_path / "head"), "train.seed": 1, "generated.rows": 0}
+    train.start(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
+
+    other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
+    with pytest.raises(
+        ValueError, match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal"
+    ):
+        train.start(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
+    elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
+    elsewhere.mkdir()
+    for i in range(12):
+        (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8")
+    further = more | {"data.folder": str(elsewhere), "train.steps": 3}
+    with monkeypatch.context() as patch:  # what is looked at has been written before the first step
+        patch.setattr(train, "train", lambda *_, **__: None)
+        train.start(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
+    ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
+    assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
+
+    with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
+        load_pair(pair_folder, draft="head", check_fit=False)
+    arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
+    done = call("export_head", *arguments)
+    assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
+    (pair_folder / "config.json").write_text("{}", encoding="utf-8")
+    refused = call("export_head", arguments[0], f"--output={pair_folder}")
+    assert refused.returncode == 2 and "give a folder of its own" in refused.stderr
+    (pair_folder / "config.json").unlink()
+    told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
+    assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
+    pair, trained = load_pair(pair_folder, draft="head", check_fit=False), open_trained_head(tmp_path / "tuned")
+    assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
+    assert plain.tokens == drafted.tokens
+    exported = open_first_head(pair_folder / "head", pair.target.config)
+    for ours, theirs in zip(jax.tree.leaves(exported.params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    assert history(pair_folder / "head") == history(tmp_path / "tuned")
+    curve = history(pair_folder / "head")["curve"]
+    assert [(point["run"], point["tokens"]) for point in curve] == [(0, 4 * 8 * 16), (1, 2 * 4 * 8 * 16)]
+
+    (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
+    word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
+    done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
+    assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
+
+    with pytest.raises(
+        ValueError, match="head is the run of a head, which is no model: launch/export_head.py reads it"
+    ):
+        open_trained(tmp_path / "head")
+    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, medusa, mtp"):
+        train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
+    with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
+        train.start(
+            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
+        )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
+def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
+    """With no field to be set; what is exported drafts by the same word, and is what training begins with again."""
+    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
+    train.start(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
+    last = metrics(tmp_path / "run")[-1]
+    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    trained = open_trained_head(tmp_path / "run")
+    done = call("export_head", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
+    assert (done.returncode or 0) == 0, done.stderr
+    assert (pair_folder / "head" / file).is_file()
+    pair = load_pair(pair_folder, draft="head", check_fit=False)
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    (plain,), (drafted,) = (generate(pair, ["def f(x):"], 8, draft_length=K) for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    exported = open_first_head(pair_folder / "head", pair.target.config)
+    assert exported.step == 4 and exported.config.layer.vocab_size == 300
+
+
+CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+PUBLIC = HEAD | {
+    "test_time.test_steps": 3,
+    "test_time.chunk": 8,
+    "head.draft_vocab_size": 40,
+    "head.hidden_layers": (0, 1),
+    "mesh.model": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Conversations, one a line."""
+    folder = tmp_path_factory.mktemp("chats")
+    lines = [
+        {"messages": [{"role": "user", "content": f"add {i} to x"}, {"role": "assistant", "content": f"x + {i}"}]}
+        for i in range(120)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def public_target(tmp_path_factory):
+    """A checkpoint in the format of Hugging Face, with a chat template."""
+    folder = tmp_path_factory.mktemp("public") / "target"
+    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS)
+    export(folder, CONFIG, random_params(CONFIG), tokenizer)
+    (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return folder
+
+
+def public_config(target, chats, fields):
+    config = hf_head.get_config(str(target))
+    of_target = ("model.vocab_size", "model.width", "model.num_layers")
+    config.update_from_flattened_dict({name: value for name, value in fields.items() if name not in of_target})
+    config.update_from_flattened_dict({"data.folder": str(chats), "data.pattern": "*.jsonl"})
+    return config
+
+
+def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(train, chats, tmp_path, public_target):
+    """The layer that the head has is the target's; it reads the target's chats, and is exported for that target."""
+    config = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        begin = train.train
+
+        def look(task, *arguments, teacher_params, **others):
+            said.append(teacher_params["target"]["layer_0"]["mlp"]["up"].sharding)
+            return begin(task, *arguments, teacher_params=teacher_params, **others)
+
+        patch.setattr(train, "train", look)
+        train.start(config, tmp_path / "head", quiet())
+    assert said[0].num_devices == 8 and "model" in said[0].spec
+    fields = json.loads((tmp_path / "head" / "run.json").read_text(encoding="utf-8"))["model"]
+    assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
+    last = metrics(tmp_path / "head")[-1]
+    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
+    train.start(again, tmp_path / "head", quiet())  # there is nothing left to do, and nothing differs
+
+    done = call("export_head", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
+    assert (done.returncode or 0) == 0, done.stderr
+    pair = read_head_pair(str(public_target), str(tmp_path / "exported"), dtype="float32", check_fit=False)
+    trained = open_trained_head(tmp_path / "head")
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    asked = [[{"role": "user", "content": "add 5 to x"}]]
+    (plain,), (drafted,) = (generate(pair, asked, 12, draft_length=K) for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    told = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
+    assert told["speculators_config"]["verifier"]["name_or_path"] == "target"
+
+    other = shutil.copytree(public_target, tmp_path / "other")
+    export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
+    with pytest.raises(ValueError, match="another configuration: target was .*other"):
+        train.start(public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), tmp_path / "head", quiet())
+    shutil.rmtree(public_target)
+    shutil.copytree(other, public_target)
+    with pytest.raises(ValueError, match="was begun with another target"):
+        train.start(again, tmp_path / "head", quiet())
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"target": "no such name"}, "no training run at 'no such name', no pair and no public model: no folder"),
+        ({"mesh.model": 8}, "'heads' has 4 entries, which do not divide over the 8 devices"),
+        ({"generated.batch": 6}, "generated.batch 6 does not divide over 4 devices of the mesh axis 'data'"),
+        ({"compute_dtype": "float16"}, "dtype must be one of float32, bfloat16"),
+        ({"head.own_output": False}, "a head with a reduced vocabulary has an output of its own"),
+        ({"data.folder": "nowhere"}, "no folder of texts at nowhere"),
+    ],
+)
+def test_a_public_target_is_checked_before_its_weights_are_read(
+    train, chats, tmp_path, public_target, monkeypatch, fields, message
+):
+    def refuse(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("specsamp.training.public_target.read_params", refuse)
+    config = public_config(public_target, chats, PUBLIC)
+    config.update_from_flattened_dict(fields)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.start(config, tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()
+
+
+def test_kinds_of_heads_of_public_targets_are_named():
+    with pytest.raises(ValueError, match="no kind of head 'eagle' .*choose one of head, medusa, mtp"):
+        hf_head.get_config("target,eagle")
+    assert hf_head.get_config("target,medusa").head.kind == "medusa"

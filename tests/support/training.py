@@ -1,0 +1,60 @@
+"""What tests of launch/train.py share: small configurations, and what a run logged."""
+
+import io
+import json
+
+from rich.console import Console
+
+from configs import python_pair
+
+SMALL = {
+    "data.pattern": "*.py",
+    "data.held_out": 0.3,
+    "data.held_out_windows": 8,
+    "data.length": 16,
+    "model.vocab_size": 300,
+    "model.width": 16,
+    "model.num_layers": 1,
+    "train.warmup_steps": 2,
+    "intervals.log": 1,
+    "compute_dtype": "float32",
+}
+TARGET = {**SMALL, "train.steps": 24, "intervals.evaluate": 8, "intervals.checkpoint": 4}
+DRAFT = {
+    **SMALL,
+    "train.steps": 4,
+    "intervals.evaluate": 4,
+    "intervals.checkpoint": 4,
+    "generated.rows": 8,
+    "generated.prompt_length": 4,
+    "generated.batch": 8,
+}
+
+
+HEAD = {
+    **SMALL,
+    "model.width": 32,
+    "train.steps": 4,
+    "intervals.evaluate": 4,
+    "intervals.checkpoint": 4,
+    "generated.rows": 8,
+    "generated.prompt_length": 4,
+    "generated.batch": 8,
+}
+
+
+def training_config(kind, texts, fields):
+    config = python_pair.get_config(kind)
+    config.update_from_flattened_dict({**fields, "data.folder": str(texts)})
+    return config
+
+
+def quiet():
+    return Console(file=io.StringIO())
+
+
+def metrics(folder):
+    """All records but for what depends on the clock; a line that is being written is left out."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
