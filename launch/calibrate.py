@@ -40,7 +40,7 @@ SLOTS = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large the measured programs are."""
+    """Says how large the measured programs are."""
 
     read_bytes: int  # of each device, in one turn
     turns: int

@@ -71,7 +71,7 @@ def main() -> None:
         from specsamp.serving.endpoint import make_app
         from specsamp.serving.web_server import WebServer, address, bind
     except ImportError as error:
-        raise ValueError(f"an endpoint takes libraries ({error}): pip install starlette uvicorn") from error
+        raise ValueError(f"an endpoint takes libraries ({error}): pip install 'specsamp[serve]'") from error
     unknown = sorted(set(_WARPS.value) - set(OPTIONAL_WARPS))
     if unknown:
         raise ValueError(f"--warps: no {', '.join(unknown)}; choose of {', '.join(OPTIONAL_WARPS)}")

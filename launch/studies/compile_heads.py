@@ -1,4 +1,4 @@
-"""What do heads and early exits cost on a chip, beside a draft model? Cells for compile_study.py.
+"""Compiles what heads and early exits cost on a chip, beside a draft model. Cells for compile_study.py.
 
     Llama 3.1 8B     on v5e:2x2 and v6e:2x2, with Llama 3.2 1B and with a head of EAGLE-3's shape
     Llama 3.3 70B    on v5p:2x2x4 and v6e:4x4, with the same two

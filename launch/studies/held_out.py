@@ -76,7 +76,7 @@ def _check(row: Measurement, fits: Calibrations, left_out: str) -> Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How forecasts of some rows did."""
+    """Says how forecasts of some rows did."""
 
     rows: int
     median_error: float | None  # None: forecasts are ranges, whose middle is no value

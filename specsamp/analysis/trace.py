@@ -1,4 +1,4 @@
-"""Where the time of decoding goes while it runs: a profile of one prefill and some rounds, by named scope.
+"""Shows where the time of decoding goes while it runs: a profile of one prefill and some rounds, by named scope.
 
     traced = trace(decoder, "runs/trace", rounds=8)        # of `specsamp.analysis.workload`
     report.show(traced.tables(), console)
@@ -47,7 +47,7 @@ Operation = tuple[str, str, float, float]  # its program, its name, nanoseconds 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScopeTime:
-    """What one scope took, per run of what was traced."""
+    """Holds what one scope took, per run of what was traced."""
 
     scope: str  # such as "draft/attention"; "draft/rest" is what of it lies in no part
     share: float  # of the time of all scopes

@@ -35,7 +35,7 @@ class NamedPair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was found of one name of a pair."""
+    """Holds what was found of one name of a pair."""
 
     pair: str
     role: str  # "target", "draft" or "head"

@@ -182,7 +182,7 @@ class Adaptive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What the rows of a batch have seen of their drafts; every leaf leads with the rows.
+    """Holds what the rows of a batch have seen of their drafts; every leaf leads with the rows.
 
     The middle four are None where there is one length, the last where the drafter needs no catching up.
     """

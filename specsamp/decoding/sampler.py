@@ -25,7 +25,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What a round has drawn so far along a chain; the last three are None where all rows draft all K tokens."""
+    """Holds what a round has drawn so far along a chain; the last three are None where all rows draft all K tokens."""
 
     log_probs_BRV: Array | None = None  # the distributions; None where they are one-hot, and before the first token
     warp_state: Any = ()  # of the context that ends with the token drawn last

@@ -1,4 +1,4 @@
-"""Where texts end: at a token, which the loop finds on the device, or at a string, which is looked for between its slices."""
+"""Says where texts end: at a token, which the loop finds on the device, or at a string, which is looked for between its slices."""
 
 from __future__ import annotations
 

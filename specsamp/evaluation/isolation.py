@@ -53,7 +53,7 @@ class IsolationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """Holds what one program may use."""
 
     seconds: float = 10.0  # of the wall clock, its start included
     cpu_seconds: int = 5  # of computation, by process

@@ -1,4 +1,4 @@
-"""What an evaluation is made of: problems, texts that stop a completion, and scores whose means have intervals.
+"""Defines what an evaluation is made of: problems, texts that stop a completion, and scores whose means have intervals.
 
 A task is one file that reads its problems and scores what was written; `specsamp.evaluation.tasks` lists them.
 """

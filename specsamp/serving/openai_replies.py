@@ -1,4 +1,4 @@
-"""What clients get in OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
+"""Writes what clients get in OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients ask in OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions, read and checked.
+"""Reads what clients ask in OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions, read and checked.
 
 Every field is served, or ignored because it changes no text, or refused with the reason: none is dropped in silence.
 """

@@ -1,4 +1,4 @@
-"""Which waiting text takes a free row of a batch, and which running one is put aside for it.
+"""Chooses which waiting text takes a free row of a batch, and which running one is put aside for it.
 
 First come, first served lets a short text wait behind long ones. `ShortestFirst` is the scheduling of ALISE (Zhao and
 Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished ones whose prompts are near, the text with the

@@ -1,1 +1,1 @@
-"""What a TPU will do, compiled without one: programs, traffic, reports, calibration, studies."""
+"""Finds what a TPU will do, compiled without one: programs, traffic, reports, calibration, studies."""

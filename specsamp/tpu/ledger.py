@@ -36,7 +36,7 @@ DRAFTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is forecast: one round of a pair on a slice."""
+    """Holds what is forecast: one round of a pair on a slice."""
 
     config: str  # as --config takes it, such as "configs/hf.py:llama-8b"
     topology: str  # such as "v5e:2x2"; all chips hold one replica together
@@ -162,7 +162,7 @@ def with_batch(document: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[st
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How the scored forecasts of one kind did."""
+    """Says how the scored forecasts of one kind did."""
 
     scored: int  # out of memory included, which no band holds
     within: int

@@ -73,7 +73,7 @@ class Measurement:
 
     @property
     def layout(self) -> str:
-        """What rows share that are left out together."""
+        """Returns what rows share that are left out together."""
         return f"{self.chip} {self.slice}, tensor {self.tensor} x data {self.data}"
 
     @property

@@ -1,4 +1,4 @@
-"""What a call of a model does on a TPU, from its shape alone; `specsamp.tpu.report` asks the compiler instead."""
+"""Counts what a call of a model does on a TPU, from its shape alone; `specsamp.tpu.report` asks the compiler instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a step of a model streams, in numbers."""
+    """Holds what a step of a model streams, in numbers."""
 
     layers: int
     width: int

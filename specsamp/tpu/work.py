@@ -1,4 +1,4 @@
-"""What a program does, as far as it decides its milliseconds, and how far its collectives travel."""
+"""Counts what a program does, as far as it decides its milliseconds, and how far its collectives travel."""
 
 from __future__ import annotations
 
