@@ -26,6 +26,8 @@ def add_decoding(
     config.adaptive = ConfigDict()
     config.adaptive.lengths = ()
     config.adaptive.costs_ms = ()  # milliseconds of a round with each of them; only their ratios matter
+    config.adaptive.usual = config_dict.placeholder(int)  # the length that suits the batch; None: by ``acceptance``
+    config.adaptive.acceptance = 0.7  # of a drafted token, as a row expects it before it has seen any
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
     config.rule = "token"  # or "block", or "coupled"

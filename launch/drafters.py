@@ -109,7 +109,13 @@ def make_adaptive(config: ConfigDict, drafter: Drafter) -> Adaptive | None:
     stop = choose("adaptive.stop", fields.stop, STOPS)(fields.least)
     if stop is None and not fields.lengths:
         return None
-    adaptive = Adaptive(lengths=fields.lengths or (drafter.K,), costs_ms=fields.costs_ms or None, stop=stop)
+    adaptive = Adaptive(
+        lengths=fields.lengths or (drafter.K,),
+        costs_ms=fields.costs_ms or None,
+        stop=stop,
+        usual=fields.usual,
+        acceptance=fields.acceptance,
+    )
     if adaptive.most != drafter.K:
         raise ValueError(f"adaptive.lengths end with {adaptive.most}, but draft_length is {drafter.K}: make them equal")
     check_lengths(drafter, adaptive.lengths)

@@ -2,30 +2,35 @@
 
     python launch/studies/adaptive.py --config=configs/trained_pair.py --config.max_new_tokens=128 --texts=160 --output=runs/adaptive.json
 
-In two ways. *Counted*: the rounds that a run takes, each at the milliseconds of its width in a table that is measured
+Texts are of two kinds: "easy", greedy, after prompts that say everything twice; and "hard", sampled at temperature 1, where
+prompt lookup finds little. All is done in two ways. *Counted*: the rounds that a run takes, each at the milliseconds of its width in a table that is measured
 first, on other texts; no clock disturbs that. *By the clock*: plain decoding and adaptive lengths take turns on the same
 texts; the loss is the time of all texts over that of plain decoding, less one, and its upper bound holds 95% of the
 resampled sets of texts. The best fixed length is chosen afterwards; the oracle chooses one afterwards for each batch of texts.
+Each setting is written when it is done, and the same command goes on after the last that was.
 """
 
 import dataclasses
+import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
+from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
 from drafters import DRAFTERS, make_drafter
 from experiment import RULES, Experiment, build, headline, refuse
-from specsamp import Adaptive, chain, temperature, use_compilation_cache
-from specsamp.analysis.draft_length import rising
+from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
+from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.timing import take_turns
-from specsamp.analysis.workload import Decoder, decoders
+from specsamp.analysis.workload import Decoder, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import to_host
 
@@ -35,14 +40,16 @@ _LENGTHS = flags.DEFINE_list(
 )
 _DRAFTERS = flags.DEFINE_list("drafters", ["model", "ngram"], "The words of the drafters, with commas between them.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "The numbers of rows, with commas between them.")
-_TEMPERATURES = flags.DEFINE_list("temperatures", ["0.0", "1.0"], "The temperatures, with commas between them.")
-_TEXTS = flags.DEFINE_integer("texts", 160, "How many texts are decoded in each setting.", lower_bound=1)
+_KINDS = flags.DEFINE_list("kinds", ["easy", "hard"], "The kinds of texts, with commas between them.")
+_TEXTS = flags.DEFINE_integer("texts", 160, "How many texts are decoded by the clock in each setting.", lower_bound=1)
+_COUNTED = flags.DEFINE_integer("counted", 48, "How many of them are counted, with every length.", lower_bound=1)
 _CALIBRATION = flags.DEFINE_integer(
-    "calibration", 3, "How many batches of other texts each length is timed on.", lower_bound=1
+    "calibration", 8, "How many batches of other texts each length is timed on.", lower_bound=1
 )
 _OUTPUT = entry.define_output()
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
+TEMPERATURES = {"easy": 0.0, "hard": 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +57,12 @@ class Point:
     """One setting: milliseconds per token, counted and by the clock."""
 
     drafter: str
-    temperature: float
+    kind: str  # of texts
     batch: int
     lengths: tuple[int, ...]
     costs_ms: tuple[float, ...]
+    usual: int  # as it was calibrated, on other texts
+    acceptance: float
     counted_fixed: tuple[float, ...]  # by length
     counted_adaptive: float
     counted_oracle: float
@@ -77,62 +86,94 @@ def main() -> None:
     Adaptive(lengths=lengths, costs_ms=[1.0] * len(lengths))  # refuses lengths that do not rise
     if lengths[0] != 0 or any(word not in DRAFTERS or not DRAFTERS[word].drafts for word in _DRAFTERS.value):
         raise ValueError(f"--lengths={_LENGTHS.value} must begin with 0, and --drafters={_DRAFTERS.value} must draft")
+    if unknown := set(_KINDS.value) - set(TEMPERATURES):
+        raise ValueError(f"--kinds={','.join(_KINDS.value)}: no {min(unknown)}; choose of {', '.join(TEMPERATURES)}")
     experiment = build(config)
     use_compilation_cache()
     console.print(headline(experiment, f"adaptive draft lengths, {_TEXTS.value} texts in each setting"))
-    points = []
-    with entry.progress(console, "starting") as say:
-        for word in _DRAFTERS.value:
-            for degrees in map(float, _TEMPERATURES.value):
-                for batch in batches:
-                    say(f"{word}, T = {degrees:g}, batch {batch}")
-                    points.append(measure(config, experiment, word, degrees, batch, lengths))
-    entry.show([table_of(points)], console)
-    document = {
+    made_with = {
         "config": config.to_dict(),
         "pair": experiment.pair_name,
         "weights": experiment.weights,
-        "points": points,
+        "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value},
     }
-    entry.write_result(_OUTPUT.value, document, console)
+    points = points_before(json.loads(json.dumps(made_with)))
+    with entry.progress(console, "starting") as say:
+        for word, kind, batch in itertools.product(_DRAFTERS.value, _KINDS.value, batches):
+            if any((one.drafter, one.kind, one.batch) == (word, kind, batch) for one in points):
+                continue
+            say(f"{word}, {kind} texts, batch {batch}")
+            points.append(measure(config, experiment, word, kind, batch, lengths))
+            entry.write_result(_OUTPUT.value, made_with | {"points": points}, Console(quiet=True))
+    entry.show([table_of(points)], console)
+    entry.write_result(_OUTPUT.value, made_with | {"points": points}, console)
+
+
+def points_before(made_with: dict) -> list[Point]:
+    """Returns the points of the output, if it is there.
+
+    Raises:
+      ValueError: it was made with another configuration, or holds something else.
+    """
+    place = storage.place(_OUTPUT.value or "")
+    if not _OUTPUT.value or not storage.is_regular_file(place):
+        return []
+    with entry.reading(_OUTPUT.value):
+        document = storage.read_json(place)
+        different = [name for name, value in made_with.items() if document[name] != value]
+        points = [Point(**point) for point in document["points"]]
+    if different:
+        raise ValueError(f"--output={_OUTPUT.value} has another {', '.join(different)}: give another file")
+    return points
+
+
+def doubled(work: Workload) -> Workload:
+    """Returns the workload with prompts that say everything twice."""
+    prompts = tuple(prompt + prompt for prompt in work.prompts)
+    return dataclasses.replace(work, prompts=prompts, prompt_length=max(map(len, prompts)))
 
 
 def measure(
-    config: ConfigDict, experiment: Experiment, word: str, degrees: float, batch: int, lengths: Sequence[int]
+    config: ConfigDict, experiment: Experiment, word: str, kind: str, batch: int, lengths: Sequence[int]
 ) -> Point:
-    """Measures one setting: the table of costs first, then all texts with every length and with adaptive ones."""
+    """Measures one setting: the table of costs first, then the texts with every length and with adaptive ones."""
     pair, rule = experiment.pair, RULES[config.rule]()
     own = ConfigDict({**config.to_dict(), "drafter": word})
     drafters = {K: make_drafter(own, pair.target, pair.draft_or_head, K) if K else NoDrafter() for K in lengths}
     work = dataclasses.replace(experiment.workload, batch=batch)
-    sides = decoders(pair, {K: (drafter, rule) for K, drafter in drafters.items()}, chain(temperature(degrees)), work)
-    turns = -(-_TEXTS.value // batch)
+    work = doubled(work) if kind == "easy" else work
+    sampling = chain(temperature(TEMPERATURES[kind]))
+    sides = decoders(pair, {K: (drafter, rule) for K, drafter in drafters.items()}, sampling, work)
+    turns, counted = (-(-texts // batch) for texts in (_TEXTS.value, min(_COUNTED.value, _TEXTS.value)))
     for side in sides.values():
         side.decode(turns)  # compiles
     timed = take_turns(
         {K: lambda n, side=side: side.decode(turns + n) for K, side in sides.items()}, _CALIBRATION.value
     )
-    costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timed[K]]) for K in lengths])
-    adaptive = dataclasses.replace(sides[lengths[-1]], adaptive=Adaptive(lengths=lengths, costs_ms=costs_ms))
+    found = adapted_to(timed, work)
+    costs_ms = found.costs_ms
+    adaptive = dataclasses.replace(sides[lengths[-1]], adaptive=found)
     adaptive.decode(turns)
-    rounds_KN = np.array([[side.decode(n).rounds for n in range(turns)] for side in sides.values()])
+    rounds_KN = np.array([[side.decode(n).rounds for n in range(counted)] for side in sides.values()])
     fixed_KN = rounds_KN * np.array(costs_ms)[:, None]
-    counted_N = np.array([counted_ms(adaptive, n) for n in range(turns)])
+    counted_N = np.array([counted_ms(adaptive, n) for n in range(counted)])
     clocks = take_turns({"plain": sides[0].decode, "adaptive": adaptive.decode}, turns)
     seconds = {name: np.array([one.loop_seconds for one in timings]) for name, timings in clocks.items()}
     chosen = np.random.default_rng(0).integers(turns, size=(RESAMPLED, turns))
     ratios = seconds["adaptive"][chosen].sum(1) / seconds["plain"][chosen].sum(1)
-    tokens = turns * batch * work.max_new_tokens
+    tokens, tokens_counted = (n * batch * work.max_new_tokens for n in (turns, counted))
     histogram = np.sum([one.stats.lengths for one in clocks["adaptive"]], axis=0)
     return Point(
         drafter=word,
-        temperature=degrees,
+        kind=kind,
         batch=batch,
         lengths=tuple(lengths),
         costs_ms=costs_ms,
-        counted_fixed=tuple((fixed_KN.sum(1) / tokens).tolist()),
-        counted_adaptive=float(counted_N.sum() / tokens),
-        counted_oracle=float(fixed_KN.min(0).sum() / tokens),
+        usual=found.usual,
+        acceptance=found.acceptance,
+        counted_fixed=tuple((fixed_KN.sum(1) / tokens_counted).tolist()),
+        counted_adaptive=float(counted_N.sum() / tokens_counted),
+        counted_oracle=float(fixed_KN.min(0).sum() / tokens_counted),
         clock_plain=float(seconds["plain"].sum() / tokens * 1e3),
         clock_adaptive=float(seconds["adaptive"].sum() / tokens * 1e3),
         loss=float(seconds["adaptive"].sum() / seconds["plain"].sum() - 1),
@@ -143,7 +184,8 @@ def measure(
 
 def counted_ms(decoder: Decoder, repeat: int) -> float:
     """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
-    policy, state, total = decoder.adaptive, decoder.prefill(repeat), 0.0
+    policy, total = decoder.adaptive, 0.0
+    state = decoder.loop.run(decoder.weights, decoder.prefill(repeat), 0)  # it knows what the drafter will find
     while True:
         running_B, wanted_B = to_host((state.running_B, state.pace.wanted_B))
         if not running_B.any():
@@ -159,7 +201,7 @@ def table_of(points: Sequence[Point]) -> Table:
         best = one.lengths[int(np.argmin(one.counted_fixed))]
         counted = (one.counted_fixed[0], one.best_fixed, one.counted_adaptive, one.counted_oracle)
         return (
-            f"{one.drafter}, T = {one.temperature:g}, batch {one.batch}",
+            f"{one.drafter}, {one.kind} texts, batch {one.batch}",
             *(f"{ms:.3g}" for ms in counted),
             f"{best}",
             f"{one.counted_adaptive / one.counted_fixed[0] - 1:+.1%}",

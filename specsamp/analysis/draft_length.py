@@ -6,16 +6,18 @@
 It measures and compares; nothing is modelled. The choice is a step of its own because a clock decides it: another machine
 may get another K, and with it other tokens from the same seed. Write the K down to reproduce a run.
 
-    costs_ms = measure_rounds(pair, prompts, lengths=(0, 1, 2, 4, 8))
-    completions = generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=costs_ms))
+    adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8))
+    completions = generate(pair, prompts, draft_length=adaptive)
 
-`measure_rounds` measures, and `cost_table` forecasts, from what `specsamp.Adaptive` chooses anew for each row and round.
-The same holds for them: write the milliseconds down.
+`calibrate` measures from what `specsamp.Adaptive` chooses anew for each row and round; `cost_table` forecasts its
+milliseconds. The same holds for them: print the result, and write it down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -23,7 +25,7 @@ import numpy as np
 from specsamp.analysis.costs import Costs
 from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Timing, Workload, decoders
-from specsamp.decoding.adaptive import LENGTHS
+from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
@@ -98,12 +100,13 @@ def choose_draft_length(
     return best
 
 
-def measure_rounds(
+def calibrate(
     pair: Pair,
     prompts: Sequence[Prompt],
     max_new_tokens: int = 128,
     *,
     lengths: Sequence[int] = LENGTHS,
+    stop: Stop | None = None,
     sampling: Warp | None = None,
     draft_sampling: Warp | None = None,
     rule: Rule = TokenRule(),
@@ -111,13 +114,14 @@ def measure_rounds(
     num_samples: int = 1,
     repeats: int = 5,
     seed: int = SEED,
-) -> tuple[float, ...]:
-    """Measures the milliseconds of a round with each length, for `specsamp.Adaptive`.
+) -> Adaptive:
+    """Returns a draft length that adapts from what was measured on some prompts, as many as are decoded together later.
 
-    Arguments and errors are those of `choose_draft_length`. A round never costs less than a shorter one: where the clock
-    says so, its noise is taken out.
+    Measured are the milliseconds of a round with each length, which length is best for all, and the acceptance of the
+    longest. A round never costs less than a shorter one: where the clock says so, its noise is taken out. Arguments and
+    errors are those of `choose_draft_length`; ``lengths`` and ``stop`` are those of `Adaptive`.
     """
-    timings, _ = _measure(
+    timings, workload = _measure(
         pair,
         prompts,
         max_new_tokens,
@@ -130,14 +134,28 @@ def measure_rounds(
         repeats=repeats,
         seed=seed,
     )
-    measured = (np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths)
-    return rising(gather_objects([float(ms) for ms in measured])[0])
+    found = adapted_to({K: timings[K] for K in lengths}, workload, stop)
+    return gather_objects(found)[0]  # all processes choose the same
+
+
+def adapted_to(timings: Mapping[int, Sequence[Timing]], workload: Workload, stop: Stop | None = None) -> Adaptive:
+    """Returns what `calibrate` does, from measurements of each length."""
+    lengths = tuple(timings)
+    ms_per_round = [np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths]
+    longest = functools.reduce(operator.add, (one.stats for one in timings[lengths[-1]]))
+    return Adaptive(
+        lengths=lengths,
+        costs_ms=rising(ms_per_round),
+        stop=stop,
+        usual=min(lengths, key=lambda K: _ms_per_token(timings[K], workload)),
+        acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,  # nothing was ever drafted
+    )
 
 
 def cost_table(
     costs: Costs, lengths: Sequence[int], *, batch: int = 1, context: int | None = None
 ) -> tuple[float, ...]:
-    """Returns the same from costs that were measured before, given per call, or forecast for a chip."""
+    """Returns the milliseconds of rounds from costs measured before, given per call, or forecast for a chip."""
     return rising([costs.round_ms(K, batch, context) for K in lengths])
 
 

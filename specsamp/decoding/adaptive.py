@@ -1,7 +1,7 @@
 """Draft lengths that adapt: when a draft ends early, how many tokens a row wants next, and when it wants none.
 
     generate(pair, prompts, draft_length=Adaptive(lengths=(8,), stop=Confidence(0.3)))
-    generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4)))
+    generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4), usual=4))
 
 What a row drafts stays exact as long as whether token k is submitted depends on nothing from token k on. Both ways to
 adapt keep to that. A *stop* sees the tokens of a draft up to k and cancels token k + 1. The *length* of a round is
@@ -13,7 +13,10 @@ decided before it begins, from what the row's own past rounds accepted: it maxim
 draft ends at its first rejection, so acceptance is estimated by accepted / (accepted + rejections), which is the estimate
 of greatest likelihood; accepted over drafted would be too small. Older rounds count less and less.
 
-No row looks at its neighbours or at a clock, so a text is the one that its prompt has alone, at equal costs.
+No row looks at its neighbours or at a clock: with the same numbers, in a batch of so many rows, its text is the one that its
+prompt has beside any others. But rounds are as wide as the row that wants most, and a batch ends with its slowest row.
+So a row of several keeps to the length that suits the batch, `Adaptive.usual`, until its own past speaks clearly for a
+shorter one, and never takes a longer one by itself.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ Array = jax.Array
 
 LENGTHS = (0, 1, 2, 4, 8)
 LONGEST_PAUSE = 8  # times the first pause
+# How much more tokens per time than the usual one another length must promise. Alone a row loses little by trying; of
+# several, each pays with the time of all (found on the shipped pair, launch/studies/adaptive.py).
+MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.2
+PAUSE = 16  # rounds, for each row
 MOST_CERTAIN = 0.999  # acceptance from which on the sum of its powers is not told from that of ones
 
 
@@ -98,13 +105,17 @@ class Adaptive:
     Attributes:
       lengths: that a row may want, ascending, from 0 on; the last is the drafter's K.
       costs_ms: for each length, the milliseconds of a round in which all rows of the batch draft so many;
-        `specsamp.analysis.draft_length.measure_rounds` measures them, `cost_table` forecasts. Only their ratios matter.
+        `specsamp.analysis.draft_length.calibrate` measures them, `cost_table` forecasts. Only their ratios matter.
       stop: ends drafts before their length; None: nothing does.
+      usual: the length that a measurement found best for the batch, which rows keep until another promises clearly more;
+        `specsamp.analysis.draft_length.calibrate` finds it. None: the best one if ``acceptance`` holds for all rows.
       acceptance: of a drafted token, as a row expects it before it has seen any.
       trust: how many rejections' worth that expectation is.
       decay: what a round of drafting leaves of the weight of those before it.
-      pause: rounds after which a row that wants 0 tries the shortest draft again; the pause doubles, up to eightfold,
-        as long as that shows no reason to draft.
+      margin: the share by which another length must promise more tokens per time than the usual one. Default: a tenth,
+        and a fifth in batches, where each row pays with the time of all.
+      pause: rounds after which a row that wants 0 tries the shortest draft again; the pause doubles, up to eightfold, as
+        long as that shows no reason to draft. Default: 16 for each row of the batch.
       widths: the lengths that rounds are compiled for: a round takes the next that is enough for all rows. Default: all
         lengths on a CPU, where each scored row costs; elsewhere the last, and 0 where that is a length.
 
@@ -115,10 +126,12 @@ class Adaptive:
     lengths: tuple[int, ...] = LENGTHS
     costs_ms: tuple[float, ...] | None = None
     stop: Stop | None = None
+    usual: int | None = None
     acceptance: float = 0.7
     trust: float = 1.0
     decay: float = 0.95
-    pause: int = 16
+    margin: float | None = None
+    pause: int | None = None
     widths: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -146,10 +159,15 @@ class Adaptive:
             if not isinstance(self.stop, Stop):
                 raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
             self.stop.check()
+        if self.usual is not None and (self.costs_ms is None or self.usual not in self.lengths):
+            raise ValueError(f"usual must be one of the lengths {self.lengths}, beside costs_ms; got {self.usual!r}")
         _check_number("acceptance", self.acceptance, 0, 1)
         _check_number("trust", self.trust, 0, math.inf, is_open=True)
         _check_number("decay", self.decay, 0, 1)
-        if not isinstance(self.pause, (int, np.integer)) or isinstance(self.pause, bool) or not 1 <= self.pause < 2**20:
+        if self.margin is not None:
+            _check_number("margin", self.margin, 0, math.inf)
+        is_whole = isinstance(self.pause, (int, np.integer)) and not isinstance(self.pause, bool)
+        if self.pause is not None and not (is_whole and 1 <= self.pause < 2**20):
             raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
 
     @property
@@ -158,7 +176,7 @@ class Adaptive:
         return self.lengths[-1]
 
     def for_rows(self, batch: int) -> LengthPolicy:
-        """Returns the same as data of ``batch`` rows."""
+        """Returns the same as data of ``batch`` rows, all that are allocated."""
 
         def rows(value: float | Sequence[float]) -> Array:
             value = jnp.asarray(value, jnp.float32)
@@ -167,16 +185,30 @@ class Adaptive:
         widths = self.widths
         if widths is None:
             widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.most)
+        index = self._usual_index()
+        longest, margin = (len(self.lengths) - 1, MARGIN) if batch == 1 else (max(index, 1), MARGIN_OF_SEVERAL)
         return LengthPolicy(
             lengths=self.lengths,
             widths=widths,
             stop=jax.tree.map(rows, self.stop),
             costs_BL=None if self.costs_ms is None else rows(self.costs_ms),
+            usual_B=rows(index).astype(jnp.int32),
+            longest_B=rows(longest).astype(jnp.int32),
+            margin_B=rows(margin if self.margin is None else self.margin),
             accepted_B=rows(self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)),
             rejected_B=rows(self.trust),
             decay_B=rows(self.decay),
-            pause_B=rows(self.pause).astype(jnp.int32),
+            pause_B=rows(PAUSE * batch if self.pause is None else self.pause).astype(jnp.int32),
         )
+
+    def _usual_index(self) -> int:
+        """Returns the place of the usual length among the lengths."""
+        if self.costs_ms is None:
+            return 0
+        if self.usual is not None:
+            return self.lengths.index(self.usual)
+        tokens_L = expected_tokens(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
+        return int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms)))
 
 
 @jax.tree_util.register_dataclass
@@ -206,6 +238,9 @@ class LengthPolicy:
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop: Stop | None
     costs_BL: Array | None
+    usual_B: Array  # int32, the place of a length
+    longest_B: Array  # int32, likewise
+    margin_B: Array  # the share of tokens per time by which another length must promise more than the usual one
     accepted_B: Array  # what a row expects before it has drafted
     rejected_B: Array
     decay_B: Array
@@ -246,13 +281,26 @@ class LengthPolicy:
         return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, pace)
 
     def _best(self, pace: Pace) -> Array:
-        """Returns the length with the most expected tokens per time; of equal ones the shortest."""
+        """Returns the length with the most expected tokens per time; the usual one, unless another has clearly more."""
         accepted_B = self.accepted_B + pace.accepted_B
-        rate_B1 = (accepted_B / (accepted_B + self.rejected_B + pace.rejected_B))[:, None]
-        rate_B1 = jnp.minimum(rate_B1, MOST_CERTAIN)
+        rate_B = accepted_B / (accepted_B + self.rejected_B + pace.rejected_B)
+        goodput_BL = expected_tokens(jnp.minimum(rate_B, MOST_CERTAIN), self.lengths) / self.costs_BL
         lengths_L = jnp.asarray(self.lengths, jnp.int32)
-        tokens_BL = (1 - rate_B1 ** (1 + lengths_L)[None, :]) / (1 - rate_B1)
-        return lengths_L[jnp.argmax(tokens_BL / self.costs_BL, axis=1)]
+        goodput_BL = jnp.where(jnp.arange(len(self.lengths))[None, :] <= self.longest_B[:, None], goodput_BL, 0)
+        usual_B1 = jnp.take_along_axis(goodput_BL, self.usual_B[:, None], axis=1)
+        best_B = jnp.argmax(goodput_BL, axis=1)
+        is_clear_B = goodput_BL.max(axis=1) > (1 + self.margin_B) * usual_B1[:, 0]
+        return lengths_L[jnp.where(is_clear_B, best_B, self.usual_B)]
+
+
+def expected_tokens(rate_B: Array, lengths: Sequence[int]) -> Array:
+    """Returns the tokens of a round, ``1 + alpha + ... + alpha^k``, for each length k, float32 ``[B, L]``.
+
+    Args:
+      rate_B: alpha, the acceptance of a drafted token, below 1.
+    """
+    lengths_L = jnp.asarray(lengths, jnp.int32)
+    return (1 - rate_B[:, None] ** (1 + lengths_L)[None, :]) / (1 - rate_B[:, None])
 
 
 def _check_lengths(name: str, lengths: tuple[int, ...]) -> None:
@@ -267,7 +315,7 @@ def _check_costs(costs_ms: tuple[float, ...] | None, lengths: tuple[int, ...]) -
     if not isinstance(costs_ms, tuple):
         raise ValueError(
             f"{len(lengths)} lengths need costs_ms, the milliseconds of a round with each, as "
-            f"specsamp.analysis.draft_length.measure_rounds measures them; got {costs_ms!r}"
+            f"specsamp.analysis.draft_length.calibrate measures them; got {costs_ms!r}"
         )
     if len(costs_ms) != len(lengths):
         raise ValueError(f"{len(costs_ms)} costs_ms for {len(lengths)} lengths {lengths!r}: give one for each")

@@ -121,6 +121,13 @@ class Drafter(abc.ABC):
         """Returns this drafter with another K, on the same state; with 0 it drafts nothing, and reads on if it can."""
         return Paused(self) if K == 0 else self if K == self.K else dataclasses.replace(self, K=K)
 
+    def foresee(self, state: Any, prefix: Prefix) -> Array | None:
+        """Returns how many tokens at most it will draft after ``prefix``, int32 ``[B]``; None: as many as it is asked for.
+
+        Where lengths adapt, a round is no wider than that. It must cost little beside a call of the target.
+        """
+        return None
+
     def catch_up(
         self, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
     ) -> tuple[Any, Array]:

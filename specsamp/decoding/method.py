@@ -38,8 +38,12 @@ class Method:
 
     @property
     def row_independent(self) -> bool:
-        """Returns whether a text is the one it would be alone, whatever is decoded beside it."""
-        return self.drafter.row_independent or self.rule.draft_independent
+        """Returns whether a text is the one it would be alone, whatever is decoded beside it.
+
+        Lengths that adapt in a batch suit the number of its rows, so that the text of a seed depends on that number too.
+        """
+        adapts = self.adaptive is not None and self.adaptive.costs_ms is not None
+        return self.drafter.row_independent and not adapts or self.rule.draft_independent
 
     def loop(self, pair: Pair, *, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
         """Returns the loop that decodes with ``pair`` this way on the platform at hand."""

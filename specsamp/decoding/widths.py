@@ -46,7 +46,7 @@ def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: 
             narrower = width
         return carry
 
-    return jax.lax.while_loop(goes_on, turn, carry)
+    return jax.lax.while_loop(goes_on, turn, (carry[0], _foresee(loop, carry[1])))
 
 
 def _round(loop: Loop, weights: Weights, request: Request, carry: _Carry, *, width: int) -> _Carry:
@@ -55,7 +55,16 @@ def _round(loop: Loop, weights: Weights, request: Request, carry: _Carry, *, wid
     if width and after.pace.seen_B is not None:  # a drafter knows all but the last two tokens after a round
         seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.pace.seen_B)
         after = dataclasses.replace(after, pace=dataclasses.replace(after.pace, seen_B=seen_B))
-    return rounds + 1, after
+    return rounds + 1, _foresee(loop, after)
+
+
+def _foresee(loop: Loop, state: DecodeState) -> DecodeState:
+    """Lets rows want no more tokens than the drafter will find for them."""
+    found_B = loop.drafter.foresee(state.drafter_state, Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B))
+    if found_B is None:
+        return state
+    wanted_B = jnp.where(state.running_B, jnp.minimum(state.pace.wanted_B, found_B), state.pace.wanted_B)
+    return dataclasses.replace(state, pace=dataclasses.replace(state.pace, wanted_B=wanted_B))
 
 
 def _catch_up(loop: Loop, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:

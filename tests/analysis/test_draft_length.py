@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import Adaptive, NgramDrafter, Pair, chain, generate, temperature
+from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length
 from specsamp.analysis.costs import PerCall
-from specsamp.analysis.draft_length import choose_draft_length, cost_table, measure_rounds, rising
+from specsamp.analysis.draft_length import calibrate, choose_draft_length, cost_table, rising
 from specsamp.analysis.workload import Decoder
 from support import fakes
 
@@ -60,14 +60,17 @@ def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
     assert len(generate(pair, PROMPTS, 8, draft_length=K)) == 2
 
 
-def test_the_milliseconds_of_rounds_are_what_adaptive_lengths_take(pair, clocks):
+def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
     clocks({0: 1.0, 1: 1.1, 4: 1.5})
     asked = dict(lengths=(0, 1, 4), repeats=2, sampling=SAMPLING)
-    costs_ms = measure_rounds(pair, PROMPTS, 30, **asked)
-    assert costs_ms == pytest.approx((1000, 1100, 1500))
-    clocks({0: 1.2, 1: 1.0, 4: 1.5})
-    assert measure_rounds(pair, PROMPTS, 30, **asked) == pytest.approx((1100, 1100, 1500))
-    assert Adaptive(lengths=(0, 1, 4), costs_ms=costs_ms).most == 4
+    found = calibrate(pair, PROMPTS, 30, **asked)
+    assert found.costs_ms == pytest.approx((1000, 1100, 1500))
+    assert found.usual == 4 and 0.3 < found.acceptance <= 1
+    clocks({0: 1.2, 1: 1.0, 4: 15.0})
+    found = calibrate(pair, PROMPTS, 30, **asked)
+    assert found.costs_ms == pytest.approx((1100, 1100, 15000)) and found.usual == 1
+    clocks({0: 1.0, 1: 2.5, 4: 12.0})
+    assert calibrate(pair, PROMPTS, 30, **asked).usual == 0
 
 
 def test_a_cost_table_rises():

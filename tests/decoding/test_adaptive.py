@@ -98,8 +98,11 @@ def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
 
 
 def test_a_row_paces_itself_alone():
-    """Alone, beside others and under other widths a row drafts the same lengths, and writes the same text."""
-    adaptive = Adaptive(lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), decay=0.8, pause=2, trust=0.3)
+    """Beside others, however many, and under other widths a row drafts the same lengths, and writes the same text.
+
+    So it is where all that depends on the number of rows is given.
+    """
+    adaptive = Adaptive(lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), usual=2, decay=0.8, pause=2, trust=0.3, margin=0)
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
 
     def rows(prompts, widths, ids):
@@ -126,20 +129,21 @@ def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
 # Lengths.
 
 
-def wanted_after(adaptive, rounds):
+def wanted_after(adaptive, rounds, rows=1):
     """What a row wants at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
-    policy = adaptive.for_rows(1)
-    pace = policy.begin(jnp.full(1, 9), False)
+    policy = adaptive.for_rows(rows)
+    pace = policy.begin(jnp.full(rows, 9), False)
     learn, wanted = jax.jit(policy.learn), [int(pace.wanted_B[0])]
     for counts in rounds:
-        pace = learn(pace, jnp.ones(1, bool), *jnp.asarray(counts, jnp.int32)[:, None])
+        counts_2B = jnp.repeat(jnp.asarray(counts, jnp.int32)[:, None], rows, axis=1)
+        pace = learn(pace, jnp.ones(rows, bool), *counts_2B)
         wanted.append(int(pace.wanted_B[0]))
     return wanted
 
 
 def test_the_length_has_the_most_tokens_per_time():
     lengths, costs, decay = (0, 1, 2, 4, 8), (10, 13, 17, 24, 45.0), 0.9
-    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=2.0, decay=decay)
+    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=2.0, decay=decay, margin=0)
     rounds = [(2, 2), (4, 4), (8, 8), (8, 3), (4, 4), (2, 0), (1, 0), (1, 0)]
     accepted, rejected, wanted = 2.0, 2.0, wanted_after(adaptive, rounds)
     for count, (drafted, n) in enumerate(rounds, 1):
@@ -152,8 +156,44 @@ def test_the_length_has_the_most_tokens_per_time():
     assert {1, 2, 4} <= set(wanted)
 
 
+def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
+    """A round is as wide as the row that wants most: alone, the same row goes up as soon as that pays."""
+    adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 1.5, 2.5), usual=1, acceptance=0.6)
+    accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
+    assert wanted_after(adaptive, accepted)[-1] == 4 and set(wanted_after(adaptive, accepted, rows=2)) == {1}
+    alone, of_two = (wanted_after(adaptive, rejected, rows).index(0) for rows in (1, 2))
+    assert 0 < alone < of_two
+    assert wanted_after(dataclasses.replace(adaptive, margin=10.0), rejected, rows=2)[-1] == 1
+    silent = dataclasses.replace(adaptive, usual=0, acceptance=0.0, trust=0.1)
+    tries = wanted_after(silent, [(0, 0)] * 40, rows=2)
+    assert [at for at, wanted in enumerate(tries) if wanted] == [32]  # 16 rounds for each row
+
+
+@dataclasses.dataclass(frozen=True)
+class Blind(NgramDrafter):
+    """Does not say beforehand whether it finds anything."""
+
+    def foresee(self, state, prefix):
+        return None
+
+
+def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding():
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.01), usual=2, margin=100.0)
+    pair, prompts = table_pair(), [[0, 1, 2, 3, 0, 1], [5, 6]]
+    asked = dict(max_new_tokens=12, sampling=chain(temperature(1.0)), draft_length=adaptive, num_samples=3)
+    wide, narrow = (generate(pair, prompts, drafter=make(2), **asked) for make in (Blind, NgramDrafter))
+    assert [one.tokens for one in narrow] == [one.tokens for one in wide]
+    assert [one.stats for one in narrow] == [one.stats for one in wide]
+    loops = [table_loop(TokenRule(), make(2)) for make in (Blind, NgramDrafter)]
+    wanted = []
+    for loop in loops:
+        state = decode(loop, TARGET, None, [[0, 1]], 1, FULL, adaptive=adaptive, padded_length=4).state
+        wanted.append(state.pace.wanted_B.tolist())
+    assert wanted[0] == [2]
+
+
 def test_pauses_double_until_a_draft_pays():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, pause=2)
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, margin=0, pause=2)
     idle, lost, won = (0, 0), (2, 0), (2, 2)
     rounds = (
         [idle] * 2 + [lost] + [idle] * 4 + [lost] + [idle] * 8 + [lost] + [idle] * 16 + [lost] + [idle] * 16 + [won]
@@ -175,14 +215,14 @@ def test_stops_see_what_they_say():
 
 
 def test_prompts_over_few_rows_and_streams_write_the_same():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), stop=Confidence(0.1), pause=3)
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
     pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
     asked = dict(max_new_tokens=20, sampling=chain(temperature(1.0)), draft_length=adaptive)
     alone = generate(pair, prompts, **asked)
     queue = sorted(generate_many(pair, prompts, rows=2, **asked), key=lambda one: one.prompt_index)
     assert [one.tokens for one in queue] == [one.tokens for one in alone]
     assert [one.stats for one in queue] == [one.stats for one in alone]
-    assert all(sum(one.stats.lengths) == one.stats.rounds and one.exact and one.row_independent for one in alone)
+    assert all(sum(one.stats.lengths) == one.stats.rounds and one.exact and not one.row_independent for one in alone)
     streamed = [[], [], []]
     for chunk in stream(pair, prompts, rounds_per_chunk=3, **asked):
         streamed[chunk.prompt_index] += chunk.tokens
@@ -208,6 +248,12 @@ def test_prompts_over_few_rows_and_streams_write_the_same():
         (dict(lengths=(0, 4), costs_ms=(1, 2), acceptance=-1), "acceptance must be from 0 to 1; got -1"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), decay=2), "decay must be from 0 to 1; got 2"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), margin=-1), "margin must be from 0; got -1"),
+        (
+            dict(lengths=(0, 4), costs_ms=(1, 2), usual=2),
+            r"usual must be one of the lengths \(0, 4\), beside costs_ms; got 2",
+        ),
+        (dict(lengths=(4,), stop=Confidence(0.5), usual=4), "beside costs_ms; got 4"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), "widths must be some of the lengths"),
     ],
 )

@@ -80,7 +80,7 @@ def assert_same(made, expected):
 
 
 PACED = Adaptive(
-    lengths=(0, 3), costs_ms=(1, 2.3), pause=2, decay=0.5, stop=Confidence(0.2)
+    lengths=(0, 3), costs_ms=(1, 2.3), usual=3, margin=0, pause=2, decay=0.5, stop=Confidence(0.2)
 )  # shards take turns to pause
 
 

@@ -17,7 +17,7 @@ LIKELY = chain(temperature(0.8), min_p(0.1))
 STOPPED = Adaptive(lengths=(3,), stop=Confidence(0.3))
 # Some rows want one token, some two, and some pause and try again: all widths, and catching up, in a few rounds.
 RESTLESS = Adaptive(
-    lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, pause=1, stop=Entropy(0.62)
+    lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, margin=0, pause=1, stop=Entropy(0.62)
 )
 
 

@@ -41,9 +41,21 @@ class NgramDrafter(Drafter):
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
 
+    def foresee(self, state: Any, prefix: Prefix) -> Array:
+        return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
+
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
+        best_B = self._found(prefix)
+        period_B1 = jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
+        copied_BK = jnp.arange(self.K)[None, :] % period_B1
+        tokens_BK = jnp.take_along_axis(prefix.tokens_BS, best_B[:, None] + copied_BK, axis=1)
+        num_drafted_B = jnp.where(best_B > 0, self.K, 0).astype(jnp.int32)
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
+
+    def _found(self, prefix: Prefix) -> Array:
+        """Returns where the continuation of the best match begins, ``[B]``; 0: nothing matches."""
         tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
         ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
@@ -57,8 +69,4 @@ class NgramDrafter(Drafter):
             if n >= self.min_ngram:
                 found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
                 best_B = jnp.where(found_B > 0, found_B, best_B)
-        period_B1 = jnp.maximum(lengths_B - best_B, 1)[:, None]
-        copied_BK = jnp.arange(self.K)[None, :] % period_B1
-        tokens_BK = jnp.take_along_axis(tokens_BS, best_B[:, None] + copied_BK, axis=1)
-        num_drafted_B = jnp.where(best_B > 0, self.K, 0).astype(jnp.int32)
-        return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
+        return best_B
