@@ -29,6 +29,7 @@ from shapes import first_layers, make_model
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
+from specsamp.analysis.adaptive_forecast import AdaptiveForecast, plan_adaptive
 from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.models.config import TransformerConfig
@@ -94,6 +95,9 @@ _NEW_TOKENS = flags.DEFINE_integer(
     "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
+_ADAPTIVE = flags.DEFINE_list(
+    "adaptive", [], "Also forecast draft lengths that adapt, of these, as 0,1,2,4,8; goes with --new_tokens."
+)
 _CALIBRATION = define_calibration()
 _CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
@@ -124,6 +128,7 @@ def main() -> None:
         for context in _CONTEXT.value or [None]
         for batch in _BATCH.value
     ]
+    adaptive = [adapting(plan, accepted, costs) for plan in plans if _ADAPTIVE.value]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
         entry.show([plan_table(plan, costs), *price.tables(ms, chips, _CHIP_HOUR.value)], console)
@@ -140,6 +145,9 @@ def main() -> None:
             )
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
+    if adaptive:
+        document["adaptive"] = adaptive
+        console.print("\n".join(map(told, adaptive)), markup=False)
     if _CHIP_HOUR.value is not None:
         document["dollars_per_million_tokens"] = [
             {
@@ -153,7 +161,25 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
+def adapting(plan: Plan, accepted: Profiles, costs: Costs) -> AdaptiveForecast:
+    """Forecasts the lengths of --adaptive for a plan's batch and context."""
+    lengths = numbers("adaptive", _ADAPTIVE.value, int)
+    asked = dict(batch=plan.batch, context=plan.context, new_tokens=plan.new_tokens)
+    return plan_adaptive(accepted, costs, lengths=lengths, **asked)
+
+
+def told(one: AdaptiveForecast) -> str:
+    """Returns a line about lengths that adapt."""
+    total = sum(one.rounds_by_drafted)
+    shares = ", ".join(f"{K}: {count / total:.0%}" for K, count in enumerate(one.rounds_by_drafted) if count)
+    return (
+        f"batch {one.batch}, lengths that adapt, usually {one.adaptive.usual}: {one.ms_per_token:.3g} ms per token, "
+        f"{one.speedup:.2f}x; rounds by drafted tokens {shares}"
+    )
+
+
 GOES_WITH = {
+    "adaptive": ("new_tokens",),
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
     "call_ms": ("chip",),

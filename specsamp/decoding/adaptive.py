@@ -207,7 +207,7 @@ class Adaptive:
             return 0
         if self.usual is not None:
             return self.lengths.index(self.usual)
-        tokens_L = expected_tokens(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
+        tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
         return int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms)))
 
 
@@ -284,7 +284,7 @@ class LengthPolicy:
         """Returns the length with the most expected tokens per time; the usual one, unless another has clearly more."""
         accepted_B = self.accepted_B + pace.accepted_B
         rate_B = accepted_B / (accepted_B + self.rejected_B + pace.rejected_B)
-        goodput_BL = expected_tokens(jnp.minimum(rate_B, MOST_CERTAIN), self.lengths) / self.costs_BL
+        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), self.lengths) / self.costs_BL
         lengths_L = jnp.asarray(self.lengths, jnp.int32)
         goodput_BL = jnp.where(jnp.arange(len(self.lengths))[None, :] <= self.longest_B[:, None], goodput_BL, 0)
         usual_B1 = jnp.take_along_axis(goodput_BL, self.usual_B[:, None], axis=1)
@@ -293,7 +293,7 @@ class LengthPolicy:
         return lengths_L[jnp.where(is_clear_B, best_B, self.usual_B)]
 
 
-def expected_tokens(rate_B: Array, lengths: Sequence[int]) -> Array:
+def tokens_per_round(rate_B: Array, lengths: Sequence[int]) -> Array:
     """Returns the tokens of a round, ``1 + alpha + ... + alpha^k``, for each length k, float32 ``[B, L]``.
 
     Args:

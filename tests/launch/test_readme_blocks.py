@@ -24,9 +24,10 @@ PAGES = sorted(
 # What a block begins with, and what is written smaller in it; or why it is not run.
 PYTHON = {
     "from specsamp import BlockRule": {"max_new_tokens=128": "max_new_tokens=8", "num_samples=4": "num_samples=2"},
-    "from specsamp import Adaptive": {
-        'load_pair("python"), (0, 1, 2, 4)': "pair, (0, 2)",
+    "from specsamp import Confidence": {
+        'load_pair("python")': "pair",
         '["def read_file(path):", "class Node:"]': "[[1, 2], [3]]",
+        "calibrate(pair, prompts, lengths=(0, 1, 2, 4)": "calibrate(pair, prompts, 4, lengths=(0, 2), repeats=1",
         "generate(pair, prompts,": "generate(pair, prompts, 4,",
     },
     "import dataclasses": "tests/decoding/test_generate.py runs it, and looks at what it gives",
