@@ -245,20 +245,21 @@ class TurnByTurn(ChoosingDrafter):
         return (state.rounds_BP.sum(axis=1) // 3 % 2).astype(jnp.int32)
 
 
-def of_the_second_part(drafter, sampling):
+def of_the_second_part(drafter, sampling, samples=1):
     """How many tokens of a second part that is the target's own model were written per proposal; the first is far off."""
     loop = table_loop(TokenRule(), drafter)
-    state = decode(loop, TARGET, (FAR, TARGET), PROMPTS[1:], 60, sampling).state.drafter_state
-    assert state.rounds_BP[0].min() > 5
-    return float(state.accepted_BP[0, 1] / state.rounds_BP[0, 1])
+    run = decode(loop, TARGET, (FAR, TARGET), PROMPTS[1:], 60, sampling, samples=samples)
+    state = run.state.drafter_state
+    assert state.rounds_BP.min() > 5
+    return float(state.accepted_BP[:, 1].sum() / state.rounds_BP[:, 1].sum())
 
 
 @pytest.mark.parametrize("model, knows_all", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)])
 def test_a_part_that_was_left_out_catches_up(model, knows_all):
     """Its drafts are accepted whole, unless its cache has holes; outvoted, they have what is written, to the correction."""
     parts = ModelDrafter(TABLE, 2), model(TABLE, 2)
-    chosen = of_the_second_part(TurnByTurn(parts, decay=1.0), FULL)
-    assert (chosen == 2) == knows_all
+    chosen = of_the_second_part(TurnByTurn(parts, decay=1.0), FULL, samples=50)
+    assert chosen == 2 if knows_all else chosen < 1.95
     outvoted = of_the_second_part(VotingDrafter(parts, weighted=False, decay=1.0), greedy())
     without_holes = of_the_second_part(VotingDrafter(parts[:1] * 2, weighted=False, decay=1.0), greedy())
     assert (outvoted == pytest.approx(without_holes, abs=0.1)) == knows_all
