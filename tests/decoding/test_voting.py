@@ -21,7 +21,7 @@ from specsamp import (
     temperature,
 )
 from specsamp.decoding.checks import choose_drafter
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
 from specsamp.decoding.state import Weights
@@ -311,6 +311,13 @@ def test_models_of_their_own():
     drafter = VotingDrafter((ModelDrafter(TableLM(12), 2), NgramDrafter(2), ModelDrafter(TableLM(12), 2)))
     assert [part.model for part in drafter.with_models(pair.target, None).parts[::2]] == [TableLM(12)] * 2
     assert generate(pair, [[1, 2]], 30, drafter=drafter)[0].stats.emitted_per_round > 1.5
+
+
+def test_what_is_foreseen_is_what_any_part_will_find():
+    prefix = Prefix(tokens_BS=jnp.asarray([[1, 2, 1, 0], [1, 2, 3, 0]]), lengths_B=jnp.full(2, 3))
+    lookups = VotingDrafter((NgramDrafter(2, 3, 2), NgramDrafter(2)))
+    assert lookups.foresee(lookups.init(2, 4), prefix).tolist() == [2, 0]
+    assert ChoosingDrafter(TWO).foresee(ChoosingDrafter(TWO).init(2, 4), prefix) is None
 
 
 class Tree(NgramDrafter):
