@@ -11,7 +11,15 @@ from config_file import choose
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.checks import check_lengths, integer
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import (
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.loop import decode_window
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
@@ -46,6 +54,11 @@ def _head(config: ConfigDict, target: LanguageModel, draft: LanguageModel | Feat
     return FeatureDrafter(target, draft, K, decode_window())
 
 
+def lookup_and_model(draft: LanguageModel, K: int) -> tuple[Drafter, ...]:
+    """Returns prompt lookup, which costs nothing, and the draft model: the drafters that vote, or are chosen from."""
+    return NgramDrafter(K=K), ModelDrafter(draft, K, decode_window())
+
+
 def _exit_name(config: ConfigDict) -> str:
     return f"early_exit {integer('exit_layer', config.exit_layer, 1)}"
 
@@ -66,6 +79,8 @@ DRAFTERS = {
         inside=True,
     ),
     "ngram": Word(make=lambda config, target, draft, K: NgramDrafter(K=K)),
+    "chosen": Word(make=lambda config, target, draft, K: ChoosingDrafter(lookup_and_model(draft, K)), draft="model"),
+    "voting": Word(make=lambda config, target, draft, K: VotingDrafter(lookup_and_model(draft, K)), draft="model"),
     "none": Word(make=lambda config, target, draft, K: NoDrafter(), drafts=False),
 }
 

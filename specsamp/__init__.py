@@ -8,7 +8,15 @@ __version__ = "0.1.0"
 from specsamp.checkpoints.pair import load_pair
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy, Stop
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import (
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.generate import generate, stream, use_compilation_cache
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
@@ -29,6 +37,7 @@ from specsamp.serving.schedule import FirstCome, ShortestFirst
 __all__ = [
     "Adaptive",
     "BlockRule",
+    "ChoosingDrafter",
     "Chunk",
     "Completion",
     "CompletionLog",
@@ -55,6 +64,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLM",
     "Verdict",
+    "VotingDrafter",
     "ban",
     "bias",
     "chain",

@@ -15,7 +15,14 @@ from configs import random_pair
 from launch import experiment
 from launch.drafters import make_adaptive, make_drafter
 from specsamp.decoding.adaptive import Adaptive, Entropy
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import (
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
@@ -61,7 +68,7 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
     "argument, message",
     [
         ("--config.rule=lucky", "no rule 'lucky': choose one of token, block, coupled"),
-        ("--config.drafter=lm", "no drafter 'lm': choose one of model, head, early_exit, ngram, none"),
+        ("--config.drafter=lm", "no drafter 'lm': choose one of model, head, early_exit, ngram, chosen, voting, none"),
         ("--config.drafter=early_exit", "exit_layer must be an integer >= 1 .*; got None"),
         ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
         ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
@@ -96,6 +103,8 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
     assert [type(warp) for warp in made.sampling.warps] == [Temperature, TopP]
     hash((made.drafter, made.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
+    parts = NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)
+    known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
     for word, drafter in known.items():
         config.update(drafter=word, exit_layer=1)
         assert make_drafter(config, made.pair.target, made.pair.draft) == drafter

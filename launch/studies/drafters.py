@@ -3,10 +3,13 @@
     python launch/studies/drafters.py --output=runs/python_drafters.json
     python launch/studies/drafters.py --head=Medusa=runs/medusa_head --output=runs/python_drafters.json
     python launch/studies/drafters.py --exit_target=runs/layer_skip --prompts=4 --K=2 --output=runs/few.json
+    python launch/studies/drafters.py --combined --repeated --K=4 --output=runs/python_voting_repeated.json
 
 The draft model of a pair, prompt lookup, an early exit and the pair's head, greedy, at 0.8/0.95 and at temperature 1, by
 draft length. ``--head`` adds a head that launch/export_head.py wrote. An early exit of the pair's own target, which was
 not trained for it, is hardly accepted: ``--exit_target`` names the run of one that was, whose texts are its own.
+``--combined`` measures the draft model and prompt lookup alone, chosen from past rounds and voting, instead; with
+``--repeated`` on prompts that end with their own beginning, so that texts go on as copies.
 
 Every drafter takes turns with plain decoding of its target. Temperature and top-p are numbers of one program: a drafter
 is compiled once for each K, and greedy decoding pays for the warp that it does not need, on both sides. A cell is written
@@ -19,6 +22,7 @@ target and its drafters (``--costs``, of compile_study.py): a head is taken to c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import zlib
@@ -30,8 +34,9 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+from drafters import lookup_and_model
 from drafters_on_chips import FORECAST_HEADER, SAMPLINGS, Costs, costs_of_drafters, forecast_rows, sampling_name
-from results_tables import cost_of_a_draft
+from results_drafters import cost_of_a_draft
 from specsamp import chain, storage, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Cell, Results, measure_cells
@@ -42,7 +47,14 @@ from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding.checks import encode
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
+from specsamp.decoding.drafters import (
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
@@ -62,6 +74,10 @@ _TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens that each prompt i
 _SAMPLINGS = flags.DEFINE_multi_enum(
     "sampling", ["greedy", "0.8/0.95", "1.0"], ["greedy", "0.8/0.95", "1.0"], "Distribution; may be repeated."
 )
+_COMBINED = flags.DEFINE_bool(
+    "combined", False, "Measure the draft model and prompt lookup alone, chosen and voting, instead of all drafters."
+)
+_REPEATED = flags.DEFINE_bool("repeated", False, "Add to each prompt the first half of its own text.")
 _COSTS = flags.DEFINE_string(
     "costs",
     str(pathlib.Path(__file__).parents[2] / "notebooks" / "results" / "compile_heads.json"),
@@ -88,6 +104,8 @@ def main() -> None:
     found = sources()
     costs = costs_of_drafters(storage.read_json(_COSTS.value), _CHIP_TARGET.value, _CHIPS.value, _COSTS.value)
     prompts = load_prompts(_PAIR.value)[: _PROMPTS.value]
+    if _REPEATED.value:
+        prompts = [f"{text}\n\n\n{text[: len(text) // 2]}" for text in prompts]
     tokens = tuple(map(tuple, encode(found[0].pair, prompts)))
     work = Workload(
         prompts=tokens,
@@ -120,6 +138,16 @@ def sources() -> list[Source]:
       FileNotFoundError, ValueError: a pair, head or run that is not there or does not fit.
     """
     pair, window = load_pair(_PAIR.value), decode_window()
+    alone = [
+        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window)),
+        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K)),
+    ]
+    if _COMBINED.value:
+        both = functools.partial(lookup_and_model, pair.draft)
+        return alone + [
+            Source(name="chosen: lookup or draft model", pair=pair, make=lambda K: ChoosingDrafter(both(K))),
+            Source(name="voting: lookup and draft model", pair=pair, make=lambda K: VotingDrafter(both(K))),
+        ]
     target = pair.target
     own = open_target(_EXIT_TARGET.value) if _EXIT_TARGET.value else None
     exits = pair
@@ -127,15 +155,11 @@ def sources() -> list[Source]:
         model = TransformerLM.for_backend(dataclasses.replace(own.config, dtype=target.config.dtype))
         exits = dataclasses.replace(pair, target=model, target_params=own.params)
     EarlyExitDrafter(exits.target, _EXIT_LAYER.value, 1, window)
-    found = [
-        Source(name="draft model", pair=pair, make=lambda K: ModelDrafter(pair.draft, K, window)),
-        Source(name="prompt lookup", pair=pair, make=lambda K: NgramDrafter(K=K)),
-        Source(
-            name=f"early exit after {_EXIT_LAYER.value}" + (" (trained for it)" if own is not None else ""),
-            pair=exits,
-            make=lambda K: EarlyExitDrafter(exits.target, _EXIT_LAYER.value, K, window),
-        ),
-    ]
+    early_exit = Source(
+        name=f"early exit after {_EXIT_LAYER.value}" + (" (trained for it)" if own is not None else ""),
+        pair=exits,
+        make=lambda K: EarlyExitDrafter(exits.target, _EXIT_LAYER.value, K, window),
+    )
     heads = {}
     if (pair_folder(_PAIR.value) / "head").is_dir():
         heads["its head"] = load_pair(_PAIR.value, draft="head", check_fit=False)
@@ -144,7 +168,7 @@ def sources() -> list[Source]:
         if not (name and equals and folder):
             raise ValueError(f"--head={text}: write a name and a folder, such as Medusa=runs/medusa_head")
         heads[name if "head" in name else f"{name} head"] = with_head(pair, folder)
-    return found + [head_source(name, one) for name, one in heads.items()]
+    return [*alone, early_exit] + [head_source(name, one) for name, one in heads.items()]
 
 
 def with_head(pair: Pair, folder: str) -> Pair:

@@ -22,6 +22,7 @@ from absl import flags
 import _launch  # noqa: F401, the folder of entry
 import entry
 import results_compiled as compiled
+import results_drafters as drafted
 import results_tables as measured
 from results_in_short import headline, summary
 from results_tables import Documents
@@ -81,7 +82,7 @@ SECTIONS = (
         "what proposing a token and reading what was accepted take. The early exit is of a target that was tuned for it, from "
         "the pair's own, in 700 steps (`configs/python_pair.py:layer_skip`), and whose texts are its own; Medusa's heads were "
         "trained in 900 steps, two million tokens. On this CPU a head is not free; what its acceptance would be worth on a chip says the next table.",
-        measured.drafters,
+        drafted.drafters,
         ["python_drafters"],
     ),
     Section(
@@ -89,8 +90,19 @@ SECTIONS = (
         ESTIMATE
         + "What the acceptance above would give Llama 3.1 8B on four v5e chips, if its drafters were accepted as "
         "often: a forecast from the costs of rounds that were compiled for them (a range covers what is not known).",
-        measured.drafters_on_chips,
+        drafted.drafters_on_chips,
         ["python_drafters", "compile_heads"],
+    ),
+    Section(
+        "Two drafters together",
+        "The draft model and prompt lookup alone, chosen from past rounds before anything is drawn (lookup falls back to the "
+        "model where it finds nothing), and voting by what each got accepted, its winner verified as a one-hot proposal. Token "
+        "rule, K = 4, batch 1, 64 new tokens of each of six held-out prompts; repeated: the prompt is followed by the first half "
+        "of its own text. Counts only, where plain decoding has one token per round: the machine was busy, so the files' "
+        "milliseconds mean nothing, and speed waits for a quiet run of the same commands. At T = 1 a vote costs acceptance, since "
+        "the draft model's token is then certain instead of drawn.",
+        drafted.voting,
+        ["python_voting", "python_voting_repeated"],
     ),
     Section(
         "Speedup by draft length and rule",

@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from drafters_on_chips import FORECAST_HEADER, costs_of_drafters, forecast_rows
-
 Documents = Mapping[str, Any]
 
 MS = ("mean", "p90")
@@ -334,54 +332,3 @@ def scheduling(documents: Documents) -> str:
         header = ("load", "schedule", "ms per token", "p90", "simulated", "p90", "longest, s", "put aside")
         parts += [text, table(header, rows)]
     return "\n\n".join(parts)
-
-
-def cost_of_a_draft(result: Mapping[str, Any], K: int) -> float | None:
-    """Returns the steps of the target that a drafted token costs; a head also reads what was accepted."""
-    split = result["split"]
-    if split is None:
-        return None
-    return sum(split[part]["ms"]["median"] for part in ("draft", "commit")) / (K * split["step"]["ms"]["median"])
-
-
-def drafters(documents: Documents) -> str:
-    """Returns what each drafter of one target gains, by distribution and K."""
-    cells = [cell for cell in documents["python_drafters"]["cells"] if "result" in cell]
-    most = max(cell["key"]["draft_length"] for cell in cells)
-    rows = []
-    for cell in cells:
-        key, result = cell["key"], cell["result"]
-        counts, K = result["acceptance"], key["draft_length"]
-        shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
-        cost = cost_of_a_draft(result, K)
-        rows.append(
-            (
-                key["drafter"],
-                "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}, top-p {key['top_p']:g}",
-                K,
-                f"{counts['emitted'] / counts['rounds']:.2f}",
-                *shares,
-                *[""] * (most - K),
-                "" if cost is None else f"{cost:.2f}",
-                f"{result['speculative']['ms_per_token']['median']:.2f}",
-                ratio(result["speedup"]),
-            )
-        )
-    positions = [f"accepted at {i + 1}" for i in range(most)]
-    header = (
-        "drafter",
-        "sampling",
-        "K",
-        "tokens per round",
-        *positions,
-        "a draft, in steps",
-        "ms per token",
-        "speedup",
-    )
-    return table(header, rows)
-
-
-def drafters_on_chips(documents: Documents) -> str:
-    """Returns what the acceptance of `drafters` would be worth on a chip, by the costs of compiled rounds."""
-    costs = costs_of_drafters(documents["compile_heads"], "Llama 3.1 8B", "v5e:2x2", "compile_heads.json")
-    return table(FORECAST_HEADER, forecast_rows(documents["python_drafters"]["cells"], costs))

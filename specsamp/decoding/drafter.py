@@ -12,8 +12,8 @@ target's cache reach all three. A drafter that writes the target's cache hands i
 target a `Block`, the rule return the accepted rows, and the target move their slots together
 (`LanguageModel.compact`). Drawing siblings without replacement will be a method of the rule beside `Rule.sample`.
 
-*Voting* of several drafters: one drafter that holds them; its state is the tuple of theirs. It picks one *before*
-looking at what it sampled, and its draws are kept apart by the drafter's index: ``sample(logits_BV, i, drafter=1)``.
+*Several drafters* (`VotingDrafter`, `ChoosingDrafter`): one drafter that holds them; its state holds theirs. It picks one
+*before* looking at what it sampled, or proposes tokens without a distribution. Each part has a `Sampler` of its own index.
 
 *Adaptive length*: ``num_drafted_B`` is decided on device; shapes stay ``[B, K]``. A drafter that draws a chain through
 `Sampler.chain` stops where `specsamp.decoding.adaptive` says so; of any other the loop takes as many tokens as a row wants.

@@ -45,6 +45,7 @@ class Sampler:
     any_shard: Callable[[Array], Array] = jnp.asarray
     wanted_B: Array | None = None  # int32, the most tokens that each row drafts; None: all K
     stop: Stop | None = None  # ends drafts before that
+    drafter: int = 0  # index, where several draft in one round: their draws are kept apart
 
     @property
     def is_one_hot(self) -> bool:
@@ -58,7 +59,6 @@ class Sampler:
         node: Array | int,
         *,
         depth: Array | int | None = None,
-        drafter: int = 0,
         warp_state: Any = None,
     ) -> tuple[Array, Array | None]:
         """Draws a token per row.
@@ -67,7 +67,6 @@ class Sampler:
           logits_BV: the draft's, before warping.
           node: index of the drafted node, 0 for the first.
           depth: drafted tokens before this one on its path; default ``node``, as in a chain.
-          drafter: index, where several draft in one round.
           warp_state: from `advance`, along the path to this node; default that of the pending token.
 
         Returns:
@@ -79,7 +78,7 @@ class Sampler:
             if self.is_one_hot:
                 return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
             depth = node if depth is None else depth
-            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=drafter), warped_BV
+            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=self.drafter), warped_BV
 
     def advance(self, warp_state: Any, tokens_B: Array) -> Any:
         """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""

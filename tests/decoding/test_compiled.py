@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.adaptive import Adaptive, Confidence
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import (
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
@@ -35,14 +42,20 @@ def compiled_run(
     num_layers=1,
     exit_window=None,
     adaptive=None,
+    combine=None,
     **changes,
 ):
-    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer."""
+    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer.
+
+    ``combine`` makes one drafter of prompt lookup and the draft model.
+    """
     target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     drafter = ModelDrafter(draft, K) if K else NoDrafter()
     if exit_window is not None:
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
+    if combine is not None:
+        drafter = combine((NgramDrafter(K), drafter))
     loop = Loop(target=target, drafter=drafter, rule=rule)
     request = Request.create(
         sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch, adaptive=adaptive
@@ -50,7 +63,7 @@ def compiled_run(
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(
-            target=target.fit_slots(target.prepare(t), SLOTS), draft=draft.fit_slots(draft.prepare(d), SLOTS)
+            target=target.fit_slots(target.prepare(t), SLOTS), draft=drafter.fit_slots(drafter.prepare(d), SLOTS)
         ),
         *params,
     )
@@ -104,6 +117,14 @@ def test_widths_that_share_a_program_copy_no_cache(batch, exit_window):
     adaptive = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
     options = dict(positions="rotary", num_layers=2, vocab_size=512, exit_window=exit_window, adaptive=adaptive)
     text = compiled_run(batch, 3, **options).as_text()
+    copies = moved(text, "copy") | moved(text, "transpose")
+    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+
+
+@pytest.mark.parametrize("batch, combine", [(1, ChoosingDrafter), (3, VotingDrafter)])
+def test_drafters_that_are_chosen_or_vote_copy_no_cache(batch, combine):
+    """Neither where one is left out of a round, nor where it reads what it missed."""
+    text = compiled_run(batch, 3, positions="rotary", num_layers=2, vocab_size=512, combine=combine).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
 

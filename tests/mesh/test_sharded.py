@@ -10,7 +10,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
+from specsamp import (
+    BlockRule,
+    ChoosingDrafter,
+    NgramDrafter,
+    Pair,
+    TokenRule,
+    chain,
+    generate,
+    stream,
+    temperature,
+    top_p,
+)
 from specsamp.analysis import phases
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
@@ -136,6 +147,21 @@ def test_streams_and_other_drafters(table_pair):
     for chunk in stream(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter, rounds_per_chunk=2):
         parts[chunk.prompt_index] += chunk.tokens
     assert parts == [c.tokens for c in generate(table_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)]
+
+
+def test_several_drafters(table_pair):
+    """Only shards whose rows ask for a part could run it; they agree, since its caches may be split over all devices."""
+    pair = shard(table_pair, make_mesh(2, 4))
+    call = dict(max_new_tokens=12, sampling=SAMPLING)
+
+    def both(draft):
+        return ChoosingDrafter((NgramDrafter(K=2), ModelDrafter(draft, 2)))
+
+    expected = generate(table_pair, PROMPTS, drafter=both(table_pair.draft), **call)
+    assert generate(pair, PROMPTS, drafter=both(pair.draft), **call) == expected
+    job = Job.create(pair, PROMPTS, 12, Method(drafter=both(pair.draft), sampling=SAMPLING))
+    for leaf in jax.tree.leaves(job.run(job.prefill()).drafter_state):
+        assert leaf.sharding.is_equivalent_to(NamedSharding(pair.shards.mesh, P("data")), leaf.ndim)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, VotingDrafter
 from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
@@ -188,3 +188,51 @@ class NeverCatchesUp(ModelDrafter):
     """After a pause its cache lacks what was emitted meanwhile."""
 
     falls_behind = False
+
+
+# Of several drafters.
+
+
+@dataclasses.dataclass(frozen=True)
+class TiesGoToTheLowerId(VotingDrafter):
+    """No mistake: of two parts that draft one token each."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        return dataclasses.replace(draft, tokens_BK=draft.proposed_BPK.min(axis=1)), state, cache
+
+
+class JudgedByOnePart:
+    """The winner of a vote is verified as if it had been drawn by the first part."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, after, cache = super().propose(weights, state, prefix, cache, sample)
+        first = dataclasses.replace(weights, draft=weights.draft[0])
+        alone, _, _ = self.parts[0].propose(first, state.parts[0], prefix, cache, sample)
+        return dataclasses.replace(draft, log_probs_BRV=alone.log_probs_BRV), after, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class VotesJudgedByOnePart(JudgedByOnePart, VotingDrafter):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class TiesJudgedByOnePart(JudgedByOnePart, TiesGoToTheLowerId):
+    pass
+
+
+class KeepsTheBestOfTwo(TokenRule):
+    """Verifies two drafts of a token, each by its own distribution, and keeps the one of which more is accepted."""
+
+    def verify(self, draft, target, keys):
+        first = super().verify(draft, target, keys)
+        other = RoundKeys(rows_B=keys.rows_B, starts_B=keys.starts_B + 1000)
+        tokens_B1 = self.sample(draft.log_probs_BRV[:, 0], other, node=0, depth=0)[:, None]
+        second = super().verify(dataclasses.replace(draft, tokens_BK=tokens_B1), target, other)
+        is_better_B = second.num_accepted_B > first.num_accepted_B
+
+        def better(ours, theirs):
+            return jnp.where(is_better_B.reshape((-1,) + (1,) * (ours.ndim - 1)), ours, theirs)
+
+        return jax.tree.map(better, second, first)

@@ -1,9 +1,18 @@
-"""Ways to propose tokens: nothing, a draft model, the context itself, the target's first layers, a head inside it."""
+"""Ways to propose tokens: nothing, a draft model, the context itself, the target's layers, a head, or several of them."""
 
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.none import NoDrafter
+from specsamp.decoding.drafters.voting import ChoosingDrafter, VotingDrafter
 
-__all__ = ["EarlyExitDrafter", "FeatureDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]
+__all__ = [
+    "ChoosingDrafter",
+    "EarlyExitDrafter",
+    "FeatureDrafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "VotingDrafter",
+]

@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         return self.model
 
     def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> ModelDrafter:
-        return dataclasses.replace(self, model=draft)
+        return dataclasses.replace(self, model=draft or self.model)
 
     def drafting_with(self, target: LanguageModel) -> ModelDrafter:
         return dataclasses.replace(self, model=target)

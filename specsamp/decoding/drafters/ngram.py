@@ -41,6 +41,10 @@ class NgramDrafter(Drafter):
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
 
+    @property
+    def weights_key(self) -> None:
+        return None
+
     def foresee(self, state: Any, prefix: Prefix) -> Array:
         return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
 

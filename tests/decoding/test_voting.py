@@ -1,0 +1,387 @@
+"""Several drafters vote, or one is chosen: exact by the distribution they are verified by, and no part falls behind."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from specsamp import (
+    Adaptive,
+    BlockRule,
+    ChoosingDrafter,
+    Pair,
+    TokenRule,
+    VotingDrafter,
+    generate,
+    generate_many,
+    temperature,
+)
+from specsamp.decoding.checks import choose_drafter
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters.voting import vote
+from specsamp.decoding.state import Weights
+from specsamp.models.interface import Output
+from support import mutants
+from support.coupled_split import CoupledSplit
+from support.enumeration import autoregressive, enumerate_round
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, table_loop, table_pair
+from support.heads import ShowsTokens, table_head
+from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, RESTLESS, TARGET, V, distribution_test
+
+TABLE = TableLM(V)
+
+
+def models(count, K=2):
+    return (ModelDrafter(TABLE, K),) * count
+
+
+# Joint distributions, enumerated.
+
+
+def voted(proposals, weights):
+    """The vote by its definition: one row of proposals, each a list of tokens."""
+    elected, agree = [], list(range(len(proposals)))
+    while agree := [i for i in agree if len(proposals[i]) > len(elected)]:
+        votes = {
+            i: sum(weights[j] for j in agree if proposals[j][len(elected)] == proposals[i][len(elected)]) for i in agree
+        }
+        winner = max(agree, key=lambda i: (votes[i], -i))
+        elected.append(proposals[winner][len(elected)])
+        agree = [i for i in agree if proposals[i][: len(elected)] == elected]
+    return elected
+
+
+def test_votes_are_counted_token_by_token():
+    rng = np.random.default_rng(0)
+    proposed_BPK, num_BP = rng.integers(3, size=(300, 4, 3)), rng.integers(4, size=(300, 4))
+    weights_BP = rng.integers(3, size=(300, 4)) + 0.0
+    tokens_BK, num_drafted_B = vote(*map(jnp.asarray, (proposed_BPK, num_BP, weights_BP.astype(np.float32))))
+    for row in range(300):
+        lists = [proposed_BPK[row, i, : num_BP[row, i]].tolist() for i in range(4)]
+        assert tokens_BK[row, : num_drafted_B[row]].tolist() == voted(lists, weights_BP[row])
+
+
+LENGTH, K = 2, 2
+RULES = [TokenRule(), BlockRule(), CoupledSplit()]
+
+
+def random_tables(seed):
+    rng = np.random.default_rng(seed)
+    return [log_softmax(1.5 * rng.normal(size=(1, V**n, V)), -1) for n in range(LENGTH + K)]
+
+
+def joint_of(rounds, begin, after):
+    """The distribution of ``LENGTH`` tokens, of rounds that depend on what was remembered of those before.
+
+    Args:
+      rounds: of the number of tokens so far and what is remembered.
+      begin: what is remembered at first.
+      after: of that and of how many tokens were accepted, what is remembered next.
+    """
+    reached = {(0, begin): np.ones((1, 1))}
+    for m in range(LENGTH):
+        for memory in [memory for start, memory in reached if start == m]:
+            start_SX, one_round = reached[m, memory], rounds(m, memory)
+            for n in range(K + 1):
+                end = min(m + n + 1, LENGTH)
+                joint = (start_SX[..., None] * one_round.emitted(n)).reshape(1, V**end, -1).sum(-1)
+                reached[end, after(memory, n)] = reached.get((end, after(memory, n)), 0) + joint
+    return sum(joint for (end, _), joint in reached.items() if end == LENGTH)
+
+
+def winners(tables, weights):
+    """The distributions of the winner of a vote among the chains of some parts, after a prefix and 0, 1, .. of its tokens."""
+    chains = np.array(list(itertools.product(range(V), repeat=K)), np.int32)
+    ballots = np.array(list(itertools.product(range(V**K), repeat=len(tables))))
+    tokens_BK, _ = vote(
+        jnp.asarray(chains[ballots]),
+        jnp.full(ballots.shape, K),
+        jnp.broadcast_to(jnp.asarray(weights, jnp.float32), ballots.shape),
+    )
+    elected = np.asarray(tokens_BK) @ V ** np.arange(K)[::-1]
+    laws = []
+    for table in tables:
+        first, second = np.exp(table[0]), np.exp(table[1]).reshape(*table[0].shape, V)
+        laws.append((first[..., None] * second).reshape(1, -1, V**K))
+    together = np.prod([law[..., ballots[:, i]] for i, law in enumerate(laws)], axis=0)
+    joint = np.stack([together[..., elected == chain].sum(-1) for chain in range(V**K)], axis=-1)
+    first = joint.reshape(1, -1, V, V).sum(-1)
+    second = joint.reshape(1, -1, V) / first.reshape(1, -1, 1)
+    return [np.log(first), np.log(second)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_joint_distributions_of_votes_are_the_targets(rule):
+    """Three parts, with equal votes and with others; a winner that is judged by a part's distribution is biased."""
+    target, parts, exact = random_tables(0), [random_tables(seed) for seed in (1, 1, 2)], None
+    exact = autoregressive(target, LENGTH)
+
+    def error(weights, **judged):
+        def rounds(m, _):
+            law = winners([part[m:] for part in parts], weights)
+            shown = {"one_hot": True} if not judged else {"shown": parts[judged["by"]][m:]}
+            return enumerate_round(rule, target[m:], law, num_tokens=K, **shown)
+
+        return np.abs(joint_of(rounds, None, lambda memory, n: None) - exact).max()
+
+    assert error((1, 1, 1)) < 1e-12 and error((1, 2, 0.5)) < 1e-12
+    assert error((1, 1, 1), by=0) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("costs", [None, (1.0, 1.4)])
+def test_joint_distributions_of_choices_are_the_targets(rule, costs):
+    """A sampled part and one with certain tokens, written out as the loop does; what was accepted decides about the next."""
+    target, sampled, looked_up = (random_tables(seed) for seed in (0, 1, 2))
+    certain = [np.where(row == row.max(-1, keepdims=True), 0.0, -np.inf) for row in looked_up]
+    drafter = ChoosingDrafter(models(2, K), costs=costs)
+    used = set()
+
+    def state(memory):
+        counts = [jnp.asarray([column], jnp.float32) for column in memory]
+        return dataclasses.replace(drafter.init(1, 8), accepted_BP=counts[0], rounds_BP=counts[1])
+
+    def choice(memory):
+        return int(drafter.choose(state(memory))[0])
+
+    def rounds(m, memory):
+        used.add(choice(memory))
+        return enumerate_round(rule, target[m:], (sampled, certain)[choice(memory)][m:], num_tokens=K)
+
+    def after(memory, n):
+        at = choice(memory)
+        add = [
+            tuple(drafter.decay * x + new * (i == at) for i, x in enumerate(row)) for row, new in zip(memory, (n, 1))
+        ]
+        return tuple(add)
+
+    joint = joint_of(rounds, ((0.0, 0.0), (0.0, 0.0)), after)
+    assert np.abs(joint - autoregressive(target, LENGTH)).max() < 1e-12
+    assert used == {0, 1}
+
+
+# Golden numbers: drafts from (.5, .5) for a target of (.7, .3).
+
+
+def first_token(drafter, weights, rule=TokenRule()):
+    """How often token 0 is written first, and how often what was drafted."""
+    tables = [jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in ((0.7, 0.3), (0.5, 0.5))]
+    loop = table_loop(rule, drafter, vocab_size=2)
+    run = decode(loop, tables[0], (tables[1],) * weights if weights else tables[1], [[0]], 1, FULL, samples=40_000)
+    return 1 - run.emitted(1).mean(), float(run.state.stats.accepted_BT[:, 1].mean())
+
+
+def test_the_two_wrong_ways_in_numbers():
+    two = (ModelDrafter(TableLM(2), 1),) * 2
+    assert first_token(mutants.TiesGoToTheLowerId(two), 2) == pytest.approx((0.7, 0.6), abs=0.01)
+    assert first_token(mutants.TiesJudgedByOnePart(two), 2)[0] == pytest.approx(0.85, abs=0.01)
+    assert first_token(two[0], 0, mutants.KeepsTheBestOfTwo())[0] == pytest.approx(0.64, abs=0.01)
+
+
+# The loop.
+
+
+@pytest.mark.parametrize(
+    "drafter, weights, rule, sampling, adaptive",
+    [
+        (ChoosingDrafter((NgramDrafter(2), *models(1))), (None, NEAR), BlockRule(), NUCLEUS, None),
+        (ChoosingDrafter((*models(2), NgramDrafter(2))), (FAR, NEAR, None), TokenRule(), FULL, RESTLESS),
+    ],
+)
+def test_the_text_has_the_distribution_of_the_target(drafter, weights, rule, sampling, adaptive):
+    loop = table_loop(rule, drafter)
+    sampled = dict(length=3, samples=20_000, powered=False, adaptive=adaptive)
+    assert distribution_test(loop, weights, sampling, **sampled) > FALSE_ALARM
+
+
+def test_votes_that_are_judged_by_one_part_are_caught():
+    loop = table_loop(TokenRule(), mutants.VotesJudgedByOnePart(models(3, 1)))
+    few = dict(length=3, samples=20_000, powered=False)
+    assert distribution_test(loop, (FAR,) * 3, FULL, **few) < FALSE_ALARM * 1e-6
+    right = table_loop(TokenRule(), VotingDrafter(models(3, 1)))
+    assert distribution_test(right, (FAR,) * 3, FULL, **few) > FALSE_ALARM
+
+
+def test_parts_inside_the_target():
+    """A head that reads one layer, an early exit in the target's cache, and prompt lookup."""
+    exits = LayeredTableLM(V)
+    drafter = ChoosingDrafter((NgramDrafter(2), EarlyExitDrafter(exits, 1, 2)))
+    loop = dataclasses.replace(table_loop(BlockRule(), drafter), target=exits)
+    few = dict(length=3, samples=20_000, powered=False)
+    layers = jnp.stack([FAR, TARGET - FAR])
+    assert distribution_test(loop, (None, None), FULL, target=layers, **few) > FALSE_ALARM
+    heads = ShowsTokens(V)
+    drafter = VotingDrafter(tuple(FeatureDrafter(heads, table_head(V, layer), 2) for layer in (0, 3)))
+    assert drafter.hidden_layers == (0, 3)
+    loop = dataclasses.replace(table_loop(TokenRule(), drafter), target=heads)
+    assert distribution_test(loop, (TARGET, FAR), FULL, **few) > FALSE_ALARM
+
+
+def test_each_part_is_handed_its_own_features():
+    head = table_head(V, 3)
+    drafter = VotingDrafter(
+        (FeatureDrafter(ShowsTokens(V), table_head(V, 5), 1), FeatureDrafter(ShowsTokens(V), head, 1))
+    )
+    output = Output(
+        logits_BTV=jnp.zeros((1, 1, V)), cache=(), hidden=(jnp.full((1, 1, 1), 3.0), jnp.full((1, 1, 1), 5.0))
+    )
+    assert [float(drafter._output_of(i, output).hidden[0][0, 0, 0]) for i in (0, 1)] == [5, 3]
+
+
+# What the parts know.
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnByTurn(ChoosingDrafter):
+    """Chooses the first part for three rounds, then the second for three, and so on."""
+
+    def choose(self, state):
+        return (state.rounds_BP.sum(axis=1) // 3 % 2).astype(jnp.int32)
+
+
+class ReadsAllAnew(ModelDrafter):
+    """Reads the whole text in every round: what it knows has no holes."""
+
+    def catch_up(self, weights, state, prefix, seen_B, is_behind):
+        return super().catch_up(weights, state, prefix, jnp.zeros_like(seen_B), is_behind)
+
+
+def of_the_second_part(drafter, first, second):
+    """How many tokens of the second part were written per proposal."""
+    run = decode(table_loop(TokenRule(), drafter), TARGET, (first, second), PROMPTS[1:], 60, FULL, samples=50)
+    state = run.state.drafter_state
+    assert state.rounds_BP.min() > 5
+    return float(state.accepted_BP[:, 1].sum() / state.rounds_BP[:, 1].sum())
+
+
+@pytest.mark.parametrize("model, knows_all", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)])
+def test_a_part_that_was_left_out_catches_up(model, knows_all):
+    """A draft that is the target is accepted whole, unless its cache has holes."""
+    chosen = of_the_second_part(TurnByTurn((ModelDrafter(TABLE, 3), model(TABLE, 3)), decay=1.0), FAR, TARGET)
+    assert chosen == 3 if knows_all else chosen < 2.95
+
+
+def test_a_part_that_was_outvoted_reads_what_was_written():
+    made = [
+        of_the_second_part(
+            VotingDrafter((ModelDrafter(TABLE, 3), part(TABLE, 3)), weighted=False, decay=1.0), TARGET, NEAR
+        )
+        for part in (ReadsAllAnew, ModelDrafter, mutants.NeverCatchesUp)
+    ]
+    assert made[0] == made[1] > made[2]
+
+
+def test_after_a_pause_as_much_is_accepted():
+    never_pays = Adaptive(lengths=(0, 3), costs_ms=(1, 100), pause=2)
+    loop = table_loop(TokenRule(), ChoosingDrafter(models(2, 3)))
+    stats = decode(loop, TARGET, (TARGET, TARGET), PROMPTS, 50, FULL, samples=20, adaptive=never_pays).state.stats
+    assert jnp.all(stats.lengths_BT[:, 3] == 4) and jnp.all(stats.accepted_BT[:, 3] == 4)
+
+
+def test_what_a_part_knows_grows_without_holes():
+    drafter = ChoosingDrafter(models(1))
+    state = dataclasses.replace(drafter.init(3, 16), seen_BP=jnp.asarray([[2], [6], [9]]))
+    tokens_BT, start_B, output = jnp.zeros((3, 4), jnp.int32), jnp.full(3, 4), Output(logits_BTV=None, cache=())
+    weights = Weights(target=TARGET, draft=(NEAR,))
+    after, _ = drafter.read(weights, state, tokens_BT, start_B, jnp.asarray([9, 9, 7]), output, ())
+    assert after.seen_BP.tolist() == [[2], [8], [7]]
+
+
+# Calls.
+
+
+def test_prompts_over_few_rows_write_the_same():
+    """Beside others, or put in after them, a row chooses as it would alone."""
+    pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
+    asked = dict(drafter=ChoosingDrafter([NgramDrafter(2), ModelDrafter(pair.draft, 2)]), sampling=temperature(1.0))
+    together = generate(pair, prompts, 20, **asked)
+    queue = sorted(generate_many(pair, prompts, 20, rows=1, **asked), key=lambda one: one.prompt_index)
+    assert [one.tokens for one in queue] == [one.tokens for one in together] and all(one.exact for one in together)
+
+
+def test_models_of_their_own():
+    """A pair without a draft, whose parameters are those of each part."""
+    table = table_pair().target_params
+    pair = Pair(target=TableLM(12), target_params=table, draft_params=(near(table, 1, 0.5), None, table))
+    drafter = VotingDrafter((ModelDrafter(TableLM(12), 2), NgramDrafter(2), ModelDrafter(TableLM(12), 2)))
+    assert [part.model for part in drafter.with_models(pair.target, None).parts[::2]] == [TableLM(12)] * 2
+    assert generate(pair, [[1, 2]], 30, drafter=drafter)[0].stats.emitted_per_round > 1.5
+
+
+def test_what_is_foreseen_is_what_any_part_will_find():
+    prefix = Prefix(tokens_BS=jnp.asarray([[1, 2, 1, 0], [1, 2, 3, 0]]), lengths_B=jnp.full(2, 3))
+    lookups = VotingDrafter((NgramDrafter(2, 3, 2), NgramDrafter(2)))
+    assert lookups.foresee(lookups.init(2, 4), prefix).tolist() == [2, 0]
+    assert ChoosingDrafter(TWO).foresee(ChoosingDrafter(TWO).init(2, 4), prefix) is None
+
+
+class Tree(NgramDrafter):
+    depth = 2
+
+
+class Fixed(Drafter):
+    K = 2
+
+    def propose(self, weights, state, prefix, cache, sample):
+        raise NotImplementedError
+
+
+TWO = (NgramDrafter(2), ModelDrafter(TableLM(12), 2))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: VotingDrafter(()), r"parts must be drafters, .*; got \(\)"),
+        (lambda: VotingDrafter(NgramDrafter(2)), "parts must be drafters, .*; got NgramDrafter"),
+        (lambda: ChoosingDrafter((NgramDrafter,)), "parts must be drafters"),
+        (lambda: VotingDrafter((NgramDrafter(2), NgramDrafter(3))), r"K must be equal and at least 1; got \[2, 3\]"),
+        (lambda: VotingDrafter((NoDrafter(),)), r"K must be equal and at least 1; got \[0\]"),
+        (lambda: VotingDrafter((NgramDrafter(3), Tree(3))), "parts must draft chains; Tree drafts a tree"),
+        (lambda: VotingDrafter(TWO, trust=0.0), "trust must be above 0 and decay from 0 to 1; got 0.0 and 0.9"),
+        (
+            lambda: ChoosingDrafter(TWO, costs=(1.0,)),
+            r"costs must be 2 numbers above 0, one for each part; got \(1.0,\)",
+        ),
+        (lambda: ChoosingDrafter(TWO, costs=(1.0, 0.0)), "costs must be 2 numbers above 0"),
+    ],
+)
+def test_bad_parts_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_does_not_fit_the_pair_is_refused():
+    pair = table_pair()
+    other = VotingDrafter((NgramDrafter(2), ModelDrafter(TableLM(9), 2)))
+    two_models = VotingDrafter((ModelDrafter(TableLM(12), 2), ModelDrafter(TableLM(12, max_positions=64), 2)))
+    own = Pair(target=pair.target, target_params=pair.target_params, draft_params=(None, pair.draft_params, None))
+    for where, drafter, message in (
+        (pair, other, "draft vocabulary 9 != target vocabulary 12"),
+        (
+            pair,
+            two_models,
+            "2 of the drafters have parameters of their own, and the pair's draft_params are those of one",
+        ),
+        (own, VotingDrafter(TWO), "draft_params are a tuple of 3 for 2 drafters"),
+        (
+            dataclasses.replace(own, draft_params=(None, None)),
+            VotingDrafter(TWO),
+            "a ModelDrafter needs the pair's draft_",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_drafter(where, None, drafter)
+    assert two_models.max_positions == 64
+    with pytest.raises(ValueError, match="ChoosingDrafter cannot draft 1 tokens"):
+        generate(
+            pair, [[1]], 4, drafter=ChoosingDrafter((Fixed(),)), draft_length=Adaptive(lengths=(1, 2), costs_ms=(1, 2))
+        )
+    assert jax.tree.structure(ChoosingDrafter(TWO).of_length(1).init(2, 8)) == jax.tree.structure(
+        ChoosingDrafter(TWO).init(2, 8)
+    )
