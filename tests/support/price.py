@@ -1,13 +1,17 @@
 """What lossy rules cost by enumeration: of each token, from what is emitted alone, and of texts, by the rule's meter."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import log_softmax
 
 from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import log_probs
 from support.enumeration import CHUNK, COMPILE_FAST, along_drafts, autoregressive, enumerate_round
+from support.fakes import ORDER
 
 
 def variation(one, other):
@@ -86,3 +90,15 @@ def joint_and_price(rule, target, draft, *, num_tokens, length, one_hot=False):
 def text_variation(joint, target, length):
     """The total variation between texts, ``[S]``."""
     return variation(joint, autoregressive(target, length))
+
+
+def prefix_tables(table, warp, prompt, depth):
+    """What a `TableLM` says after every continuation of ``prompt`` shorter than ``depth``: `Distributions`."""
+    vocab_size = table.shape[-1]
+    warped = np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64).reshape(table.shape)
+    found = []
+    for length in range(depth):
+        texts = itertools.product(range(vocab_size), repeat=length)
+        contexts = [tuple(([vocab_size] * ORDER + [*prompt, *text])[-ORDER:]) for text in texts]
+        found.append(log_softmax(np.stack([warped[context] for context in contexts]), -1)[None])
+    return found
