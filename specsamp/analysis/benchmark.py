@@ -100,6 +100,7 @@ class Result:
     memory: MemoryUse
     device_gb_per_s: Quartiles | None  # streaming, measured
     streaming_share: Quartiles | None  # of it that an autoregressive round reaches, counting its weights alone
+    variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
 
     @property
     def allowed_speedup(self) -> float | None:
@@ -161,6 +162,7 @@ def benchmark(
     split, device, share = _phases(sides, workload.repeats, progress)
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
+    acceptance = functools.reduce(operator.add, (timing.stats for timing in timings["speculative"]))
     return Result(
         **{
             name: _side(side, timings[name], warm_up[name], np.concatenate(token_seconds[name]))
@@ -168,13 +170,14 @@ def benchmark(
         },
         speedup=Quartiles.of(seconds["autoregressive"] / seconds["speculative"]),
         overall_speedup=float(seconds["autoregressive"].sum() / seconds["speculative"].sum()),
-        acceptance=functools.reduce(operator.add, (timing.stats for timing in timings["speculative"])),
+        acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
         split=split,
         slots=sides["speculative"].slots,
         memory=memory,
         device_gb_per_s=device,
         streaming_share=share,
+        variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )
 
 
