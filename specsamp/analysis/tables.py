@@ -251,7 +251,10 @@ def audit_table(found: Audit) -> Table:
     return Table(
         title="Exactness audit: with the draft against the target alone",
         header=("", "verdict", "claim", "found"),
-        rows=[(check.name, check.verdict.upper(), CHECKS[check.name], check.sentence) for check in found.checks],
+        rows=[
+            (check.name, check.verdict.upper(), check.claim or CHECKS[check.name], check.sentence)
+            for check in found.checks
+        ],
         note="; ".join(notes),
         left=4,
     )

@@ -9,6 +9,7 @@ import pytest
 
 from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
 from specsamp.sampling.rules import Draft
+from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import enumerate_round, split
 from support.price import joint_and_price, meters, text_variation, token_outputs, variation
@@ -191,11 +192,6 @@ class MetersTheDraftAgainstTheTarget(EARS):
         return jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0).sum(-1)
 
 
-class IgnoresItsBudget(Bounded):
-    def _share(self, log_q, log_p):
-        return jnp.ones_like(log_q[..., :1])
-
-
 def test_a_residual_that_costs_more_is_seen():
     with jax.enable_x64(True):
         cost = ReplacesByLessThanWasRejected(0.5).variation(*map(jnp.asarray, (log(FLAT), log(UNIFORM))))
@@ -211,7 +207,7 @@ def test_a_wrong_meter_is_seen(rule):
 
 def test_an_ignored_budget_is_seen():
     target, draft = constant(FALLING, 2), constant(RISING, 1)
-    joint, price = joint_and_price(IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1)
+    joint, price = joint_and_price(mutants.IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1)
     np.testing.assert_allclose([text_variation(joint, target, 1)[0], price[0]], 0.126, atol=EXACT)
 
 
