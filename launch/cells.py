@@ -129,6 +129,8 @@ def _setting(config: ConfigDict) -> Setting:
     K = integer("draft_length", config.draft_length, 0)
     plain = K == 0 or not word_of(config).drafts
     drafter, rule = drafter_name(config), make_rule(config.rule)
+    if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
+        rule = make_rule("token")
     fields, draft_temperature = config.sampling, config.get("draft_temperature")
     rate = config.get("synthetic_acceptance")
     key = {

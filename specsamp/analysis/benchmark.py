@@ -33,6 +33,7 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.models.compiling import is_out_of_memory
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -142,7 +143,11 @@ def benchmark(
     Raises:
       ValueError: the workload does not fit the models.
     """
-    contenders = {"autoregressive": (NoDrafter(), rule), "speculative": (drafter, rule)}
+    # A meter has nothing to say of plain decoding, and would take time.
+    contenders = {
+        "autoregressive": (NoDrafter(), TokenRule() if rule.metered else rule),
+        "speculative": (drafter, rule),
+    }
     lengths = {"speculative": adaptive}
     sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive=lengths)
     warm_up = {name: compile_seconds(side, f"{name} loop", progress) for name, side in sides.items()}
