@@ -109,6 +109,7 @@ def main() -> None:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         chat=bool(config.get("chat")),
+        require_exact=_REQUIRE_EXACT.value,
     )
     methods = methods_of(config, experiment)
     problems = fitting(problems, experiment, list(methods.values()), requests, console)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from results_tables import Documents, table
 from specsamp.analysis.figures import GREY, STYLES, axes_of, to_png
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#787e85")
@@ -40,6 +41,19 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
         )
         for point in points
     ]
+
+
+def section(documents: Documents) -> str:
+    """Returns the table of the committed study, one distribution after the other, for the page of results."""
+    points = documents["python_lossy"]["points"]
+    samplings = dict.fromkeys((point["temperature"], point["top_p"]) for point in points)
+    parts = []
+    for heat, share in samplings:
+        chosen = [point for point in points if (point["temperature"], point["top_p"]) == (heat, share)]
+        parts.append(
+            f"T = {heat:g}, top-p {share:g}, K = {chosen[0]['draft_length']}:\n\n{table(HEADER, rows(chosen))}"
+        )
+    return "\n\n".join(parts)
 
 
 def family(rule: str) -> str:

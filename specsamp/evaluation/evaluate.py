@@ -40,6 +40,7 @@ class Requests:
       samples: completions of each problem.
       rows: texts that are decoded together.
       chat: a problem is the first message of a user, whose answer is written by the chat template.
+      require_exact: refuse ways to decode that are lossy.
     """
 
     samples: int = 1
@@ -47,6 +48,7 @@ class Requests:
     max_new_tokens: int = 128
     seed: int = 0
     chat: bool = False
+    require_exact: bool = False
 
 
 def decode(
@@ -97,6 +99,7 @@ def decode(
             num_samples=requests.samples,
             return_log_probs=True,
             prompt_ids=[key + turn * TURNS_APART for key in asked],
+            require_exact=requests.require_exact,
         )
         work.compile()
         begin, of_turn = time.perf_counter(), []
