@@ -18,15 +18,15 @@ from rich.console import Console
 import entry
 import price
 import tracing
-from config_file import choose, require
+from config_file import require
 from drafters import drafter_name, make_adaptive, make_drafter, word_of
 from experiment import (
     EXPERIMENT_FIELDS,
-    RULES,
     Experiment,
     make_sampling,
 )
 from hyper import Point, product, sweep
+from rules import make_rule
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results
@@ -128,7 +128,9 @@ def _setting(config: ConfigDict) -> Setting:
     require(config, EXPERIMENT_FIELDS, "this command")
     K = integer("draft_length", config.draft_length, 0)
     plain = K == 0 or not word_of(config).drafts
-    drafter, rule = drafter_name(config), choose("rule", config.rule, RULES)()
+    drafter, rule = drafter_name(config), make_rule(config.rule)
+    if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
+        rule = make_rule("token")
     fields, draft_temperature = config.sampling, config.get("draft_temperature")
     rate = config.get("synthetic_acceptance")
     key = {

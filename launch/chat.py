@@ -122,7 +122,8 @@ class Talk:
             told = (
                 f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
             )
-            self.console.print(f"\n{told}{rate}; read {self.chat.tokens_read} tokens", style="dim")
+            cost = "" if stats.variation is None else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
+            self.console.print(f"\n{told}{rate}{cost}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
     def prompt(self, line: str) -> Prompt:

@@ -26,9 +26,10 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import entry
 from calibration_file import define_calibration, own_calibration
-from config_file import ConfigFlag, choose, require
+from config_file import ConfigFlag, require
 from drafters import word_of
-from experiment import EXPERIMENT_FIELDS, RULES, make_sampling
+from experiment import EXPERIMENT_FIELDS, make_sampling
+from rules import make_rule
 from shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
@@ -133,7 +134,7 @@ def main() -> None:
             programs,
             topology=_TOPOLOGY.value,
             draft_length=config.draft_length,
-            rule=choose("rule", config.rule, RULES)(),
+            rule=make_rule(config.rule),
             names=[name for name in NAMES if name != "draft prefill" or word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),
         )

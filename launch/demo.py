@@ -188,6 +188,7 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
             f"{stats.acceptance_rate:.1%}",
             f"{stats.emitted_per_round:.2f}",
             f"{share:.0%}",
+            *[f"{stats.variation_per_token:.5f}"] * (not experiment.rule.exact),
             *[tables.shares(stats)] * (experiment.adaptive is not None),
         ]
 
@@ -199,6 +200,7 @@ def speed_table(timings: dict, share: float, experiment: Experiment) -> report.T
         "acceptance, of verified tokens",
         "emitted per round",
         "autoregressive step: plain products' share of its time",
+        *["LOSSY rule, total variation per token"] * (not experiment.rule.exact),
         *["rounds by drafted tokens, from 0 on"] * (experiment.adaptive is not None),
     )
     return report.Table(

@@ -6,7 +6,8 @@
     python launch/evaluate.py --task=python --methods=plain,token,always --output=runs/python.json
 
 A method is "plain"; a rule, with drafter and K of its own after slashes if not the configuration's; or "always", a control
-that accepts whatever was drafted and must come out as different. A task's problems are decoded in blocks, its categories
+that accepts whatever was drafted and must come out as different. A lossy rule, such as "ears:0.3" or
+"bounded:0.01:typical", is shown with its price; --require_exact refuses it. A task's problems are decoded in blocks, its categories
 if it has some, each in every way before the next begins. With --output every block is written when it is done, and its
 completions as they end, into the folder beside it: the same command goes on where it was interrupted, and another one
 of the same pair, task and requests adds its methods.
@@ -23,7 +24,6 @@ import hashlib
 import json
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,33 +35,26 @@ import entry
 import price
 from config_file import ConfigFlag, choose
 from drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
-from experiment import RULES, Experiment, build, config_mesh, headline
+from evaluation_tables import tables
+from experiment import Experiment, build, config_mesh, headline
+from rules import LOSSY, RULES, make_rule
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
-from specsamp.analysis.report import Table
+from specsamp.decoding.checks import check_exact
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.evaluation.evaluate import Requests, Row, conversation, decode, lengths, max_positions, tabulate
-from specsamp.evaluation.task import Interval, Problem, Task
+from specsamp.evaluation.task import Problem, Task
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.serving.log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
 FEW = 20  # problems, of which a bootstrap says little
-DIFFERENCES = (
-    "On the same problems, with an interval of 95%, and the size that four of five such runs would see. log_prob: per "
-    "token, under the target at temperature 1."
-)
-SPEEDS = (
-    "Chains; tokens per round count the target's own. A speedup is the median over blocks of problems, with the range. "
-    "Rows busy: while requests waited. Past a stop: decoded before a stop text was found, and dropped."
-)
-POSITIONS = "Of the rounds that reached a position, the share in which its token was accepted."
-
 _CONFIG = ConfigFlag("configs/trained_pair.py")
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
@@ -80,6 +73,7 @@ _LEAVE_OUT_LONG = flags.DEFINE_bool(
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
+_REQUIRE_EXACT = flags.DEFINE_bool("require_exact", False, "Refuse ways to decode that are lossy.")
 _CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 
@@ -115,6 +109,7 @@ def main() -> None:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         chat=bool(config.get("chat")),
+        require_exact=_REQUIRE_EXACT.value,
     )
     methods = methods_of(config, experiment)
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
@@ -210,8 +205,9 @@ def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, M
         rule_word, *others = word.split("/")
         if len(others) > 2 or (rule_word == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
             raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
-        if rule_word not in (PLAIN, ALWAYS):
-            choose("method", rule_word, RULES | {PLAIN: None, ALWAYS: None})
+        choose("method", rule_word.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
+        if _REQUIRE_EXACT.value:
+            check_exact(make_rule_of(rule_word))
         own = config.copy_and_resolve_references()
         if others:
             choose("drafter", others[0], DRAFTERS)
@@ -232,10 +228,17 @@ def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, M
     return methods
 
 
+def make_rule_of(word: str) -> Rule:
+    """Returns the rule of a way to decode; raises ValueError for a constant out of range."""
+    if word == PLAIN:
+        return TokenRule()
+    return SyntheticAcceptance(TokenRule(), 1.0) if word == ALWAYS else make_rule(word)
+
+
 def make_method(rule_word: str, config: ConfigDict, experiment: Experiment) -> Method:
     if rule_word == PLAIN:
-        return Method(drafter=NoDrafter(), rule=TokenRule(), sampling=experiment.sampling)
-    rule = SyntheticAcceptance(TokenRule(), 1.0) if rule_word == ALWAYS else RULES[rule_word]()
+        return Method(drafter=NoDrafter(), sampling=experiment.sampling)
+    rule = make_rule_of(rule_word)
     drafter = make_drafter(config, experiment.pair.target, experiment.pair.draft_or_head)
     adaptive = make_adaptive(config, drafter)
     return Method(drafter=drafter, rule=rule, sampling=experiment.sampling, adaptive=adaptive)
@@ -320,84 +323,8 @@ def as_json(row: Row) -> dict[str, Any]:
         "speedups": list(row.speedups),
         "occupancy": number(row.occupancy),
         "dropped": number(row.dropped),
+        "variation_per_text": number(row.variation_per_text),
     }
-
-
-def tables(task: Task, rows: Sequence[Row]) -> list[Table]:
-    """Returns the quality of each way, its speed, and what was accepted by category and position."""
-    names = {row.name: row.name if row.exact else f"{row.name} (not exact)" for row in rows}
-    measures = list(rows[0].scores)
-    quality = [
-        [
-            names[row.name],
-            *(shown(row.scores[name]) for name in measures),
-            *(shown_difference(row.differences[name]) if row.differences else "" for name in measures),
-        ]
-        for row in rows
-    ]
-    speeds = [
-        [
-            names[row.name],
-            known(row.ms_per_token, ".2f"),
-            speedup(row.speedups),
-            f"{row.total.emitted_per_round:.2f}",
-            known(row.occupancy, ".0%"),
-            known(row.dropped, ".1%"),
-        ]
-        for row in rows
-    ]
-    by_position = [
-        [
-            row.name,
-            category,
-            f"{counts.emitted_per_round:.2f}",
-            *(known(x, ".3f") for x in counts.acceptance_by_position),
-        ]
-        for row in rows
-        if row.total.drafted
-        for category, counts in (row.counts | {"all": row.total} if len(row.counts) > 1 else {"all": row.total}).items()
-    ]
-    deepest = max(map(len, by_position), default=3)
-    found = [
-        Table(
-            title=f"{task.name}: quality over {rows[0].problems} problems",
-            header=["", *measures, *(f"{name} less plain's" for name in measures)],
-            rows=quality,
-            note=DIFFERENCES,
-        ),
-        Table(
-            title="Speed",
-            header=["", "ms/token", "speedup", "tokens/round", "rows busy", "past a stop"],
-            rows=speeds,
-            note=SPEEDS,
-        ),
-        Table(
-            title="Acceptance by position",
-            header=["", "category", "tokens/round", *(str(i + 1) for i in range(deepest - 3))],
-            rows=[[*cells, *[""] * (deepest - len(cells))] for cells in by_position],
-            note=POSITIONS,
-            left=2,
-        ),
-    ]
-    return found if by_position else found[:2]
-
-
-def known(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
-
-
-def shown(interval: Interval) -> str:
-    return f"{interval.mean:.3f} ({interval.low:.3f} to {interval.high:.3f})"
-
-
-def shown_difference(interval: Interval) -> str:
-    return f"{interval.mean:+.3f} ({interval.low:+.3f} to {interval.high:+.3f}; sees {interval.detectable:.3f})"
-
-
-def speedup(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return ""
-    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 import entry
-from config_file import choose, require
+from config_file import require
 from drafters import drafter_name, make_adaptive, make_drafter, word_of
+from rules import make_rule
 from shapes import known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
@@ -31,16 +32,11 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 from specsamp.text_format import human_count
 from specsamp.training.checkpoint import Checkpoints
-
-RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
-
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
@@ -92,7 +88,7 @@ def build(
       FileNotFoundError: there is no such pair.
     """
     require(config, EXPERIMENT_FIELDS, "this command")
-    rule = choose("rule", config.rule, RULES)()
+    rule = make_rule(config.rule)
     sampling = make_sampling(config.sampling)
     if config.get("draft_temperature") is not None:
         temperature(config.draft_temperature)
@@ -225,7 +221,7 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     )
     length = experiment.drafter.K if experiment.adaptive is None else f"adaptive, up to {experiment.drafter.K}"
     cell = (
-        f"{type(experiment.drafter).__name__} K = {length}, {type(experiment.rule).__name__}, "
+        f"{type(experiment.drafter).__name__} K = {length}, {rule_name(experiment.rule)}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
     )
     return (
@@ -238,6 +234,11 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
             else random
         )
     )
+
+
+def rule_name(rule: Rule) -> str:
+    """Returns what a reader calls a rule; a lossy one with its constants, and that it is lossy."""
+    return type(rule).__name__ if rule.exact else f"{rule!r} (LOSSY: texts do not follow the target's distribution)"
 
 
 def bare_pair(

@@ -26,7 +26,7 @@ from rich.console import Console
 
 import entry
 from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline, refuse
+from experiment import Experiment, build, config_mesh, headline, refuse, rule_name
 from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import Method
@@ -137,7 +137,7 @@ def describe(experiment: Experiment, service: Service) -> str:
     drafter = experiment.drafter
     name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
     return (
-        f"{name}, {type(experiment.rule).__name__}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
+        f"{name}, {rule_name(experiment.rule)}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
         f"and text, sampling by temperature{''.join(f', {warp}' for warp in _WARPS.value)}"
     )
 

@@ -26,6 +26,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
 from specsamp.sampling.penalties import ban, bias, penalties
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft, Verdict
@@ -35,8 +36,10 @@ from specsamp.serving.log import CompletionLog
 from specsamp.serving.schedule import FirstCome, ShortestFirst
 
 __all__ = [
+    "EARS",
     "Adaptive",
     "BlockRule",
+    "Bounded",
     "ChoosingDrafter",
     "Chunk",
     "Completion",
@@ -49,7 +52,9 @@ __all__ = [
     "Entropy",
     "FeatureDrafter",
     "FirstCome",
+    "JointThreshold",
     "LanguageModel",
+    "Lenience",
     "Loop",
     "Method",
     "ModelDrafter",
@@ -63,6 +68,7 @@ __all__ = [
     "TokenRule",
     "TransformerConfig",
     "TransformerLM",
+    "Typical",
     "Verdict",
     "VotingDrafter",
     "ban",

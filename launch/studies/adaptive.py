@@ -25,7 +25,8 @@ import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
 from drafters import DRAFTERS, make_drafter
-from experiment import RULES, Experiment, build, headline, refuse
+from experiment import Experiment, build, headline, refuse
+from rules import make_rule
 from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
@@ -137,7 +138,7 @@ def measure(
     config: ConfigDict, experiment: Experiment, word: str, kind: str, batch: int, lengths: Sequence[int]
 ) -> Point:
     """Measures one setting: the table of costs first, then the texts with every length and with adaptive ones."""
-    pair, rule = experiment.pair, RULES[config.rule]()
+    pair, rule = experiment.pair, make_rule(config.rule)
     own = ConfigDict({**config.to_dict(), "drafter": word})
     drafters = {K: make_drafter(own, pair.target, pair.draft_or_head, K) if K else NoDrafter() for K in lengths}
     work = dataclasses.replace(experiment.workload, batch=batch)

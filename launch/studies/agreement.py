@@ -20,8 +20,9 @@ import entry
 from cells import identity_of, read_prompts
 from config_file import ConfigFlag
 from drafters import drafter_name, make_drafter, word_of
-from experiment import RULES, Experiment, build, config_mesh, headline, refuse
+from experiment import Experiment, build, config_mesh, headline, refuse
 from forecasting import Agreement, agreement, agreement_table
+from rules import make_rule
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, outcome_of
@@ -95,7 +96,7 @@ def compare(
         lambda: agreement(
             pair,
             lambda K: make_drafter(config, pair.target, pair.draft_or_head, K),
-            RULES[config.rule](),
+            make_rule(config.rule),
             warp,
             work.prompts,
             max_new_tokens=work.max_new_tokens,

@@ -5,9 +5,10 @@ python launch/studies/memory.py --config=configs/random_pair.py:38m --output=run
 
 import _launch  # noqa: F401, the folder of entry
 import entry
-from config_file import ConfigFlag, choose, heeds
-from experiment import RULES, make_sampling
+from config_file import ConfigFlag, heeds
+from experiment import make_sampling
 from loop_memory import memory_grid, memory_table
+from rules import make_rule
 from shapes import known_models
 
 _CONFIG = ConfigFlag("configs/random_pair.py:38m")
@@ -33,7 +34,7 @@ def main() -> None:
         grid = memory_grid(
             models["target"],
             models["draft"],
-            choose("rule", config.rule, RULES)(),
+            make_rule(config.rule),
             make_sampling(config.sampling),
             slots=config.prompt_length + config.max_new_tokens,
             progress=say,

@@ -21,6 +21,7 @@ from absl import flags
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+import lossy_curve
 import results_compiled as compiled
 import results_drafters as drafted
 import results_tables as measured
@@ -130,6 +131,19 @@ SECTIONS = (
         "Target at T = 0.8, top-p 0.95, token rule, K = 4. The output follows the target's distribution with any "
         "draft; only acceptance changes (± one standard error). From the same file as the table above.",
         measured.draft_temperatures,
+    ),
+    Section(
+        "Lossy rules and their price",
+        "Rules that accept more than the target's distribution allows, beside exact ones, on held-out prompts at batch 1; all "
+        "take turns with plain decoding. Bias is metered while decoding: the total variation of a token's distribution under "
+        "the rule from the target's. Its sums over texts, on average, bound the total variation between texts and the target's; "
+        "a bound beyond 1 says nothing. Bought: the share of verified tokens that are accepted beyond what the token rule would "
+        "accept there. Budgets (`bounded`) relax a token as far as the number says and no further. "
+        "This is a first, short run on a busy machine: tokens per round scatter by a tenth, speedups by more. Without `--rules` "
+        "and `--prompts` the command measures the whole study.",
+        lossy_curve.section,
+        ["python_lossy"],
+        ["python_lossy"],
     ),
     Section(
         "Do forecasts hold?",

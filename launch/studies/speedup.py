@@ -15,7 +15,8 @@ import _launch  # noqa: F401, the folder of entry
 import entry
 from config_file import ConfigFlag
 from drafters import drafter_name, make_drafter, word_of
-from experiment import RULES, Experiment, build, config_mesh, headline, refuse
+from experiment import Experiment, build, config_mesh, headline, refuse
+from rules import RULES
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
 from specsamp.sampling.warp import Warp

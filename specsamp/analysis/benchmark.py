@@ -33,6 +33,7 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.models.compiling import is_out_of_memory
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -100,6 +101,7 @@ class Result:
     memory: MemoryUse
     device_gb_per_s: Quartiles | None  # streaming, measured
     streaming_share: Quartiles | None  # of it that an autoregressive round reaches, counting its weights alone
+    variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
 
     @property
     def allowed_speedup(self) -> float | None:
@@ -141,7 +143,11 @@ def benchmark(
     Raises:
       ValueError: the workload does not fit the models.
     """
-    contenders = {"autoregressive": (NoDrafter(), rule), "speculative": (drafter, rule)}
+    # A meter has nothing to say of plain decoding, and would take time.
+    contenders = {
+        "autoregressive": (NoDrafter(), TokenRule() if rule.metered else rule),
+        "speculative": (drafter, rule),
+    }
     lengths = {"speculative": adaptive}
     sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive=lengths)
     warm_up = {name: compile_seconds(side, f"{name} loop", progress) for name, side in sides.items()}
@@ -161,6 +167,7 @@ def benchmark(
     split, device, share = _phases(sides, workload.repeats, progress)
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
+    acceptance = functools.reduce(operator.add, (timing.stats for timing in timings["speculative"]))
     return Result(
         **{
             name: _side(side, timings[name], warm_up[name], np.concatenate(token_seconds[name]))
@@ -168,13 +175,14 @@ def benchmark(
         },
         speedup=Quartiles.of(seconds["autoregressive"] / seconds["speculative"]),
         overall_speedup=float(seconds["autoregressive"].sum() / seconds["speculative"].sum()),
-        acceptance=functools.reduce(operator.add, (timing.stats for timing in timings["speculative"])),
+        acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
         split=split,
         slots=sides["speculative"].slots,
         memory=memory,
         device_gb_per_s=device,
         streaming_share=share,
+        variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )
 
 

@@ -45,6 +45,8 @@ def counts_of(cell: Cell) -> RowStats:
         drafted=counts.get("drafted", sum(counts["reached"])),  # older files do not say it; at least this many
         reached=tuple(counts["reached"]),
         accepted_counts=tuple(counts["accepted_counts"]),
+        variation=counts.get("variation"),
+        extra_accepted=counts.get("extra_accepted"),
     )
 
 

@@ -219,7 +219,16 @@ def _counts_as_json(counts: RowStats) -> dict[str, Any]:
         "by_position": [*map(_or_null, by_position)],
         "by_position_error": [*map(_or_null, errors)],
         "accepted_counts": counts.accepted_counts,
+        **_price_as_json(counts),
     }
+
+
+def _price_as_json(counts: RowStats) -> dict[str, Any]:
+    """Writes what the meter of a lossy rule summed up; nothing of an exact one."""
+    if counts.variation is None:
+        return {}
+    per_token = _or_null(counts.variation_per_token)
+    return {"variation": counts.variation, "variation_per_token": per_token, "extra_accepted": counts.extra_accepted}
 
 
 def _or_null(value: float) -> float | None:

@@ -16,6 +16,11 @@ from specsamp.decoding.results import RowStats
 from specsamp.evaluation.audit import CHECKS, Audit
 
 BAR_WIDTH = 16
+PRICE = ("bias per token", "per text, at most", "acceptance bought")
+PRICE_NOTE = (
+    "bias: the total variation of a lossy rule's distribution of a token from the target's; per text: the mean of its sums "
+    "over texts, which bounds their total variation; bought: the share of verified tokens accepted beyond the token rule's"
+)
 FULL_WIDTH = 200  # columns of a console that has room for all that is known of a cell
 
 
@@ -24,6 +29,8 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
     tables = [_speed_table(result)]
     if result.speculative.draft_length:
         tables.append(_acceptance_table(result.acceptance))
+    if result.variation_per_text is not None:
+        tables.append(_price_table(result))
     if result.split is not None:
         tables += [_split_table(result.split), _target_table(result.split, result.speculative.draft_length + 1)]
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
@@ -41,11 +48,15 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         if "result" in cell:
             ratio = cell["result"]["speedup"]["median"]
             best[_group(cell)] = max(best.get(_group(cell), 0.0), ratio)
+    is_lossy = any("result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells)
     header = ("", "plain, ms per token", "drafted", "speedup", "acceptance", "emitted per round")
     note = (
         "median ± half the interquartile range; acceptance ± standard error, of verified tokens; ms per token over all "
         "rows; * is the best of its distribution and batch"
     )
+    if is_lossy:
+        header += PRICE
+        note += f"; {PRICE_NOTE}"
     if full:
         header += ("draft + score + verify, ms", "ms of a token: p50, p99", "prefill, ms", "streaming")
         note += (
@@ -60,12 +71,13 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         plain, drafted = result["autoregressive"], result["speculative"]
         star = " *" if result["speedup"]["median"] == best[_group(cell)] else ""
         brief = (
-            describe(cell["key"]) + star,
+            describe(cell["key"]) + ("" if cell.get("exact", True) else ", LOSSY") + star,
             _quartiles(plain["ms_per_token"]),
             _quartiles(drafted["ms_per_token"]),
             _quartiles(result["speedup"], "x"),
             rate_with_error(counts),
             f"{counts.emitted_per_round:.2f}",
+            *prices(counts, result.get("variation_per_text"))[: len(PRICE) * is_lossy],
         )
         if not full:
             return brief
@@ -80,6 +92,23 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         )
 
     return Table(title=title, header=header, rows=[row(cell) for cell in cells], note=note)
+
+
+def prices(counts: RowStats, per_text: float | None) -> tuple[str, ...]:
+    """Formats the columns of `PRICE`; empty where nothing was metered."""
+    if counts.variation is None or per_text is None:
+        return ("",) * len(PRICE)
+    bought = counts.extra_accepted / sum(counts.reached) if sum(counts.reached) else 0.0
+    return f"{counts.variation_per_token:.5f}", f"{per_text:.3f}", f"{bought:+.4f}"
+
+
+def _price_table(result: Result) -> Table:
+    return Table(
+        title="Price of the lossy rule, metered",
+        header=("", *PRICE),
+        rows=[("", *prices(result.acceptance, result.variation_per_text))],
+        note=PRICE_NOTE,
+    )
 
 
 def _group(cell: Mapping[str, Any]) -> tuple:
@@ -222,7 +251,10 @@ def audit_table(found: Audit) -> Table:
     return Table(
         title="Exactness audit: with the draft against the target alone",
         header=("", "verdict", "claim", "found"),
-        rows=[(check.name, check.verdict.upper(), CHECKS[check.name], check.sentence) for check in found.checks],
+        rows=[
+            (check.name, check.verdict.upper(), check.claim or CHECKS[check.name], check.sentence)
+            for check in found.checks
+        ],
         note="; ".join(notes),
         left=4,
     )

@@ -145,11 +145,15 @@ class Decoder:
         def of_rows(x_BS):
             return tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
 
+        def of_row(row):
+            meter = state.meter and jax.tree.map(lambda x_BS: x_BS[row, emitted[row]], state.meter)
+            return RowStats.of(state.stats, row, meter)
+
         return Timing(
             prefill_seconds=middle - start,
             loop_seconds=end - middle,
             rounds=int(state.stats.rounds_B.max()),
-            rows=tuple(RowStats.of(state.stats, row) for row in range(self.workload.batch)),
+            rows=tuple(of_row(row) for row in range(self.workload.batch)),
             texts=of_rows(state.tokens_BS),
             from_draft=of_rows(state.from_draft_BS),
         )

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.warp import register_warp
+from specsamp.sampling.warp import check_number, register_warp
 
 Array = jax.Array
 
@@ -74,8 +74,8 @@ class Entropy(Stop):
     weight: float = 0.2  # above 0
 
     def check(self) -> None:
-        _check_number("Entropy's least", self.least, 0, 1)
-        _check_number("Entropy's weight", self.weight, 0, math.inf, is_open=True)
+        check_number("Entropy's least", self.least, 0, 1)
+        check_number("Entropy's weight", self.weight, 0, math.inf, is_open=True)
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
         probs_BV = jnp.exp(log_probs_BV)
@@ -90,7 +90,7 @@ class Confidence(Stop):
     least: float = 0.3  # in [0, 1]
 
     def check(self) -> None:
-        _check_number("Confidence's least", self.least, 0, 1)
+        check_number("Confidence's least", self.least, 0, 1)
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
         return log_prob_B >= jnp.log(self.least)
@@ -161,11 +161,11 @@ class Adaptive:
             self.stop.check()
         if self.usual is not None and (self.costs_ms is None or self.usual not in self.lengths):
             raise ValueError(f"usual must be one of the lengths {self.lengths}, beside costs_ms; got {self.usual!r}")
-        _check_number("acceptance", self.acceptance, 0, 1)
-        _check_number("trust", self.trust, 0, math.inf, is_open=True)
-        _check_number("decay", self.decay, 0, 1)
+        check_number("acceptance", self.acceptance, 0, 1)
+        check_number("trust", self.trust, 0, math.inf, is_open=True)
+        check_number("decay", self.decay, 0, 1)
         if self.margin is not None:
-            _check_number("margin", self.margin, 0, math.inf)
+            check_number("margin", self.margin, 0, math.inf)
         is_whole = isinstance(self.pause, (int, np.integer)) and not isinstance(self.pause, bool)
         if self.pause is not None and not (is_whole and 1 <= self.pause < 2**20):
             raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
@@ -320,17 +320,10 @@ def _check_costs(costs_ms: tuple[float, ...] | None, lengths: tuple[int, ...]) -
     if len(costs_ms) != len(lengths):
         raise ValueError(f"{len(costs_ms)} costs_ms for {len(lengths)} lengths {lengths!r}: give one for each")
     for index, cost in enumerate(costs_ms):
-        _check_number(f"costs_ms[{index}]", cost, 0, math.inf, is_open=True)
+        check_number(f"costs_ms[{index}]", cost, 0, math.inf, is_open=True)
     for index, (one, other) in enumerate(zip(costs_ms, costs_ms[1:])):
         if other < one:
             raise ValueError(
                 f"costs_ms must not fall: {lengths[index]} tokens cost {one!r} ms and {lengths[index + 1]} cost {other!r}; "
                 "measure again, with more repeats"
             )
-
-
-def _check_number(name: str, value: float, least: float, most: float, *, is_open: bool = False) -> None:
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most or (is_open and value == least):
-        above = f"above {least:g}" if is_open else f"from {least:g}"
-        raise ValueError(f"{name} must be {above}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")

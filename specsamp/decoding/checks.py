@@ -57,11 +57,13 @@ def make_method(
     rule: Rule,
     sampling: Warp | None,
     draft_sampling: Warp | None,
+    require_exact: bool = False,
 ) -> Method:
     """Returns the method that a call of `generate` means; arguments as there.
 
     Raises:
-      ValueError: the drafter or the rule is none, or the pair has not what the drafter needs.
+      ValueError: the drafter or the rule is none, or lossy where that was ruled out, or the pair has not what the drafter
+        needs.
     """
     if not isinstance(pair, Pair):
         raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
@@ -69,10 +71,16 @@ def make_method(
         raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
     if not callable(getattr(rule, "sample", None)):
         raise ValueError(f"the rule has no sample(): it must say how drafted tokens are drawn; got {rule!r}")
+    if not isinstance(getattr(rule, "metered", None), bool):
+        raise ValueError(
+            f"the rule must set metered: True if its verdicts have a meter, else False (most rules); got {rule!r}"
+        )
     adaptive = draft_length if isinstance(draft_length, Adaptive) else None
     drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.most, drafter)
     if adaptive is not None:
         check_lengths(drafter, adaptive.lengths)
+    if require_exact:
+        check_exact(rule, drafter)
     return Method(
         drafter=drafter,
         rule=rule,
@@ -80,6 +88,16 @@ def make_method(
         draft_sampling=draft_sampling,
         adaptive=adaptive,
     )
+
+
+def check_exact(rule: Rule, drafter: Drafter | None = None) -> None:
+    """Raises ValueError if a rule or a drafter is lossy, for those who demand exactness."""
+    for part in (rule, drafter):
+        if part is not None and not part.exact:
+            raise ValueError(
+                f"exactness is required, but {part!r} is lossy: take TokenRule() or BlockRule() and a lossless drafter, "
+                "or leave require_exact out"
+            )
 
 
 def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:

@@ -55,6 +55,8 @@ def append(
     if state.rounds_BS is not None:
         begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
         state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
+    if state.meter is not None:
+        state = dataclasses.replace(state, meter=jax.tree.map(put, state.meter, verdict.meter))
     return dataclasses.replace(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),

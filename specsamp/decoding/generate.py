@@ -47,8 +47,9 @@ def generate(
     num_samples: int = 1,
     return_log_probs: bool = False,
     prompt_ids: Sequence[int] | None = None,
+    require_exact: bool = False,
 ) -> list[Completion]:
-    """Completes prompts; the tokens follow the target's warped distribution exactly.
+    """Completes prompts; the tokens follow the target's warped distribution exactly, unless a lossy rule was chosen.
 
     Args:
       pair: target, draft, tokenizer.
@@ -62,7 +63,8 @@ def generate(
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
         `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. `Adaptive`: each row
         drafts as many tokens as pay for it, down to none, round by round.
-      rule: `TokenRule`, `BlockRule` or `CoupledRule`.
+      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy one (`specsamp.sampling.lossy`), which says in
+        `Completion.stats` what it cost.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
         share both share their noise: give each its own seed or ``prompt_ids``.
@@ -73,6 +75,7 @@ def generate(
       return_log_probs: also return the target's log-probability of each token.
       prompt_ids: the prompts' indices in your data set, if this call handles a part of it: a completion
         depends on its id, not on its place in the call. Default 0, 1, 2, ...
+      require_exact: refuse a lossy rule or drafter, before anything is read.
 
     Returns:
       ``num_samples`` completions for each prompt, in order.
@@ -88,6 +91,7 @@ def generate(
         rule=rule,
         sampling=sampling,
         draft_sampling=draft_sampling,
+        require_exact=require_exact,
     )
     job = Job.create(
         pair,
@@ -118,6 +122,7 @@ def stream(
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
+    require_exact: bool = False,
 ) -> Iterator[Chunk]:
     """Does what `generate` does, a few rounds at a time: the same tokens, as they come.
 
@@ -133,6 +138,7 @@ def stream(
         rule=rule,
         sampling=sampling,
         draft_sampling=draft_sampling,
+        require_exact=require_exact,
     )
     job = Job.create(
         pair,

@@ -156,12 +156,14 @@ class Job:
         """
         emitted = slice(len(self.prompts[row // self.num_samples]), int(state.lengths_B[place]))
         log_probs_BS = state.log_probs_BS
+        meter = state.meter and jax.tree.map(lambda x_BS: x_BS[place, emitted], state.meter)
         text = RowText(
             tokens=state.tokens_BS[place, emitted].tolist(),
             from_draft=state.from_draft_BS[place, emitted].tolist(),
             log_probs=None if log_probs_BS is None else log_probs_BS[place, emitted].tolist(),
             finish=Finish(int(state.finish_B[place])),
-            stats=RowStats.of(state.stats, place),
+            stats=RowStats.of(state.stats, place, meter),
+            meter=meter,
         )
         if self.stops.texts:
             count = self.stops.count(self.continuation(row), text.tokens)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import check_logits
+from specsamp.sampling.rules import Meter
 
 if TYPE_CHECKING:
     from specsamp.decoding.loop import Loop
@@ -86,6 +87,9 @@ def _begin(
     def empty(dtype: Any) -> Array:
         return jnp.zeros(tokens_BS.shape, dtype)
 
+    meter = None
+    if loop.rule.metered:
+        meter = Meter(variation=empty(jnp.float32), extra=empty(jnp.float32))
     return DecodeState(
         tokens_BS=tokens_BS,
         lengths_B=lengths_B,
@@ -95,6 +99,7 @@ def _begin(
         rounds_BS=empty(jnp.int32) if loop.keep_rounds else None,
         cache=cache,
         drafter_state=drafter_state,
+        meter=meter,
         stats=Stats.zeros(batch, loop.drafter.max_accepted, adaptive is not None),
         request=request,
         warp_state=request.sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),

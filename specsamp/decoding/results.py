@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specsamp.decoding.state import Finish, Stats
+from specsamp.sampling.rules import Meter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,14 @@ class RowStats:
     reached: tuple[int, ...]  # per drafted position, rounds in which it was verified
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
     lengths: tuple[int, ...] = ()  # rounds by number of drafted tokens, 0 .. K; () where the length does not adapt
+    # Of a lossy rule, summed over tokens; None: not metered. See `specsamp.sampling.rules.Meter`.
+    variation: float | None = None  # from the target's distribution; averaged over texts it bounds that of texts
+    extra_accepted: float | None = None  # drafted tokens, expected beyond those that the token rule would accept
+
+    @property
+    def variation_per_token(self) -> float:
+        """Returns the metered total variation of a token; nan if nothing was metered."""
+        return float("nan") if self.variation is None or not self.emitted else self.variation / self.emitted
 
     @property
     def accepted(self) -> int:
@@ -40,8 +49,8 @@ class RowStats:
         return self.emitted / self.rounds if self.rounds else float("nan")
 
     @classmethod
-    def of(cls, stats: Stats, row: int) -> RowStats:
-        """Returns one row of what the loop counted; ``stats`` are on the host."""
+    def of(cls, stats: Stats, row: int, meter: Meter | None = None) -> RowStats:
+        """Returns one row of what the loop counted, with the sums of its meter; both are on the host."""
         return cls(
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
@@ -49,10 +58,18 @@ class RowStats:
             reached=tuple(stats.num_verified_BK[row].tolist()),
             accepted_counts=tuple(stats.accepted_BT[row].tolist()),
             lengths=() if stats.lengths_BT is None else tuple(stats.lengths_BT[row].tolist()),
+            **_sums(meter),
         )
 
     @classmethod
-    def of_rounds(cls, rounds: Sequence[int], from_draft: Sequence[bool], depth: int, adapts: bool = False) -> RowStats:
+    def of_rounds(
+        cls,
+        rounds: Sequence[int],
+        from_draft: Sequence[bool],
+        depth: int,
+        adapts: bool = False,
+        meter: Meter | None = None,
+    ) -> RowStats:
         """Counts the rounds of a text that may have been cut anywhere, as the loop would have, had it cut there.
 
         Args:
@@ -60,6 +77,7 @@ class RowStats:
           from_draft: per token, whether it had been drafted.
           depth: the most tokens of a draft that can be accepted.
           adapts: whether the draft length does.
+          meter: of the text's tokens.
         """
         begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
         counts, reached, accepted_counts, lengths = 0, [0] * depth, [0] * (depth + 1), [0] * (depth + 1)
@@ -77,6 +95,7 @@ class RowStats:
             reached=tuple(reached),
             accepted_counts=tuple(accepted_counts),
             lengths=tuple(lengths) if adapts else (),
+            **_sums(meter),
         )
 
     @classmethod
@@ -89,6 +108,9 @@ class RowStats:
         def add(a, b):
             return tuple(x + y for x, y in zip(a, b, strict=True))
 
+        def add_metered(a, b):
+            return None if a is None or b is None else a + b
+
         return RowStats(
             rounds=self.rounds + other.rounds,
             emitted=self.emitted + other.emitted,
@@ -96,7 +118,16 @@ class RowStats:
             reached=add(self.reached, other.reached),
             accepted_counts=add(self.accepted_counts, other.accepted_counts),
             lengths=add(self.lengths, other.lengths),
+            variation=add_metered(self.variation, other.variation),
+            extra_accepted=add_metered(self.extra_accepted, other.extra_accepted),
         )
+
+
+def _sums(meter: Meter | None) -> dict[str, float]:
+    """Returns the fields of `RowStats` that a meter of some tokens gives."""
+    if meter is None:
+        return {}
+    return {"variation": float(meter.variation.sum()), "extra_accepted": float(meter.extra.sum())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,16 +140,21 @@ class RowText:
     finish: Finish
     stats: RowStats
     dropped: int = 0
+    meter: Meter | None = None  # of the tokens
 
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
         """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
+        meter = None
+        if self.meter is not None:
+            meter = Meter(variation=self.meter.variation[:count], extra=self.meter.extra[:count])
         return RowText(
             tokens=self.tokens[:count],
             from_draft=self.from_draft[:count],
             log_probs=None if self.log_probs is None else self.log_probs[:count],
             finish=Finish.STOP,
-            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths)),
+            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths), meter),
             dropped=len(self.tokens) - count,
+            meter=meter,
         )
 
 
@@ -133,7 +169,7 @@ class Completion:
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
     finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
-    exact: bool  # whether rule and drafter are lossless
+    exact: bool  # whether rule and drafter are lossless; what a lossy rule costs is in stats
     row_independent: bool  # whether it is the text that this prompt has alone, whatever is decoded beside it
     stats: RowStats
     dropped: int = 0  # tokens that were decoded beyond a stop text; nothing else counts them

@@ -13,6 +13,7 @@ import numpy as np
 
 from specsamp.decoding.adaptive import Adaptive, LengthPolicy, Pace
 from specsamp.sampling.rng import row_keys
+from specsamp.sampling.rules import Meter
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
 
 Array = jax.Array
@@ -172,6 +173,7 @@ class DecodeState:
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
     pace: Pace | None = None  # of request.adaptive
+    meter: Meter | None = None  # [B, S], of what was emitted under a rule that is metered
 
     @property
     def running_B(self) -> Array:

@@ -40,6 +40,7 @@ class Requests:
       samples: completions of each problem.
       rows: texts that are decoded together.
       chat: a problem is the first message of a user, whose answer is written by the chat template.
+      require_exact: refuse ways to decode that are lossy.
     """
 
     samples: int = 1
@@ -47,6 +48,7 @@ class Requests:
     max_new_tokens: int = 128
     seed: int = 0
     chat: bool = False
+    require_exact: bool = False
 
 
 def decode(
@@ -97,6 +99,7 @@ def decode(
             num_samples=requests.samples,
             return_log_probs=True,
             prompt_ids=[key + turn * TURNS_APART for key in asked],
+            require_exact=requests.require_exact,
         )
         work.compile()
         begin, of_turn = time.perf_counter(), []
@@ -194,6 +197,7 @@ class Row:
       speedups: plain decoding's time per token over this one's, of each block that both decoded.
       occupancy: share of rows that were busy while requests waited.
       dropped: share of decoded tokens that lay beyond a stop text.
+      variation_per_text: of a lossy rule, the mean over completions of what its meter summed up; nan if it has none.
     """
 
     name: str
@@ -208,6 +212,7 @@ class Row:
     speedups: Sequence[float]
     occupancy: float
     dropped: float
+    variation_per_text: float = math.nan
 
 
 def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[Row]:
@@ -242,6 +247,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
         return above / below if below else math.nan
 
     dropped = sum(block["dropped"] for block in blocks.values())
+    texts = sum(sum(block["finish"].values()) for block in blocks.values())
     return Row(
         name=name,
         exact=all(block["exact"] for block in blocks.values()),
@@ -259,6 +265,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
         ],
         occupancy=ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
         dropped=ratio(dropped, dropped + total.emitted),
+        variation_per_text=math.nan if total.variation is None else ratio(total.variation, texts),
     )
 
 

@@ -24,6 +24,7 @@ class CoupledRule:
     """Accepts a drafted token where the target chooses it under the same noise; lossless."""
 
     exact = True
+    metered = False
     trees = False
     draft_independent = True
 

@@ -1,6 +1,6 @@
 """Lossless rejection rules for chains: token by token, and the block as a whole.
 
-Every rule here is split into
+Every rule here, and every lossy one of `specsamp.sampling.lossy`, is split into
 
 * an acceptance distribution, ``acceptance(draft, q) -> [B, K]`` probabilities,
 * how independent yes/no answers with these probabilities become ``n``, ``num_accepted``,
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
+from specsamp.sampling.rules import Draft, Meter, TargetDistributions, Verdict
 
 Array = jax.Array
 
@@ -43,6 +43,7 @@ class RejectionRule(abc.ABC):
     """Draws drafts independently, accepts or rejects them, and corrects with a draw from the residual."""
 
     exact = True
+    metered = False
     trees = False
     draft_independent = False
 
@@ -63,6 +64,10 @@ class RejectionRule(abc.ABC):
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted ones."""
 
+    def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter | None:
+        """Returns what a lossy rule costs and buys; None of an exact one, for which nothing is computed."""
+        return None
+
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
     ) -> Array:
@@ -81,13 +86,15 @@ class RejectionRule(abc.ABC):
         weights_BV = self.residual(draft, target_log_probs, num_accepted_B)
         # Equal distributions leave no residual and are never rejected, except by rounding: then use the target's.
         empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # also where the draft's distribution is NaN
-        weights_BV = jnp.where(empty_B1, jnp.exp(_at(target_log_probs, num_accepted_B)), weights_BV)
+        weights_BV = jnp.where(empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV)
         last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
         positions = jnp.arange(K + 1)[None, :]
         n_B1 = num_accepted_B[:, None]
         tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
         return Verdict(
-            tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT), num_accepted_B=num_accepted_B
+            tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT),
+            num_accepted_B=num_accepted_B,
+            meter=self.meter(draft, target_log_probs, num_accepted_B),
         )
 
 
@@ -97,7 +104,7 @@ class TokenRule(RejectionRule):
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns ``min(1, q(d) / p(d))`` per drafted token, ``[B, K]``; 0 where nothing was drafted."""
-        return jnp.where(draft.is_drafted_BK, jnp.exp(jnp.minimum(_log_ratios(draft, target_log_probs), 0)), 0)
+        return jnp.where(draft.is_drafted_BK, jnp.exp(jnp.minimum(log_ratios(draft, target_log_probs), 0)), 0)
 
     def num_accepted(self, passed_BK: Array) -> Array:
         """Returns the number of tokens before the first rejection, ``[B]`` int32."""
@@ -117,7 +124,7 @@ class BlockRule(RejectionRule):
 
     def prefix_weights(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns ``log c_0 .. log c_K``, ``[B, K+1]``: c_i is the probability that at least i tokens are kept."""
-        log_ratios_BK = _log_ratios(draft, target_log_probs)
+        log_ratios_BK = log_ratios(draft, target_log_probs)
         log_c = [jnp.zeros_like(target_log_probs[:, 0, 0])]
         for i in range(log_ratios_BK.shape[1]):
             log_c.append(jnp.minimum(log_c[-1] + log_ratios_BK[:, i], 0))
@@ -157,7 +164,7 @@ class BlockRule(RejectionRule):
         return jnp.maximum(c[..., None] * jnp.exp(target) - jnp.exp(draft.log_probs_BRV[:, 1:]), 0).sum(-1)
 
 
-def _log_ratios(draft: Draft, target_log_probs: Array) -> Array:
+def log_ratios(draft: Draft, target_log_probs: Array) -> Array:
     """Returns ``log q_i(d_i) - log p_i(d_i)``, ``[B, K]``; ``-inf`` where the target excludes the token."""
     tokens = draft.tokens_BK[..., None]
     log_q = jnp.take_along_axis(target_log_probs[:, : tokens.shape[1]], tokens, axis=-1)[..., 0]
@@ -169,7 +176,7 @@ def _log_ratios(draft: Draft, target_log_probs: Array) -> Array:
 
 def _residual(draft: Draft, target_log_probs: Array, num_accepted_B: Array, scale_B: Array | None) -> Array:
     """Returns ``(c q - p)+`` of the first position that was not accepted; q alone once the draft is used up."""
-    target_BV = jnp.exp(_at(target_log_probs, num_accepted_B))
+    target_BV = jnp.exp(at_rows(target_log_probs, num_accepted_B))
     K = draft.tokens_BK.shape[1]
     if K == 0:
         return target_BV
@@ -179,11 +186,11 @@ def _residual(draft: Draft, target_log_probs: Array, num_accepted_B: Array, scal
         token_B1 = jnp.take_along_axis(draft.tokens_BK, index_B[:, None], axis=1)
         draft_BV = (jnp.arange(target_BV.shape[-1])[None, :] == token_B1).astype(target_BV.dtype)
     else:
-        draft_BV = jnp.exp(_at(draft.log_probs_BRV, index_B))
+        draft_BV = jnp.exp(at_rows(draft.log_probs_BRV, index_B))
     scaled_BV = target_BV if scale_B is None else scale_B[:, None] * target_BV
     return jnp.where(rejected_B1, jnp.maximum(scaled_BV - draft_BV, 0), target_BV)
 
 
-def _at(rows_BTV: Array, index_B: Array) -> Array:
+def at_rows(rows_BTV: Array, index_B: Array) -> Array:
     """Returns row ``index_B`` of each batch entry, ``[B, V]``."""
     return jnp.take_along_axis(rows_BTV, index_B[:, None, None], axis=1)[:, 0]

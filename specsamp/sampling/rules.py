@@ -57,6 +57,21 @@ class Draft:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Meter:
+    """What a lossy rule costs and buys, for each emitted token; both are 0 where nothing was drafted.
+
+    The rule gives a token another distribution than the target does, given the tokens before it: ``variation`` is the
+    total variation between the two. Summed over a text and averaged over texts it bounds the total variation between
+    the texts of the rule and those of the target. The sum of a single text bounds nothing: where it is 0 after one
+    token and 1 after another, both of them likely, the texts that begin with the first report 0.
+    """
+
+    variation: Array  # float32 in [0, 1]: [B, T] of a verdict, [B, S] of a state
+    extra: Array  # float32, the probability of acceptance there, less that of the token rule; shapes as above
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
     """A rule's decision on a draft, before stop tokens and budgets. T = depth + 1."""
 
@@ -64,6 +79,7 @@ class Verdict:
     num_accepted_B: Array  # int32 in [0, depth]
     # int32, the scored rows of the pending and the accepted tokens, increasing; None: 0, 1, 2, ..
     rows_BT: Array | None = None
+    meter: Meter | None = None  # of a rule that is metered, [B, T]
 
     @property
     def num_emitted_B(self) -> Array:
@@ -114,11 +130,13 @@ class Rule(Protocol):
 
     Attributes:
       exact: whether what is emitted follows the target's distribution.
+      metered: whether its verdicts have a meter, which a lossy rule's should.
       trees: whether it verifies drafts with ``parents_BK``; the loop does not score such drafts yet.
       draft_independent: whether the text is the same whatever was drafted.
     """
 
     exact: bool
+    metered: bool
     trees: bool
     draft_independent: bool
 

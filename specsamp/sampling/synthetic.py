@@ -26,6 +26,7 @@ class SyntheticAcceptance:
     rule: Rule
     rate: float
     exact = False
+    metered = False
     trees = False
     draft_independent = False
 

@@ -49,6 +49,7 @@ def generate_many(
     num_samples: int = 1,
     return_log_probs: bool = False,
     prompt_ids: Sequence[int] | None = None,
+    require_exact: bool = False,
 ) -> Queue:
     """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
 
@@ -85,6 +86,7 @@ def generate_many(
         rule=rule,
         sampling=sampling,
         draft_sampling=draft_sampling,
+        require_exact=require_exact,
     )
     job = Job.create(
         pair,

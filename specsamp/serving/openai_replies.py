@@ -39,6 +39,8 @@ class Reply:
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        if not answer.job.method.exact:  # not of the protocol, whose clients skip what they do not know
+            self._head["exact"] = False
         if asked.is_chat and asked.stream:
             self._head["object"] += ".chunk"
 

@@ -11,7 +11,7 @@ import pytest
 
 import forecasting as module
 from forecasting import agreement
-from launch.experiment import RULES
+from launch.rules import RULES
 from specsamp.analysis.acceptance import NORMAL_95
 from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.workload import Timing

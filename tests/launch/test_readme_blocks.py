@@ -34,6 +34,10 @@ PYTHON = {
         'load_pair("python"), 4': "pair, 2",
         '["def read_file(path):"],': "[[1, 2]], 4,",
     },
+    "from specsamp import EARS": {
+        'load_pair("python"), ["def read_file(path):", "class Node:"]': "pair, [[1, 2], [3]]",
+        "generate(pair, prompts,": "generate(pair, prompts, 4,",
+    },
     "import dataclasses": "tests/decoding/test_generate.py runs it, and looks at what it gives",
     "from specsamp.mesh.layout": {
         "(1, 16)": "(1, 8)",

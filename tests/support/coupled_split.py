@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.rejection import _at, _log_ratios
+from specsamp.sampling.rejection import at_rows, log_ratios
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
@@ -22,7 +22,7 @@ class CoupledSplit(CoupledRule):
         """
         target = target_log_probs[:, : draft.tokens_BK.shape[1]]
         log_p = _draft_log_probs(draft, target)
-        phi = jnp.maximum(jnp.exp(log_p), jnp.exp(target - _log_ratios(draft, target_log_probs)[..., None])).sum(-1)
+        phi = jnp.maximum(jnp.exp(log_p), jnp.exp(target - log_ratios(draft, target_log_probs)[..., None])).sum(-1)
         at_token = jnp.take_along_axis(target, draft.tokens_BK[..., None], axis=-1)[..., 0]
         return jnp.where(draft.is_drafted_BK & (at_token > -jnp.inf), 1 / phi, 0)
 
@@ -35,11 +35,11 @@ class CoupledSplit(CoupledRule):
         not need it (the target simply chooses); analysis and tests do.
         """
         num_tokens = draft.tokens_BK.shape[1]
-        q_BV = jnp.exp(_at(target_log_probs, num_accepted_B))
+        q_BV = jnp.exp(at_rows(target_log_probs, num_accepted_B))
         if num_tokens == 0:
             return q_BV
         index_B = jnp.minimum(num_accepted_B, num_tokens - 1)
-        p_BV = jnp.exp(_at(_draft_log_probs(draft, target_log_probs[:, :-1]), index_B))
+        p_BV = jnp.exp(at_rows(_draft_log_probs(draft, target_log_probs[:, :-1]), index_B))
         token_B1 = jnp.take_along_axis(draft.tokens_BK, index_B[:, None], axis=1)
         integral_BV = _coupling_integral(p_BV, q_BV)
         at_token_B1 = jnp.take_along_axis(integral_BV, token_B1, axis=1)

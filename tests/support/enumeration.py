@@ -144,15 +144,13 @@ def enumerate_round(
     num_drafts = vocab_size**num_tokens
     shape = (scenarios, prefixes, num_drafts)
 
-    def along_drafts(distributions: Distributions, steps: int) -> np.ndarray:  # [S, X, D, steps, V]
-        rows = [np.repeat(distributions[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
-        stacked = np.stack(rows, axis=2) if rows else np.zeros((scenarios, prefixes * num_drafts, 0, vocab_size))
-        return stacked.reshape(shape + (steps, vocab_size))
-
-    target_rows = along_drafts(target, num_tokens + 1)
-    draft_rows = along_drafts(draft, num_tokens)
+    target_rows, draft_rows = (
+        along_drafts(target, num_tokens + 1, num_tokens),
+        along_drafts(draft, num_tokens, num_tokens),
+    )
+    draft_rows = draft_rows.reshape(shape + (num_tokens, vocab_size))
     drafted = np.exp(np.take_along_axis(draft_rows, drafts_DK[None, None, :, :, None], axis=-1)).prod((-2, -1))
-    seen = None if one_hot else draft_rows if shown is None else along_drafts(shown, num_tokens)
+    seen = None if one_hot else draft_rows if shown is None else along_drafts(shown, num_tokens, num_tokens)
 
     def flat(x: np.ndarray, rank: int) -> np.ndarray:  # one row per scenario, prefix and draft
         tail = x.shape[x.ndim - rank :]
@@ -180,6 +178,15 @@ def enumerate_round(
         num_accepted_SXDN=num_accepted.reshape(shape + (num_tokens + 1,)),
         last_SXDNV=last.reshape(shape + (num_tokens + 1, vocab_size)),
     )
+
+
+def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> np.ndarray:
+    """The distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S, X, D, steps, V]``."""
+    if not steps:
+        return np.zeros(0)
+    scenarios, prefixes, vocab_size = distributions[0].shape
+    rows = [np.repeat(distributions[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
+    return np.stack(rows, axis=2).reshape(scenarios, prefixes, -1, steps, vocab_size)
 
 
 class Given(TargetDistributions):

@@ -10,6 +10,7 @@ from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.sampling import rejection
+from specsamp.sampling.lossy import Bounded
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
 
@@ -155,6 +156,14 @@ class KeepsItsOwnOutputs(FeatureDrafter):
         start_B = prefix.lengths_B - 1 + last_B
         returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
         return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
+
+
+# Of lossy rules.
+
+
+class IgnoresItsBudget(Bounded):
+    def _share(self, log_q, log_p):
+        return jnp.ones_like(log_q[..., :1])
 
 
 # Of draft lengths that adapt.

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from specsamp.evaluation.audit import distribution, rounds, streams, verdicts
+from specsamp.evaluation.audit import budget, distribution, rounds, streams, verdicts
 from specsamp.evaluation.audit.subject import Check, Status, Subject
+from specsamp.sampling.rejection import TokenRule
 
 CHECKS = {
     "greedy": "greedy text is what the target writes alone",
@@ -75,6 +76,7 @@ class Audit:
 
     settings: Settings
     checks: tuple[Check, ...]
+    budget: float | None = None  # of a lossy rule: total variation per token
 
     def named(self, verdict: Status) -> list[str]:
         """Returns the names of the checks with this verdict."""
@@ -95,10 +97,13 @@ class Audit:
             told = f": {', '.join(failed)}" if failed else ", nothing was shown"
             return f"{len(failed)} of {total} checks failed{aside}{told}"
         seen = "".join(f"; {check.seen}" for check in self.checks if check.name == "distribution")
+        found, alarm = "no difference was found", f"{self.settings.false_alarm:g}"
+        if self.budget is not None:
+            found = f"LOSSY: no more than its budget of {self.budget:g} per token was found"
+            alarm = f"{budget.LEVEL:g} for the budget, {alarm} for the rest"
         return (
-            f"{len(passed)} of {total} checks passed{aside}: no difference was found between what this pair writes "
-            f"with the draft and what its target writes alone{seen}; chance of a false alarm "
-            f"{self.settings.false_alarm:g}"
+            f"{len(passed)} of {total} checks passed{aside}: {found} between what this pair writes "
+            f"with the draft and what its target writes alone{seen}; chance of a false alarm {alarm}"
         )
 
 
@@ -110,18 +115,23 @@ def audit(
     Half of the false alarm goes to the check of the distribution, half to those of `ROUNDED` in equal parts. The others
     raise none. Where `specsamp.evaluation.audit.rounds` can read the draft, its tests take half of a check's part.
 
+    A lossy rule is held to its budget, see `specsamp.evaluation.audit.budget`, and its drafter to what the token rule
+    would accept of it.
+
     Args:
       subject: the pair, its prompts and settings.
       settings: what to check.
       progress: is told what is being done.
 
     Raises:
-      ValueError: too few samples, or a distribution that leaves nothing to chance; raised before any check has run.
+      ValueError: too few samples, a distribution that leaves nothing to chance, or a lossy rule without a budget; raised
+        before any check has run.
       BrokenOff: a value within a check was refused: the checks before it stand, nothing else is known of the pair.
     """
+    allowed = budget.budget_of(subject.rule)
     exact = subject.cast("float32") or subject
     progress("reading the prompts")
-    parts = 2 if rounds.can_read(exact) else 1
+    parts = 2 if rounds.can_read(exact) and allowed is None else 1
     alarm = settings.false_alarm / 2 / parts
     rounding_alarm = alarm / len(ROUNDED)
     plan = plan_of(exact, settings, alarm) if "distribution" in settings.checks else None
@@ -132,12 +142,16 @@ def audit(
         return rounds.collect(exact, detect=settings.detect, level=level, rows=settings.rows, progress=progress)
 
     def distribution_check() -> Check:
+        if allowed is not None:
+            return budget.within_budget(exact, plan, allowed, rows=settings.rows, progress=progress)
         check = distribution.count_pairs(exact, plan, rows=settings.rows, progress=progress)
         if not rounds.can_read(exact):
             return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
         return verdicts.both(check, verdicts.no_mistakes(read_rounds(), detect=settings.detect, false_alarm=alarm))
 
     def acceptance_check() -> Check:
+        if allowed is not None:
+            return streams.equal_draft(dataclasses.replace(exact, rule=TokenRule()), rounding_alarm)
         check = streams.equal_draft(exact, rounding_alarm)
         if not (rounds.can_read(exact) and rounds.knows_acceptance(exact)):
             return check
@@ -159,9 +173,9 @@ def audit(
             try:
                 checks.append(run[name]())
             except ValueError as error:  # what was asked for has been checked by now
-                found = Audit(settings=settings, checks=tuple(checks))
+                found = Audit(settings=settings, checks=tuple(checks), budget=allowed)
                 raise BrokenOff(f"the check {name!r} broke off: {error}", found) from error
-    return Audit(settings=settings, checks=tuple(checks))
+    return Audit(settings=settings, checks=tuple(checks), budget=allowed)
 
 
 def plan_of(subject: Subject, settings: Settings, false_alarm: float) -> distribution.SamplingPlan:

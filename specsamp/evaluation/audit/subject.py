@@ -53,6 +53,7 @@ class Check:
       sentence: what the verdict rests on.
       numbers: the same for programs; finite, since JSON has no other numbers.
       seen: which errors would have been seen, and with which probability.
+      claim: what was tested, where that is not what `CHECKS` says.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Check:
     sentence: str
     numbers: dict[str, int | float]
     seen: str = ""
+    claim: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,41 @@
+"""Acceptance rules by the word that a configuration names them with, such as "block", "ears:0.3" or "bounded:0.01:typical".
+
+A lossy rule's constants follow its name, in the order of its fields; those that are left out have its defaults.
+"""
+
+from __future__ import annotations
+
+from config_file import choose
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Rule
+
+RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
+BOUNDED = "bounded"
+LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, "joint": JointThreshold, BOUNDED: Bounded}
+CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
+
+
+def make_rule(word: str) -> Rule:
+    """Returns the rule of a word.
+
+    Raises:
+      ValueError: it names none, or a constant is none or out of range.
+    """
+    name, *constants = str(word).split(":")
+    rule = choose("rule", name, RULES | LOSSY)
+    if name == BOUNDED:
+        if len(constants) < 2:
+            raise ValueError(f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0")
+        return Bounded(make_rule(":".join(constants[1:])), _number(word, constants[0]))
+    if len(constants) > CONSTANTS.get(name, 0):
+        raise ValueError(f"rule {word!r}: {name} takes {CONSTANTS.get(name) or 'no'} constants after colons")
+    return rule(*(_number(word, constant) for constant in constants))
+
+
+def _number(word: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"rule {word!r}: {text!r} is no number") from error

@@ -1,0 +1,304 @@
+"""Lossy rules: they accept more than the target's distribution allows, and meter what that costs.
+
+    completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3), tv_per_token=0.01))
+
+Each is split like the exact rules of `specsamp.sampling.rejection`, with q the target's distribution and p the draft's.
+
+* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: the more the less certain the target is.
+* `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
+* `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta exp(-H(q)))``.
+* `JointThreshold` (MTAD, arXiv 2407.09722) accepts the longest prefix whose joint ratio exceeds ``tau``.
+* `Bounded` mixes one of the first three with the exact rule, so that no token costs more than its budget.
+
+**The meter.** A rule that goes token by token, accepts x with probability a(x), and replaces a rejected token by a draw
+from r, gives a token the distribution ``o = p a + (1 - sum p a) r`` if all before it were accepted. What it costs there
+is the total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), that is
+``sum (p a - q)+``, as much as the acceptance it buys.
+
+Under greedy decoding all of these rules write what the target writes: q has one token, and no other is accepted.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.sampling.rejection import BlockRule, RejectionRule, TokenRule, at_rows, log_ratios
+from specsamp.sampling.rules import Draft, Meter
+from specsamp.sampling.warp import check_number
+
+Array = jax.Array
+
+
+class LossyTokenRule(RejectionRule):
+    """Verifies token by token; derive from it to accept others than the exact rule does, or to replace them otherwise."""
+
+    exact = False
+    metered = True
+
+    @abc.abstractmethod
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probability that each token is accepted, were it drafted, ``[..., V]``.
+
+        Args:
+          log_q: float32 ``[..., V]``, the target's distribution, warped and normalised.
+          log_p: likewise the draft's; one-hot where the token was chosen.
+        """
+
+    def replaces(self, log_q: Array, log_p: Array) -> Array:
+        """Returns weights ``[..., V]``, not normalised, of what follows a rejection: ``(q - p)+``."""
+        return jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0)
+
+    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns what `accepts` says of the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
+        accepted_BKV = self.accepts(target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs))
+        return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft.tokens_BK), 0)
+
+    def num_accepted(self, passed_BK: Array) -> Array:
+        """Returns the number of tokens before the first rejection, ``[B]`` int32."""
+        return TokenRule().num_accepted(passed_BK)
+
+    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
+        """Returns what `replaces` says after ``num_accepted_B`` tokens; the target's distribution after all, ``[B, V]``."""
+        log_q_BV, K = at_rows(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
+        if K == 0:
+            return jnp.exp(log_q_BV)
+        log_p_BV = at_rows(_draft_log_probs(draft, target_log_probs), jnp.minimum(num_accepted_B, K - 1))
+        rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
+        return jnp.where(rejected_B1, self.replaces(log_q_BV, log_p_BV), jnp.exp(log_q_BV))
+
+    def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
+        """Returns the total variation of `output` at each emitted token, and the acceptance beyond ``sum min(p, q)``."""
+        log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        extra_BK = (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1) - _exact_acceptance(log_q, log_p)
+        return _meter(draft, num_accepted_B, variation_BK=self.variation(log_q, log_p), extra_BK=extra_BK)
+
+    def output(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the distribution of a token, if all before it were accepted, ``[..., V]``."""
+        return jnp.exp(log_p) * self.accepts(log_q, log_p) + self.replaced(log_q, log_p)
+
+    def replaced(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probabilities that the drafted token is rejected and replaced by each token, ``[..., V]``."""
+        rejected = 1 - (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1, keepdims=True)
+        weights = self.replaces(log_q, log_p)
+        mass = weights.sum(-1, keepdims=True)
+        norm = jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1), jnp.exp(log_q))  # as `verify` draws
+        return jnp.maximum(rejected, 0) * norm
+
+    def variation(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the total variation between `output` and the target's distribution, ``[...]``."""
+        return jnp.maximum(self.output(log_q, log_p) - jnp.exp(log_q), 0).sum(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EARS(LossyTokenRule):
+    """Accepts with ``min(1, q/p + beta (1 - max q))``.
+
+    Attributes:
+      beta: in [0, 1]; 0.3 to 0.5 are in use.
+      with_excluded: also accepts tokens that the target excludes, such as those beyond its nucleus, as published.
+
+    Raises:
+      ValueError: beta is out of range.
+    """
+
+    beta: float = 0.3
+    with_excluded: bool = False
+
+    def __post_init__(self):
+        check_number("EARS's beta", self.beta, 0, 1)
+
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probability that each token is accepted, ``[..., V]``."""
+        tolerance = self.beta * (1 - jnp.exp(log_q.max(-1, keepdims=True)))
+        accepted = jnp.minimum(_exact_accepts(log_q, log_p) + tolerance, 1)
+        return accepted if self.with_excluded else jnp.where(log_q == -jnp.inf, 0, accepted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lenience(LossyTokenRule):
+    """Accepts with ``min(1, q / (lenience p))``; a rejected token is replaced as by the exact rule, which costs least.
+
+    Attributes:
+      lenience: in (0, 1]; 1 is exact.
+
+    Raises:
+      ValueError: lenience is out of range.
+    """
+
+    lenience: float = 0.5
+
+    def __post_init__(self):
+        check_number("Lenience's lenience", self.lenience, 0, 1, is_open=True)
+
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probability that each token is accepted, ``[..., V]``."""
+        return _exact_accepts(log_q, log_p, log_scale=-math.log(self.lenience))
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical(LossyTokenRule):
+    """Accepts a token where ``q > min(epsilon, delta exp(-H(q)))``, else draws from the target.
+
+    Published for chains that the draft chose; here the draft may as well be drawn. It can accept less than the exact
+    rule does: its meter's ``extra`` is negative then.
+
+    Attributes:
+      epsilon: in (0, 1].
+      delta: in (0, 1], in use as the square root of epsilon.
+
+    Raises:
+      ValueError: a constant is out of range.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self):
+        check_number("Typical's epsilon", self.epsilon, 0, 1, is_open=True)
+        check_number("Typical's delta", self.delta, 0, 1, is_open=True)
+
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        """Returns 1 for each token that is accepted, else 0, ``[..., V]``."""
+        q = jnp.exp(log_q)
+        entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0), axis=-1, keepdims=True)
+        return (q > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))).astype(q.dtype)
+
+    def replaces(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the target's distribution, ``[..., V]``."""
+        return jnp.exp(log_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded(LossyTokenRule):
+    """Follows a lossy rule as far as a budget allows, token by token, and the exact rule for the rest.
+
+    Where the rule costs a total variation v above the budget b, it is followed with probability b / v. The mixture of
+    both costs ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n b.
+
+    Attributes:
+      rule: `EARS`, `Lenience`, `Typical`, or another `LossyTokenRule`.
+      tv_per_token: in [0, 1].
+
+    Raises:
+      ValueError: the budget is out of range, or the rule does not go token by token.
+    """
+
+    rule: LossyTokenRule
+    tv_per_token: float = 0.01
+
+    def __post_init__(self):
+        check_number("Bounded's tv_per_token", self.tv_per_token, 0, 1)
+        if not isinstance(self.rule, LossyTokenRule) or isinstance(self.rule, Bounded):
+            raise ValueError(
+                f"Bounded takes a lossy rule that goes token by token, such as EARS(0.3), Lenience(0.5) or Typical(); "
+                f"got {self.rule!r}"
+            )
+
+    def accepts(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probability that each token is accepted, ``[..., V]``."""
+        share = self._share(log_q, log_p)
+        return share * self.rule.accepts(log_q, log_p) + (1 - share) * _exact_accepts(log_q, log_p)
+
+    def replaces(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probabilities that the drafted token is rejected and replaced by each token, ``[..., V]``."""
+        share = self._share(log_q, log_p)
+        return share * self.rule.replaced(log_q, log_p) + (1 - share) * super().replaces(log_q, log_p)
+
+    def _share(self, log_q: Array, log_p: Array) -> Array:
+        """Returns the probability with which the rule is followed, ``[..., 1]``."""
+        variation = self.rule.variation(log_q, log_p)[..., None]
+        is_above = variation > self.tv_per_token
+        return jnp.where(is_above, self.tv_per_token / jnp.where(is_above, variation, 1), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class JointThreshold(RejectionRule):
+    """Accepts the longest prefix with ``prod q_i(d_i) / p_i(d_i) > tau``, then draws from the target (MTAD).
+
+    The paper drafts by a beam search of the draft model; there is no such drafter here yet. A drafter that makes one
+    reports the log-probabilities of its tokens as `Draft.scores_BK`. Any other draft is judged by the distributions it
+    was drawn from, and a one-hot draft by ``p = 1``.
+
+    Given the draft, an accepted token is certain: what it costs is ``1 - q(d)``. Where the draft was drawn, texts are
+    closer to the target's than this bound.
+
+    Attributes:
+      tau: in (0, 1].
+
+    Raises:
+      ValueError: tau is out of range.
+    """
+
+    tau: float = 0.5
+    exact = False
+    metered = True
+
+    def __post_init__(self):
+        check_number("JointThreshold's tau", self.tau, 0, 1, is_open=True)
+
+    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
+        """Returns 1 for each prefix whose ratio exceeds tau, else 0, ``[B, K]``; 0 where nothing was drafted."""
+        if draft.scores_BK is None:
+            log_ratios_BK = log_ratios(draft, target_log_probs)
+        else:
+            log_ratios_BK = _at_tokens(target_log_probs[:, :-1], draft.tokens_BK) - draft.scores_BK
+        passed_BK = jnp.cumsum(log_ratios_BK, axis=1) > math.log(self.tau)
+        return jnp.where(draft.is_drafted_BK, passed_BK, False).astype(target_log_probs.dtype)
+
+    def num_accepted(self, passed_BK: Array) -> Array:
+        """Returns the length of the longest accepted prefix, ``[B]`` int32; earlier rejections do not end it."""
+        return BlockRule().num_accepted(passed_BK)
+
+    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
+        """Returns the target's distribution after ``num_accepted_B`` tokens, ``[B, V]``."""
+        return jnp.exp(at_rows(target_log_probs, num_accepted_B))
+
+    def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
+        """Returns ``1 - q(d)`` at each accepted token, and whether it is accepted, less ``sum min(p, q)``."""
+        log_q = target_log_probs[:, :-1]
+        is_accepted_BK = jnp.arange(log_q.shape[1])[None, :] < num_accepted_B[:, None]
+        cost_BK = -jnp.expm1(_at_tokens(log_q, draft.tokens_BK))
+        return _meter(
+            draft,
+            num_accepted_B,
+            variation_BK=jnp.where(is_accepted_BK, cost_BK, 0),
+            extra_BK=is_accepted_BK - _exact_acceptance(log_q, _draft_log_probs(draft, target_log_probs)),
+        )
+
+
+def _exact_accepts(log_q: Array, log_p: Array, log_scale: float = 0.0) -> Array:
+    """Returns ``min(1, scale q / p)``, ``[..., V]``; 1 where p is 0."""
+    return jnp.where(log_p == -jnp.inf, 1, jnp.exp(jnp.minimum(log_q - log_p + log_scale, 0)))
+
+
+def _exact_acceptance(log_q: Array, log_p: Array) -> Array:
+    """Returns the probability that the exact rule accepts, ``sum min(p, q)``, ``[...]``."""
+    return jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
+
+
+def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
+    """Returns the draft's distributions ``[B, K, V]``, written out where they are one-hot."""
+    if draft.log_probs_BRV is not None:
+        return draft.log_probs_BRV
+    is_token_BKV = jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
+    return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(target_log_probs.dtype)
+
+
+def _at_tokens(rows_BKV: Array, tokens_BK: Array) -> Array:
+    """Returns the entry of each row at its token, ``[B, K]``."""
+    return jnp.take_along_axis(rows_BKV, tokens_BK[..., None], axis=-1)[..., 0]
+
+
+def _meter(draft: Draft, num_accepted_B: Array, *, variation_BK: Array, extra_BK: Array) -> Meter:
+    """Returns a meter ``[B, K+1]`` that is 0 at tokens that were not drafted or are not emitted."""
+    counts_BK = draft.is_drafted_BK & (jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None])
+
+    def padded(x_BK: Array) -> Array:
+        return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(variation_BK.dtype)
+
+    return Meter(variation=padded(variation_BK), extra=padded(extra_BK))

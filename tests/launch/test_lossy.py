@@ -1,0 +1,115 @@
+"""Lossy rules by their words, their price in tables, and the study of what they gain."""
+
+import json
+import math
+
+import pytest
+
+import lossy_curve
+from launch.evaluation_tables import tables as evaluation_tables
+from launch.experiment import rule_name
+from launch.rules import make_rule
+from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
+from specsamp.analysis import tables
+from specsamp.decoding.results import RowStats
+from specsamp.evaluation.evaluate import Row
+from specsamp.evaluation.task import Interval, Prompts
+from support.run_script import call
+
+
+@pytest.mark.parametrize(
+    "word, rule",
+    [
+        ("token", TokenRule()),
+        ("block", BlockRule()),
+        ("ears", EARS()),
+        ("ears:0.5", EARS(0.5)),
+        ("lenience:0.25", Lenience(0.25)),
+        ("typical:0.3:0.55", Typical(0.3, 0.55)),
+        ("joint:0.9", JointThreshold(0.9)),
+        ("bounded:0.01:typical", Bounded(Typical(), 0.01)),
+        ("bounded:0.01:ears:1", Bounded(EARS(1.0), 0.01)),
+    ],
+)
+def test_a_word_names_a_rule(word, rule):
+    assert make_rule(word) == rule
+    assert ("LOSSY" in rule_name(rule)) == (not rule.exact)
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("lucky", "no rule 'lucky'"),
+        ("token:1", "rule 'token:1': token takes no constants after colons"),
+        ("ears:0.3:0.4", "rule 'ears:0.3:0.4': ears takes 1 constants after colons"),
+        ("ears:much", "rule 'ears:much': 'much' is no number"),
+        ("ears:1.5", "EARS's beta must be from 0 to 1; got 1.5"),
+        ("bounded:0.1", "rule 'bounded:0.1' needs a budget and a lossy rule, such as bounded:0.01:ears:1.0"),
+        ("bounded:0.1:block", "Bounded takes a lossy rule"),
+    ],
+)
+def test_a_word_that_names_none_is_refused(word, message):
+    with pytest.raises(ValueError, match=message):
+        make_rule(word)
+
+
+LOSSY = RowStats(
+    rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_counts=(1, 0, 1, 2), variation=0.5, extra_accepted=0.4
+)
+EXACT = RowStats(rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_counts=(1, 0, 1, 2))
+
+
+def test_evaluations_show_the_price_of_lossy_rules():
+    def row(name, stats, **fields):
+        one = Interval(mean=0.5, low=0.4, high=0.6, problems=9, error=0.1)
+        known = dict(exact=stats.variation is None, row_independent=True, problems=9, scores={"right": one})
+        known |= dict(differences={}, counts={"": stats}, total=stats, ms_per_token=1.0, speedups=[])
+        return Row(name=name, **known, occupancy=math.nan, dropped=0.0, **fields)
+
+    rows = [row("token", EXACT), row("ears:1", LOSSY, variation_per_text=0.25)]
+    (price,) = [one for one in evaluation_tables(Prompts(name="x", problems=[]), rows) if "Price" in one.title]
+    assert price.rows == [["ears:1 (not exact)", "0.05000", "0.250", "+0.0400"]]
+    assert not [one for one in evaluation_tables(Prompts(name="x", problems=[]), rows[:1]) if "Price" in one.title]
+
+
+def test_cells_show_the_price_of_lossy_rules():
+    def cell(rule, stats, **price):
+        quartiles = {"median": 1.0, "lower": 1.0, "upper": 1.0}
+        counts = {"rounds": 4, "emitted": 10, "drafted": 12, "reached": [4, 3, 3], "accepted_counts": [1, 0, 1, 2]}
+        if stats.variation is not None:
+            counts |= {"variation": stats.variation, "extra_accepted": stats.extra_accepted}
+        side = {"ms_per_token": quartiles}
+        result = {"autoregressive": side, "speculative": side, "speedup": quartiles, "acceptance": counts} | price
+        key = {"draft_length": 3, "drafter": "model", "rule": rule, "batch": 1, "temperature": 1.0}
+        key |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return {"key": key, "exact": stats.variation is None, "result": result}
+
+    lossy, exact = cell("ears:1", LOSSY, variation_per_text=0.25), cell("token", EXACT)
+    shown = tables.grid_table("", [lossy, exact])
+    assert shown.header[-3:] == tables.PRICE
+    assert [row[-3:] for row in shown.rows] == [("0.05000", "0.250", "+0.0400"), ("", "", "")]
+    assert "LOSSY" in shown.rows[0][0] and "LOSSY" not in shown.rows[1][0]
+    assert len(tables.grid_table("", [exact]).header) == len(shown.header) - 3
+
+
+def test_curves_are_named_after_rules():
+    assert lossy_curve.family("typical:0.3:0.55") == "typical"
+    assert lossy_curve.family("bounded:0.003:ears:1") == "bounded ears"
+
+
+def test_the_study_measures_and_draws(tmp_path):
+    output, figure = tmp_path / "lossy.json", tmp_path / "lossy.png"
+    few = ["--config=configs/random_pair.py:tiny", "--prompts=1", "--samplings=1.0/1.0", "--config.max_new_tokens=4"]
+    rules = "--rules=token,ears:1"
+    done = call("studies/lossy", *few, rules, f"--output={output}", f"--figure={figure}", "--plain")
+    assert done.returncode == 0, done.stderr
+    token, ears = json.loads(output.read_text(encoding="utf-8"))["points"]
+    assert token["exact"] and token["variation_per_token"] == 0 == token["bought"]
+    assert not ears["exact"] and 0 < ears["variation_per_token"] < 1 and ears["bought"] > 0
+    assert ears["variation_per_text"] == pytest.approx(4 * ears["variation_per_token"])
+    assert figure.read_bytes().startswith(b"\x89PNG") and "ears:1 (lossy)" in done.stdout
+
+
+def test_the_study_begins_with_the_exact_rule():
+    done = call("studies/lossy", "--rules=ears:1")
+    assert done.returncode == 2 and "--rules=ears:1 must begin with token" in done.stderr

@@ -1,0 +1,263 @@
+"""Lossy rules by enumeration in float64: their golden values, and meters that say what a token costs, no more, no less."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+from specsamp.sampling.rules import Draft
+from support import mutants
+from support.distributions import constant, grid, log, one_hots, random_distributions
+from support.enumeration import enumerate_round, split
+from support.price import joint_and_price, meters, text_variation, token_outputs, variation
+
+EXACT = 1e-12
+
+TOKENWISE = {
+    "EARS": EARS(0.3),
+    "EARS, also excluded tokens": EARS(0.5, with_excluded=True),
+    "lenience": Lenience(0.5),
+    "typical": Typical(),
+    "bounded EARS": Bounded(EARS(1.0), 0.02),
+    "bounded lenience": Bounded(Lenience(0.1), 0.05),
+    "bounded typical": Bounded(Typical(), 0.03),
+}
+RULES = TOKENWISE | {"joint threshold": JointThreshold(0.5)}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+tokenwise_rules = pytest.mark.parametrize("rule", TOKENWISE.values(), ids=TOKENWISE)
+
+FLAT, SKEWED = [0.5, 0.3, 0.2, 0.0], [0.9, 0.06, 0.03, 0.01]
+UNIFORM = [0.25] * 4
+RISING, FALLING = [0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]
+
+
+@pytest.mark.parametrize(
+    "rule, q, p, accepted, cost",
+    [
+        (EARS(0.1, with_excluded=True), FLAT, UNIFORM, 0.725, 0.025),
+        (EARS(0.3, with_excluded=True), FLAT, UNIFORM, 0.775, 0.075),
+        (EARS(0.5, with_excluded=True), FLAT, UNIFORM, 0.8125, 0.1125),
+        (EARS(0.1), FLAT, UNIFORM, 0.7125, 0.0125),
+        (EARS(0.3), FLAT, UNIFORM, 0.7375, 0.0375),
+        (EARS(0.5), FLAT, UNIFORM, 0.75, 0.05),
+        (EARS(0.1), FALLING, RISING, 0.642, 0.042),
+        (EARS(0.3), FALLING, RISING, 0.726, 0.126),
+        (EARS(0.5), FALLING, RISING, 0.81, 0.21),
+        (EARS(1.0), FALLING, RISING, 0.94, 0.34),
+        (Lenience(0.5), FLAT, UNIFORM, 0.75, 0.05),
+        (Lenience(1.0), FALLING, RISING, 0.6, 0.0),
+        (Typical(), FLAT, UNIFORM, 0.75, 0.125),
+        (Typical(), SKEWED, UNIFORM, 0.25, 0.025),
+        (Typical(epsilon=0.3, delta=0.09), SKEWED, UNIFORM, 0.5, 0.22),
+        (Bounded(EARS(0.5), 0.01), FALLING, RISING, 0.61, 0.01),
+        (Bounded(Lenience(0.5), 0.5), FLAT, UNIFORM, 0.75, 0.05),
+        (Bounded(Typical(), 0.025), FLAT, UNIFORM, 0.71, 0.025),
+    ],
+)
+def test_golden_values_of_one_token(rule, q, p, accepted, cost):
+    """A budget takes its share of the acceptance that is bought."""
+    with jax.enable_x64(True):
+        log_q, log_p = jnp.asarray(log(q)), jnp.asarray(log(p))
+        np.testing.assert_allclose((jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(), accepted, atol=EXACT)
+        np.testing.assert_allclose(rule.variation(log_q, log_p), cost, atol=EXACT)
+
+
+def test_golden_outputs():
+    for rule, out in (
+        (EARS(0.1, with_excluded=True), [0.5 - 1 / 48, 0.3 - 1 / 240, 0.2125, 0.0125]),
+        (EARS(0.3, with_excluded=True), [0.4375, 0.2875, 0.2375, 0.0375]),
+        (Typical(), [0.375, 0.325, 0.3, 0]),
+    ):
+        with jax.enable_x64(True):
+            np.testing.assert_allclose(rule.output(*map(jnp.asarray, (log(FLAT), log(UNIFORM)))), out, atol=EXACT)
+
+
+def test_golden_joint_ratios():
+    """MTAD: r = (.8, .7111) of the draft (1, 1), of which a later pass overrides an earlier failure."""
+    q, p = [[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]], [[0.5, 0.5], [0.1, 0.9]]
+    late = [[0.6, 0.4], [0.1, 0.9], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]]
+    excluded = [[0.6, 0.4], [1.0, 0.0], [0.5, 0.5]], p
+    for (target, draft), tau, passed in (
+        ((q, p), 0.5, [1, 1]),
+        ((q, p), 0.75, [1, 0]),
+        (late, 0.6, [0, 1]),  # .5, then .9
+        (excluded, 0.5, [1, 0]),
+    ):
+        tokens, count = np.array([[1, 1]], np.int32), np.array([2], np.int32)
+        acceptance, _ = split(JointThreshold(tau), tokens, count, log([draft]), log([target]))
+        np.testing.assert_array_equal(acceptance, [passed])
+        scores = np.take_along_axis(log([draft]), tokens[..., None], axis=-1)[..., 0]
+        with jax.enable_x64(True):
+            beam = Draft(tokens_BK=tokens, num_drafted_B=count, scores_BK=jnp.asarray(scores))
+            acceptance = JointThreshold(tau).acceptance(beam, jnp.asarray(log([target])))
+        np.testing.assert_array_equal(acceptance, [passed])
+
+
+@tokenwise_rules
+def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
+    """Of every token of a round, given those before it: the left side never asks the rule for its meter."""
+    num_tokens = 2
+    for one_hot in (False, True):
+        names, target, draft = one_hots(*grid(3)) if one_hot else grid(3)
+        rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens, one_hot=one_hot)
+        costs, extras = meters(rule, target, draft, num_tokens=num_tokens, one_hot=one_hot)
+        for step in range(num_tokens):
+            outputs, accepted = token_outputs(rounds, step)
+            drafted = rounds.drafted_SXD.reshape(outputs.shape[:3] + (-1,))
+            with np.errstate(invalid="ignore"):  # one meter for all drafts with these first tokens that are drawn
+                weights = drafted / drafted.sum(-1, keepdims=True)
+            metered, extra = (
+                (x[..., num_tokens, step].reshape(weights.shape) * weights).sum(-1) for x in (costs, extras)
+            )
+            happens = ~np.isnan(accepted)
+            q, p = (np.exp(x[step]).reshape(outputs.shape) for x in (target, draft))
+            np.testing.assert_allclose(metered[happens], variation(outputs, q)[happens], atol=EXACT)
+            exact = np.minimum(q, p).sum(-1)
+            np.testing.assert_allclose(extra[happens], (accepted - exact)[happens], atol=EXACT)
+
+
+@every_rule
+def test_a_token_is_metered_where_it_was_drafted_and_is_emitted(rule):
+    target, draft = random_distributions(0, 4, 3, 4), random_distributions(1, 4, 3, 3)
+    costs, extras = meters(rule, target, draft, num_tokens=3)
+    for n in range(4):
+        assert np.all(costs[..., n, n + 1 :] == 0) and np.all(extras[..., n, n + 1 :] == 0)
+    assert np.all(costs[..., 3] == 0)  # the bonus
+    assert np.all((costs > -EXACT) & (costs < 1))
+
+
+@every_rule
+def test_the_mean_of_summed_meters_bounds_the_total_variation_of_texts(rule):
+    target, draft = random_distributions(2, 20, 3, 6), random_distributions(3, 20, 3, 6)
+    for length in (1, 3):
+        joint, price = joint_and_price(rule, target, draft, num_tokens=2, length=length)
+        measured = text_variation(joint, target, length)
+        assert np.all(measured <= price + EXACT)
+        assert measured.max() > 0.004
+        if length == 1 and not isinstance(rule, JointThreshold):
+            np.testing.assert_allclose(measured, price, atol=EXACT)
+
+
+def test_the_sum_of_one_text_bounds_nothing():
+    """After A nothing is lost and after B everything: texts that begin with A report 0, and the texts' variation is 1/2."""
+    half, a, b = [0.5, 0.5], [1.0, 0.0], [0.0, 1.0]
+    target = [log([[half]]), log([[a, a]]), log([[a] * 4]), log([[a] * 8])]
+    draft = [log([[half]]), log([[a, b]]), log([[a] * 4]), log([[a] * 8])]
+    rule = EARS(1.0, with_excluded=True)  # certain targets give it no tolerance: here it costs nothing
+    assert joint_and_price(rule, target, draft, num_tokens=2, length=2)[1] == 0
+    costs, _ = meters(AcceptsAll(), target, draft, num_tokens=2)
+    assert list(costs[0, 0, :, 2, :2].sum(-1)) == [0, 0, 1, 1]
+    joint, price = joint_and_price(AcceptsAll(), target, draft, num_tokens=2, length=2)
+    np.testing.assert_allclose([text_variation(joint, target, 2)[0], price[0]], 0.5)
+
+
+@pytest.mark.parametrize("rule", [EARS(1.0), Lenience(0.05), Typical()])
+@pytest.mark.parametrize("budget", [0.0, 0.01, 0.2])
+def test_a_budget_is_kept_and_spent(rule, budget):
+    """On all kinds of pairs; that the meter is right about budgets, too, is tested above."""
+    names, target, draft = grid(3)
+    with jax.enable_x64(True):
+        log_q, log_p = jnp.asarray(target[2]), jnp.asarray(draft[2])
+        free, spent = (np.asarray(one.variation(log_q, log_p)) for one in (rule, Bounded(rule, budget)))
+    np.testing.assert_allclose(spent, np.minimum(free, budget), atol=EXACT)
+    assert free.max() > 0.2
+
+
+# Controls: what the enumeration must catch.
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptsAll(EARS):
+    def accepts(self, log_q, log_p):
+        return jnp.ones_like(log_q)
+
+
+class ReplacesByLessThanWasRejected(Lenience):
+    """Subtracts ``l p`` instead of p: costs more than it has to."""
+
+    def replaces(self, log_q, log_p):
+        return jnp.maximum(jnp.exp(log_q) - self.lenience * jnp.exp(log_p), 0)
+
+
+class MetersAcceptedTokensOnly(EARS):
+    def meter(self, draft, target_log_probs, num_accepted_B):
+        return super().meter(draft, target_log_probs, num_accepted_B - 1)
+
+
+class MetersTheDraftAgainstTheTarget(EARS):
+    def variation(self, log_q, log_p):
+        return jnp.maximum(jnp.exp(log_p) - jnp.exp(log_q), 0).sum(-1)
+
+
+def test_a_residual_that_costs_more_is_seen():
+    with jax.enable_x64(True):
+        cost = ReplacesByLessThanWasRejected(0.5).variation(*map(jnp.asarray, (log(FLAT), log(UNIFORM))))
+    np.testing.assert_allclose(cost, 0.1, atol=EXACT)
+
+
+@pytest.mark.parametrize("rule", [MetersAcceptedTokensOnly(0.3), MetersTheDraftAgainstTheTarget(0.3)])
+def test_a_wrong_meter_is_seen(rule):
+    target, draft = constant(FALLING, 2), constant(RISING, 1)
+    joint, price = joint_and_price(rule, target, draft, num_tokens=1, length=1)
+    assert not 0.9 < text_variation(joint, target, 1)[0] / price[0] < 1.1
+
+
+def test_an_ignored_budget_is_seen():
+    target, draft = constant(FALLING, 2), constant(RISING, 1)
+    joint, price = joint_and_price(mutants.IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1)
+    np.testing.assert_allclose([text_variation(joint, target, 1)[0], price[0]], 0.126, atol=EXACT)
+
+
+# Edges.
+
+
+@every_rule
+def test_padding_is_not_looked_at(rule):
+    rng, rows, num_tokens, vocab_size = np.random.default_rng(1), 200, 3, 4
+    tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
+    num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
+    draft, target = (np.stack([t[:, 0] for t in random_distributions(seed, rows, 4, 4)], axis=1) for seed in (4, 5))
+    is_padding = np.arange(num_tokens) >= num_drafted[:, None]
+    draft_with_nan = np.where(is_padding[..., None], np.nan, draft[:, :num_tokens])
+    acceptance, residual = split(rule, tokens, num_drafted, draft[:, :num_tokens], target)
+    other_acceptance, other_residual = split(rule, tokens, num_drafted, draft_with_nan, target)
+    np.testing.assert_array_equal(acceptance, other_acceptance)
+    assert np.all(acceptance[is_padding] == 0)
+    is_reachable = np.arange(num_tokens + 1) <= num_drafted[:, None]
+    np.testing.assert_array_equal(residual[is_reachable], other_residual[is_reachable])
+    one = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_with_nan)
+    meter = rule.meter(one, jnp.asarray(target), jnp.asarray(num_drafted))
+    assert np.all(np.isfinite(meter.variation)) and np.all(np.asarray(meter.variation)[:, :-1][is_padding] == 0)
+
+
+@every_rule
+def test_greedy_targets_are_written_exactly(rule):
+    """A target that is certain leaves nothing to relax."""
+    names, target, draft = grid(3)
+    keep = [i for i, name in enumerate(names) if "greedy" in name and "greedy draft" not in name]
+    target, draft = ([table[keep] for table in side] for side in (target, draft))
+    joint, price = joint_and_price(rule, target, draft, num_tokens=2, length=2)
+    assert text_variation(joint, target, 2).max() < EXACT and price.max() < EXACT
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: EARS(1.5), "EARS's beta must be from 0 to 1; got 1.5"),
+        (lambda: EARS(True), "EARS's beta must be from 0 to 1; got True"),
+        (lambda: Lenience(0), "Lenience's lenience must be above 0 to 1; got 0"),
+        (lambda: Typical(epsilon=float("nan")), "Typical's epsilon must be above 0 to 1; got nan"),
+        (lambda: Typical(delta=2), "Typical's delta must be above 0 to 1; got 2"),
+        (lambda: JointThreshold(1.01), "JointThreshold's tau must be above 0 to 1; got 1.01"),
+        (lambda: Bounded(EARS(), -0.1), "Bounded's tv_per_token must be from 0 to 1; got -0.1"),
+        (lambda: Bounded(JointThreshold()), "Bounded takes a lossy rule that goes token by token"),
+        (lambda: Bounded(Bounded(EARS())), "Bounded takes a lossy rule that goes token by token"),
+    ],
+)
+def test_constants_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make()
+    assert "\n" not in str(error.value)
