@@ -101,7 +101,7 @@ SECTIONS = (
         "rule, K = 4, batch 1, 64 new tokens of each of six held-out prompts; repeated: the prompt is followed by the first half "
         "of its own text. Counts only, where plain decoding has one token per round: the machine was busy, so the files' "
         "milliseconds mean nothing, and speed waits for a quiet run of the same commands. At T = 1 a vote costs acceptance, since "
-        "the draft model's token is then certain instead of drawn.",
+        "the draft model's token is then certain instead of drawn. Six texts tell large differences only, such as that one.",
         drafted.voting,
         ["python_voting", "python_voting_repeated"],
     ),
