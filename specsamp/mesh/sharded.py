@@ -73,8 +73,8 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
     """Wraps a model so that its weights, caches and logits are laid out over a mesh."""
-    model = model.model if isinstance(model, ShardedModel) else model.for_mesh()
-    return ShardedModel(model, layout)
+    model = model.model if isinstance(model, ShardedModel) else model
+    return ShardedModel(model.for_mesh(layout), layout)
 
 
 def placed_params(model: TransformerLM | ShardedModel) -> Any:
