@@ -29,7 +29,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
+from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -133,6 +133,7 @@ def build(
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
+    pair = with_attention(pair, config.get("attention", "auto"))
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, drafter.K, sampling)

@@ -17,7 +17,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
-from specsamp.models.kernels.cache import Kernels
+from specsamp.models.kernels.cache import Kernels, choose_kernels
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
@@ -48,9 +48,9 @@ class TransformerLM(LayeredModel):
 
     @classmethod
     def for_backend(cls, config: TransformerConfig) -> TransformerLM:
-        """Builds the model with the layout of the default backend."""
+        """Builds the model with the layout and the kernels of the default backend."""
         on_cpu = jax.default_backend() == "cpu" and config.dtype == "float32"
-        return cls(config, "cpu" if on_cpu else "default")
+        return cls(config, "cpu" if on_cpu else "default", choose_kernels("auto"))
 
     @property
     def vocab_size(self) -> int:

@@ -21,6 +21,8 @@ from specsamp.models.slots import read_moved
 
 Array = jax.Array
 
+ATTENTION = ("auto", "kernel", "plain")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
@@ -74,6 +76,20 @@ class Kernels:
         for axis in (axes,) if isinstance(axes, str) else axes:
             count *= self.layout.mesh.shape[axis]
         return count
+
+
+def choose_kernels(attention: str) -> Kernels | None:
+    """Returns the kernels that a word of `ATTENTION` stands for; "auto" is "kernel" on a TPU and "plain" elsewhere.
+
+    Raises:
+      ValueError: an unknown word, or "kernel" where there is no TPU.
+    """
+    if attention not in ATTENTION:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {attention!r}")
+    on_tpu = jax.default_backend() == "tpu"
+    if attention == "kernel" and not on_tpu:
+        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {jax.default_backend()}: choose auto or plain")
+    return Kernels() if on_tpu and attention != "plain" else None
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,17 +110,16 @@ def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tupl
     return of_heads, max(slots for slots in range(LANES, wanted + 1, LANES) if num_slots % slots == 0)
 
 
-def fetched_bytes(live: Any, shape: tuple[int, int, int, int], itemsize: int) -> float:
-    """Returns the bytes of keys and values that a call fetches on a device.
+def fetched_share(live: float, keys_shape: tuple[int, int, int, int], itemsize: int) -> float:
+    """Returns the share of keys, values and biases that a call fetches, if each row's first ``live`` slots are seen.
 
     Args:
-      live: slots that the queries of a row see, from slot 0.
-      shape: of the keys, ``[B, M, S, H]``.
+      live: share of the slots.
+      keys_shape: ``[B, M, S, H]``, of a device.
     """
-    batch, kv_heads, num_slots, size = shape
+    _, kv_heads, num_slots, size = keys_shape
     _, block = block_shape(kv_heads, num_slots, size, itemsize)
-    blocks = math.ceil(min(max(live, 1), num_slots) / block)
-    return 2 * batch * kv_heads * blocks * block * size * itemsize
+    return max(math.ceil(live * num_slots / block), 1) * block / num_slots
 
 
 def _schedule(first_B: Array, last_B: Array, num_blocks: int) -> tuple[Array, Array, Array]:
@@ -188,4 +186,3 @@ def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tre
 
 def _product(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
-
