@@ -276,9 +276,19 @@ SECTIONS = (
         "added. Its speedup is lowest where the target hides them and the draft cannot. At every batch the compiler fetches most caches of a "
         "layer into on-chip memory, writes the new rows there and copies the caches back whole. At batch 1 this is "
         "nearly all that a step moves beyond its floor; at larger batches it is a larger share "
-        "(`launch/studies/compile_variants.py`).",
+        "(`launch/studies/compile_variants.py`). These are programs without kernels, `--config.attention=plain`.",
         compiled.slices,
         ["compile_slices"],
+    ),
+    Section(
+        "Caches that are read as far as they are alive",
+        ESTIMATE + "Kernels append rows in place and fetch the blocks of a cache that a query sees; what they move is "
+        "counted from their own index maps. Traffic per chip and call, over the floor of as many slots: with all slots alive, "
+        "and with the number of the last columns. Programs of two and four layers, continued in a straight line to all layers; "
+        "calls of one new token carry two. Cycles leave out those of the kernels, which no compiler estimates. A round can go "
+        "below its floor, because the compiler keeps weights of the draft on chip.",
+        compiled.kernels,
+        ["compile_kernels"],
     ),
     Section(
         "What does a call for more tokens cost?",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specsamp.models.kernels.memory import in_hbm
+from specsamp.models.kernels.common import in_hbm, product
 
 Array = jax.Array
 
@@ -71,13 +71,7 @@ def _kernel(start_B, *refs, length, num_slots):
         # Which token a slot of the tile receives: moved there by a product with zeros and ones, which is exact.
         token_MSX = first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, TILE, tokens), 1)
         is_token_MSX = token_MSX == jax.lax.broadcasted_iota(jnp.int32, token_MSX.shape, 2)
-        moved = jnp.einsum(
-            "msx,mxh->msh",
-            is_token_MSX.astype(new.dtype),
-            new[0],
-            preferred_element_type=jnp.int32 if jnp.issubdtype(new.dtype, jnp.integer) else jnp.float32,
-            precision=jax.lax.Precision.HIGHEST if new.dtype == jnp.float32 else None,
-        )
+        moved = product("msx,mxh->msh", is_token_MSX.astype(new.dtype), new[0])
         token_MSH = first - start + jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
         is_new = (token_MSH >= 0) & (token_MSH < length)
         out[0] = jnp.where(is_new, moved.astype(out.dtype), old[0])

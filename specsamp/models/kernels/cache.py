@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from specsamp.models.cache import KVCache
 from specsamp.models.interface import MeshLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
+from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
-from specsamp.models.kernels.memory import LANES
 from specsamp.models.kernels.seen_slots import SeenSlots
 from specsamp.models.slots import read_moved
 
@@ -78,18 +78,21 @@ class Kernels:
         return count
 
 
-def choose_kernels(attention: str) -> Kernels | None:
+def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
     """Returns the kernels that a word of `ATTENTION` stands for; "auto" is "kernel" on a TPU and "plain" elsewhere.
+
+    Args:
+      backend: that programs are compiled for; None: the default one.
 
     Raises:
       ValueError: an unknown word, or "kernel" where there is no TPU.
     """
+    backend = backend or jax.default_backend()
     if attention not in ATTENTION:
         raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {attention!r}")
-    on_tpu = jax.default_backend() == "tpu"
-    if attention == "kernel" and not on_tpu:
-        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {jax.default_backend()}: choose auto or plain")
-    return Kernels() if on_tpu and attention != "plain" else None
+    if attention == "kernel" and backend != "tpu":
+        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose auto or plain")
+    return Kernels() if backend == "tpu" and attention != "plain" else None
 
 
 @functools.cache

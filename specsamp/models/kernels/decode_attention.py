@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specsamp.models.kernels.memory import LANES, in_hbm
+from specsamp.models.kernels.common import LANES, in_hbm, product
 from specsamp.models.kernels.seen_slots import SeenSlots
 from specsamp.models.products import soft_cap
 
@@ -147,7 +147,7 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
     keys, values = operands["keys"][0], operands["values"][0]
-    scores = _product("mrh,msh->mrs", operands["q"][0], keys)
+    scores = product("mrh,msh->mrs", operands["q"][0], keys)
     if "bias" in operands:
         scores = scores + operands["bias"][0]
     scores = scores * scale
@@ -163,7 +163,7 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
     kept = jnp.exp(before - after)
     maximum[...] = after
     total[...] = total[...] * kept + weights.sum(axis=-1, keepdims=True)
-    mean[...] = mean[...] * kept + _product("mrs,msh->mrh", weights.astype(values.dtype), values)
+    mean[...] = mean[...] * kept + product("mrs,msh->mrh", weights.astype(values.dtype), values)
 
     @pl.when(block == last_B[row])
     def _():
@@ -181,8 +181,4 @@ def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tre
     shape = (tree_RX.shape[1], count)
     slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     moved = slots == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    return seen | (_product("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)
-
-
-def _product(spec: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+    return seen | (product("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)

@@ -8,7 +8,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.kernels.memory import LANES
+from specsamp.models.kernels.common import LANES
 from specsamp.models.visibility import Visibility, seen_after
 
 Array = jax.Array
