@@ -124,10 +124,10 @@ def test_rows_are_appended_as_they_are(dtype, length):
 
 
 def test_the_share_that_is_fetched():
-    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 512 slots
-    assert block_shape(4, 2048, 128, 2) == (2, 512)
-    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 512, 513, 2048)}
-    assert shares == {0: 0.25, 1: 0.25, 512: 0.25, 513: 0.5, 2048: 1.0}
+    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 256 slots
+    assert block_shape(4, 2048, 128, 2) == (2, 256)
+    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 256, 257, 2048)}
+    assert shares == {0: 0.125, 1: 0.125, 256: 0.125, 257: 0.25, 2048: 1.0}
     for slots in range(128, 4096, 128):
         for kv_heads in (1, 2, 3, 8, 64):
             heads, block = block_shape(kv_heads, slots, 128, 2)

@@ -33,11 +33,11 @@ def array(*sizes, itemsize=2, in_hbm=True):
 
 
 def test_what_kernels_move_by_their_shapes():
-    """Two rows of four kv heads and 2048 slots, of which a quarter is alive: a block of 512."""
+    """Two rows of four kv heads and 2048 slots, in blocks of 256."""
     query, cache, bias = array(2, 4, 5, 128), array(2, 4, 2048, 128), array(2, 4, 5, 2048, itemsize=4)
     given = [array(8, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), bias]
     small = sum(x.bytes for x in (given[0], query, given[4]))
-    for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.5), (0.0, 0.25)):
+    for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
         read, written = count_attention(given, [query], live)
         assert (read, written) == (small + share * (2 * cache.bytes + bias.bytes), query.bytes)
     on_chip = dataclasses.replace(bias, in_hbm=False)

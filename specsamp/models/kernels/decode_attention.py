@@ -22,8 +22,9 @@ from specsamp.models.products import soft_cap
 Array = jax.Array
 
 NAME = "decode_attention"  # of the kernel in compiled programs
-STEP_BYTES = 2**18  # of keys in a step, if the block may be as small: less does not hide what a step costs
-MAX_BLOCK, MIN_BLOCK = 1024, 256  # slots
+# Of keys in a step: with less, what a step costs would show; with more, more is fetched beyond the last live slot.
+STEP_BYTES = 2**17
+MAX_BLOCK, MIN_BLOCK = 512, 256  # slots
 MAX_ROWS = 1024  # of queries per kv head: what is kept on chip grows with them
 UNSEEN = -1e30  # a score whose exponential is 0; the differences of two infinities would not be
 
