@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import jax
 from absl import logging
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp.models.cache import KVCache
 from specsamp.models.interface import MeshLayout
@@ -48,9 +48,10 @@ class Kernels:
         function = functools.partial(function, interpret=self.interpret)
         if self.layout is None:
             return function
-        mesh = jax.sharding.get_abstract_mesh()  # where it is not empty, some of its axes are manual already
-        mesh = self.layout.mesh if mesh.empty else mesh
-        axes = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
+        mesh, axes = self.layout.mesh, set(self.layout.mesh.axis_names)
+        outer = jax.sharding.get_abstract_mesh()
+        if not outer.empty:  # within data shards
+            mesh, axes = outer, axes - set(outer.manual_axes)
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
@@ -60,22 +61,14 @@ class Kernels:
         if self.layout is None:
             return PartitionSpec()
         of_kv = self.kv_heads_spec(kv_heads)
-        of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
-        on_device = kv_heads // self._devices(of_kv)
-        return of_heads if on_device == 1 else of_kv
+        _, on_device = NamedSharding(self.layout.mesh, of_kv).shard_shape((1, kv_heads))
+        return self.layout.spec(PartitionSpec(None, "heads"), (1, heads)) if on_device == 1 else of_kv
 
     def kv_heads_spec(self, kv_heads: int) -> PartitionSpec:
         """Returns how caches are split."""
         if self.layout is None:
             return PartitionSpec()
         return self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
-
-    def _devices(self, spec: PartitionSpec) -> int:
-        axes = spec[1] if len(spec) > 1 else ()
-        count = 1
-        for axis in (axes,) if isinstance(axes, str) else axes:
-            count *= self.layout.mesh.shape[axis]
-        return count
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
