@@ -146,7 +146,7 @@ def kernels(documents: Documents) -> str:
         name = cell["name"]
         asked = name["model"], name["topology"], name["program"], name["batch"]
         if not cell["fits"]:
-            rows.append((*asked, name["slots"], f"does not fit: {cell['why']}", *[""] * 5))
+            rows.append((*asked, f"{name['slots']:,}", f"does not fit: {cell['why']}", *[""] * 5))
             continue
         capacity = parse(name["topology"])[0].hbm_bytes / GIB
         rows.append(

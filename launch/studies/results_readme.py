@@ -282,11 +282,15 @@ SECTIONS = (
     ),
     Section(
         "Caches that are read as far as they are alive",
-        ESTIMATE + "Kernels append rows in place and fetch the blocks of a cache that a query sees; what they move is "
-        "counted from their own index maps. Traffic per chip and call, over the floor of as many slots: with all slots alive, "
-        "and with the number of the last columns. Programs of two and four layers, continued in a straight line to all layers; "
-        "calls of one new token carry two. Cycles leave out those of the kernels, which no compiler estimates. A round can go "
-        "below its floor, because the compiler keeps weights of the draft on chip.",
+        ESTIMATE
+        + "Kernels append rows in place and fetch the blocks of a cache that a query sees; what they move is counted "
+        "by their own index maps. Traffic per chip and call, over the floor of as many slots: all of them alive, and as many "
+        "as the column says. Programs of two and four layers, continued in a straight line to all of them, those of more "
+        "than sixteen chips with two; a call of one new token carries two. Cycles of the kernels are not known to the "
+        "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p the compiler "
+        "leaves the activations of forty rows in HBM, which it keeps on chip on the others; at batch 32 it is the scores of "
+        "relative keys and activations that do not shrink with what is alive. On 256 chips the 64 heads take "
+        "`--config.mesh.data=4` at least, with a draft of 48 heads 16.",
         compiled.kernels,
         ["compile_kernels"],
     ),

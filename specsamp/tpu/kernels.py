@@ -22,8 +22,7 @@ def kernel_of(op: Instruction) -> Count | None:
 def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float]:
     """Reads keys, values and biases as far as they are alive, and all of the rest."""
     _, keys, *_ = (x for x in given if len(x.sizes) == 4)  # queries come first
-    slots, itemsize = keys.sizes[2], keys.bytes / math.prod(keys.sizes)
-    share = decode_attention.fetched_share(live, keys.sizes, int(itemsize))
+    slots, share = keys.sizes[2], decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
     parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
     return sum(parts), sum(x.bytes for x in made if x.in_hbm)
 
@@ -32,12 +31,17 @@ def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tu
     """Reads and writes the tiles that hold new slots, of each cache, and reads the new slots."""
     starts, *rest = given
     new, caches = rest[: len(made)], rest[len(made) :]
-    tile = append_rows.TILE
     moved = 0.0
     for x, cache in zip(new, caches, strict=True):
+        tile = append_rows.tile_slots(itemsize(cache))
         tiles = x.sizes[2] // tile + 1  # at most
         moved += cache.bytes * tiles * tile / cache.sizes[2]
     return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved
+
+
+def itemsize(x: Array) -> int:
+    """Returns the bytes of an entry."""
+    return int(x.bytes / math.prod(x.sizes))
 
 
 COUNTS: dict[str, Count] = {decode_attention.NAME: count_attention, append_rows.NAME: count_rows}

@@ -42,9 +42,9 @@ def test_what_kernels_move_by_their_shapes():
         assert (read, written) == (small + share * (2 * cache.bytes + bias.bytes), query.bytes)
     on_chip = dataclasses.replace(bias, in_hbm=False)
     assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
-    new = array(2, 4, 32, 128)
+    new = array(2, 4, 16, 128)
     read, written = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
-    assert written == 2 * 2 * 4 * 64 * 128 * 2, "two tiles of 32 slots of each row"
+    assert written == 2 * 2 * 4 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
 
 

@@ -14,7 +14,6 @@ from specsamp.models.kernels.common import in_hbm, product
 Array = jax.Array
 
 NAME = "append_rows"  # of the kernel in compiled programs
-TILE = 32  # slots that are moved together; whole tiles of memory in every dtype
 MAX_TOKENS = 128  # of a call; beyond, it is bound by its products
 
 
@@ -23,24 +22,26 @@ def append_rows(
 ) -> tuple[Array, ...]:
     """Returns the caches ``[B, M, S, H]`` with T slots of each row written from that row's own start, on one device.
 
-    Where the caches are donated, in place. Requires ``start_B + T <= S``, S a multiple of `TILE`.
+    Where the caches are donated, in place. Requires ``start_B + T <= S``, S a multiple of 32.
 
     Args:
       caches: in HBM; all of one shape and dtype.
       new: for each cache ``[B, M, T, H]``.
     """
     (batch, kv_heads, num_slots, size), length = caches[0].shape, new[0].shape[2]
-    num_tiles = (length + TILE - 2) // TILE + 1  # that the slots can touch, wherever they start
+    tile = tile_slots(caches[0].dtype.itemsize)
+    num_tiles = (length + tile - 2) // tile + 1  # that the tokens can touch, wherever they start
     # Whole tiles of tokens: zeros behind them are written nowhere.
-    new = [jnp.pad(x, ((0, 0), (0, 0), (0, -length % TILE), (0, 0))) for x in new]
+    new = [jnp.pad(x, ((0, 0), (0, 0), (0, -length % tile), (0, 0))) for x in new]
+    place = functools.partial(_tile_of_step, length=length, tile=tile, num_slots=num_slots)
 
-    def index(row, tile, start_B):
-        return row, 0, _tile(start_B[row], tile, length, num_slots), 0
+    def index(row, step, start_B):
+        return row, 0, place(start_B[row], step), 0
 
-    of_cache = pl.BlockSpec((1, kv_heads, TILE, size), index)
-    of_new = pl.BlockSpec((1, kv_heads, new[0].shape[2], size), lambda row, tile, start_B: (row, 0, 0, 0))
+    of_cache = pl.BlockSpec((1, kv_heads, tile, size), index)
+    of_new = pl.BlockSpec((1, kv_heads, new[0].shape[2], size), lambda row, step, start_B: (row, 0, 0, 0))
     return pl.pallas_call(
-        functools.partial(_kernel, length=length, num_slots=num_slots),
+        functools.partial(_kernel, length=length, place=place),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -54,22 +55,26 @@ def append_rows(
     )(start_B, *new, *[in_hbm(cache, interpret=interpret) for cache in caches])
 
 
-def _tile(start: Array, tile: Array, length: int, num_slots: int) -> Array:
+def tile_slots(itemsize: int) -> int:
+    """Returns the slots that memory keeps together, of which none is moved alone."""
+    return 32 // itemsize
+
+
+def _tile_of_step(start: Array, step: Array, *, length: int, tile: int, num_slots: int) -> Array:
     """Returns which tile a step is for. The last one may come several times: each time it becomes the same."""
-    last = jnp.minimum((start + length - 1) // TILE, num_slots // TILE - 1)
-    return jnp.minimum(start // TILE + tile, last)
+    last = jnp.minimum((start + length - 1) // tile, num_slots // tile - 1)
+    return jnp.minimum(start // tile + step, last)
 
 
-def _kernel(start_B, *refs, length, num_slots):
+def _kernel(start_B, *refs, length, place):
     """Writes the tokens that belong into one tile, over what the tile held."""
     count = len(refs) // 3
-    row, tile = pl.program_id(0), pl.program_id(1)
-    start = start_B[row]
-    first = _tile(start, tile, length, num_slots) * TILE
+    start, tile = start_B[pl.program_id(0)], refs[-1].shape[2]
+    first = place(start, pl.program_id(1)) * tile
     for new, old, out in zip(refs[:count], refs[count : 2 * count], refs[2 * count :]):
         _, kv_heads, tokens, _ = new.shape
         # Which token a slot of the tile receives: moved there by a product with zeros and ones, which is exact.
-        token_MSX = first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, TILE, tokens), 1)
+        token_MSX = first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, tile, tokens), 1)
         is_token_MSX = token_MSX == jax.lax.broadcasted_iota(jnp.int32, token_MSX.shape, 2)
         moved = product("msx,mxh->msh", is_token_MSX.astype(new.dtype), new[0])
         token_MSH = first - start + jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
