@@ -30,6 +30,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
+from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -99,6 +100,8 @@ def build(
     if config.get("synthetic_acceptance") is not None:
         SyntheticAcceptance(rule, config.synthetic_acceptance)
     integer("seed", config.seed, 0, 2**32)
+    attention = config.get("attention", "auto")
+    choose_kernels(attention)
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
@@ -133,7 +136,7 @@ def build(
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
-    pair = with_attention(pair, config.get("attention", "auto"))
+    pair = with_attention(pair, attention)
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, drafter.K, sampling)
