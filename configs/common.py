@@ -30,6 +30,7 @@ def add_decoding(
     config.adaptive.acceptance = 0.7  # of a drafted token, as a row expects it before it has seen any
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
+    config.attention = "auto"  # over caches: "kernel" on a TPU, "plain" elsewhere; or one of the two
     config.rule = "token"  # or "block", or "coupled"; or a lossy one such as "ears:0.3", see launch/rules.py
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy

@@ -8,6 +8,7 @@
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
     python launch/compile_report.py --config=configs/hf.py:mimo-7b-mtp --topology=v5e:2x2
+    python launch/compile_report.py --config=configs/chinchilla.py --config.attention=plain       # no kernels
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 A head in a folder, and a module that a published checkpoint holds beside its target, have their own shape; any other
@@ -38,6 +39,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.heads import FeatureHead
+from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
@@ -88,7 +90,7 @@ def main() -> None:
         )
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
-    target, draft = models_of(config)
+    target, draft = (model and with_kernels(model, config) for model in models_of(config))
     head = FeatureHead(head_of(config, target.config)) if word.draft == "head" else None
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
@@ -183,6 +185,12 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM | None]:
             )
     require(config, () if known else sides, "a report")
     return known["target"], known.get("draft")
+
+
+def with_kernels(model: TransformerLM, config: ConfigDict) -> TransformerLM:
+    """Returns the model with the attention that ``config.attention`` has on a TPU."""
+    kernels = choose_kernels(config.get("attention", "auto"), backend="tpu")
+    return dataclasses.replace(model, layout="default", kernels=kernels)
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:

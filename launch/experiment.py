@@ -30,7 +30,8 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model
+from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
+from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
@@ -95,6 +96,8 @@ def build(
     if config.get("synthetic_acceptance") is not None:
         SyntheticAcceptance(rule, config.synthetic_acceptance)
     integer("seed", config.seed, 0, 2**32)
+    attention = config.get("attention", "auto")
+    choose_kernels(attention)
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:
         raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
@@ -129,6 +132,7 @@ def build(
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
+    pair = with_attention(pair, attention)
     drafter = make_drafter(config, pair.target, pair.draft_or_head)
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, drafter.K, sampling)

@@ -213,6 +213,8 @@ def test_a_wrong_configuration_ends_the_command_with_its_message(argument, messa
         (["--grid=draft_temperature=-1.0"], "temperature must be >= 0"),
         (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be a chance"),
         (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
+        (["--config.attention=kernel"], "attention 'kernel' is for TPUs, and this is a cpu: choose auto or plain"),
+        (["--config.attention=flash"], "attention must be one of auto, kernel, plain; got 'flash'"),
         (["--config.draft_length=4000"], "draft_length 4000 must be below the target's"),
         (["--config.seed=4294967296"], "seed must be an integer >= 0 and below 4294967296"),
     ],

@@ -68,14 +68,7 @@ def slices() -> list[Cell]:
         for distribution, sampling in DISTRIBUTIONS.items():
             for rule in RULES:
                 small = small_round(target, draft, sampling, RULES[rule])
-                per_target = (target.config.num_layers - FEW) / (MANY - FEW)
-                per_draft = K * (draft.config.num_layers - FEW) / (MANY - FEW)
-                of_target = (per_target, calls["score"][MANY]), (-per_target, calls["score"][FEW])
-                of_draft = (per_draft, calls["draft step"][MANY]), (-per_draft, calls["draft step"][FEW])
-                program = linear((1.0, small), *of_target, *of_draft)
-                if program.memory is not None:  # a draft is called K times and held once
-                    held = dataclasses.replace(linear((1.0, small), *of_target).memory, arguments=state)
-                    program = dataclasses.replace(program, memory=held)
+                program = whole_round(target, draft, small, calls["score"], calls["draft step"])
                 made[f"round, {distribution}, {rule}"] = facts(program, topology, sequences=batch, calls=K + 1)
         return {"weights_and_caches_bytes": state, "programs": made}
 
@@ -86,6 +79,28 @@ def slices() -> list[Cell]:
     ]
 
 
+def whole_round(
+    target: Stack, draft: Stack, small: Program, score: dict[int, Program], draft_step: dict[int, Program]
+) -> Program:
+    """Continues a round of both models at `FEW` layers to all of theirs.
+
+    Args:
+      score, draft_step: the calls of a round, at `FEW` and at `MANY` layers.
+    """
+    per_target = (target.config.num_layers - FEW) / (MANY - FEW)
+    per_draft = K * (draft.config.num_layers - FEW) / (MANY - FEW)
+    of_target = (per_target, score[MANY]), (-per_target, score[FEW])
+    of_draft = (per_draft, draft_step[MANY]), (-per_draft, draft_step[FEW])
+    program = linear((1.0, small), *of_target, *of_draft)
+    if program.memory is None:
+        return program
+    # A draft is called K times and held once.
+    state = target.bytes_of_state() + draft.bytes_of_state()
+    return dataclasses.replace(
+        program, memory=dataclasses.replace(linear((1.0, small), *of_target).memory, arguments=state)
+    )
+
+
 def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Program:
     """Compiles the round of both models at `FEW` layers."""
     programs = target.programs(FEW, sampling, draft.config)
@@ -93,7 +108,8 @@ def small_round(target: Stack, draft: Stack, sampling: Warp, rule: Rule) -> Prog
     def floor(live):
         return programs.floor(programs.target, live) + K * programs.floor(programs.draft, live)
 
-    made = measure("round", K + 1, floor(1.0), floor(0.5), lambda: programs.round(K, rule), target.capacity)
+    floors = floor(1.0), floor(target.live)
+    made = measure("round", K + 1, *floors, lambda: programs.round(K, rule), target.capacity, target.live)
     return dataclasses.replace(made, layers=FEW * (1 + K))
 
 

@@ -6,6 +6,7 @@
     python launch/studies/compile_study.py --study=weights --output=runs/compile_weights.json
     python launch/studies/compile_study.py --study=variants --output=runs/compile_variants.json
     python launch/studies/compile_study.py --study=heads --output=runs/compile_heads.json
+    python launch/studies/compile_study.py --study=kernels --output=runs/compile_kernels.json
 
 Every cell is written when it is done, and one that the output already holds is not compiled again. Ten minutes
 to an hour on two cores; nothing runs on a TPU.
@@ -26,6 +27,7 @@ import compile_cells
 import entry
 from compile_figures import PICTURES
 from compile_heads import heads
+from compile_kernels import kernels
 from compile_variants import variants
 from specsamp import storage
 from specsamp.analysis import report as tables
@@ -34,7 +36,7 @@ from specsamp.tpu.work import Work
 
 CAVEATS = {"weights": "; int8 weights are shapes alone, without their scales"}
 
-STUDIES = compile_cells.STUDIES | {"variants": variants, "heads": heads}
+STUDIES = compile_cells.STUDIES | {"variants": variants, "heads": heads, "kernels": kernels}
 
 _STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Study to run.", required=True)
 _OUTPUT = flags.DEFINE_string(

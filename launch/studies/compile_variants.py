@@ -35,9 +35,10 @@ Each cell is one form; `launch/studies/compile_study.py --study=variants` writes
   of a draft step. Copying back moves 331 and 19 MB a step and chip: in the target step 3.9% of the floor and nearly
   all that is moved beyond it. Forbidden to copy anything back (``xla_msa_max_outstanding_evictions=0``), a target
   step at batch 1 moves 1.01 instead of 1.05 times its floor and takes 8% more cycles, still fewer than streaming
-  (counted once, not in a cell here; the round was not tried). At batch 8 and 32 calls move 16 to 33% less and take 14
-  to 20% more cycles, as attention then waits for what was fetched before; the longer of the two grows. So it is left
-  to the compiler.
+  (counted once, not in a cell here). At batch 8 and 32 calls move 16 to 33% less and take 14 to 20% more cycles, as
+  attention then waits for what was fetched before; the longer of the two grows. The option is not used: the kernels of
+  `specsamp.models.kernels` pin caches to HBM, so that nothing is fetched whole or carried back, at any batch and in the
+  whole round (`compile_kernels.json`).
 - **Fused projections.** Query, key and value in one product: an eighth fewer cycles, more traffic, and streaming
   is what a step waits for.
 """

@@ -139,6 +139,32 @@ def slices(documents: Documents) -> str:
     return table((*header, "alone, ms per token", "with the draft", "speedup"), rows)
 
 
+def kernels(documents: Documents) -> str:
+    """Returns what programs move whose caches are read by kernels, by how much of a cache is alive."""
+    rows = []
+    for cell in documents["compile_kernels"]["cells"]:
+        name = cell["name"]
+        asked = name["model"], name["topology"], name["program"], name["batch"]
+        if not cell["fits"]:
+            rows.append((*asked, f"{name['slots']:,}", f"does not fit: {cell['why']}", *[""] * 5))
+            continue
+        capacity = parse(name["topology"])[0].hbm_bytes / GIB
+        rows.append(
+            (
+                *asked,
+                f"{name['slots']:,}",
+                f"{cell['memory_bytes'] / GIB:.1f} of {capacity:.0f}",
+                f"{cell['hbm_bytes'] / 1e9:.2f}",
+                f"{cell['over_floor']:.3f}",
+                f"{name['live']:,}",
+                f"{cell['live_hbm_bytes'] / 1e9:.2f}",
+                f"{cell['live_over_floor']:.3f}",
+            )
+        )
+    header = ("target", "chips", "program", "batch", "slots", "memory, GiB", "HBM traffic, GB", "over the floor")
+    return table((*header, "alive", "HBM traffic, GB", "over the floor"), rows)
+
+
 def scoring(documents: Documents) -> str:
     """Returns what a call for more tokens takes, over a step."""
     cells = {(c["name"]["topology"], c["name"]["tokens"]): c for c in documents["compile_scoring"]["cells"]}

@@ -302,9 +302,23 @@ SECTIONS = (
         "added. Its speedup is lowest where the target hides them and the draft cannot. At every batch the compiler fetches most caches of a "
         "layer into on-chip memory, writes the new rows there and copies the caches back whole. At batch 1 this is "
         "nearly all that a step moves beyond its floor; at larger batches it is a larger share "
-        "(`launch/studies/compile_variants.py`).",
+        "(`launch/studies/compile_variants.py`). These are programs without kernels, `--config.attention=plain`.",
         compiled.slices,
         ["compile_slices"],
+    ),
+    Section(
+        "Caches that are read as far as they are alive",
+        ESTIMATE
+        + "Kernels append rows in place and fetch the blocks of a cache that a query sees; what they move is counted "
+        "by their own index maps. Traffic per chip and call, over the floor of as many slots: all of them alive, and as many "
+        "as the column says. Programs of two and four layers, continued in a straight line to all of them, those of more "
+        "than sixteen chips with two; a call of one new token carries two. Cycles of the kernels are not known to the "
+        "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p the compiler "
+        "leaves the activations of forty rows in HBM, which it keeps on chip on the others; at batch 32 it is the scores of "
+        "relative keys and activations that do not shrink with what is alive. On 256 chips the 64 heads take "
+        "`--config.mesh.data=4` at least, with a draft of 48 heads 16.",
+        compiled.kernels,
+        ["compile_kernels"],
     ),
     Section(
         "What does a call for more tokens cost?",

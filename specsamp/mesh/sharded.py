@@ -22,6 +22,7 @@ from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
+from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 
 
@@ -73,8 +74,28 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
     """Wraps a model so that its weights, caches and logits are laid out over a mesh."""
-    model = model.model if isinstance(model, ShardedModel) else model.for_mesh()
-    return ShardedModel(model, layout)
+    model = model.model if isinstance(model, ShardedModel) else model
+    return ShardedModel(model.for_mesh(layout), layout)
+
+
+def with_attention(pair: Pair, attention: str) -> Pair:
+    """Returns the pair with another attention over its caches, on its mesh if it has one.
+
+    Args:
+      attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", see `choose_kernels`. Heads, and
+        models that are no `TransformerLM`, have theirs alone.
+
+    Raises:
+      ValueError: another word, or "kernel" where there is no TPU.
+    """
+    kernels = choose_kernels(attention)
+
+    def change(model: LanguageModel | None) -> LanguageModel | None:
+        if isinstance(model, ShardedModel):
+            return shard_model(change(model.model), model.layout)
+        return dataclasses.replace(model, kernels=kernels) if isinstance(model, TransformerLM) else model
+
+    return dataclasses.replace(pair, target=change(pair.target), draft=change(pair.draft))
 
 
 def placed_params(model: TransformerLM | ShardedModel) -> Any:

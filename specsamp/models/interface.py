@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 Array = jax.Array
 
@@ -37,6 +39,15 @@ class Block:
     start_B: Array  # int32, the slot of the tree's first row
     positions_BT: Array  # int32, of the queries in their texts: ``start_B`` plus their depth
     visible_BTR: Array  # bool
+
+
+class MeshLayout(Protocol):
+    """Says how arrays lie over a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
+
+    mesh: Mesh
+
+    def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+        """Maps the logical axes of an array of this shape to mesh axes."""
 
 
 class LanguageModel(abc.ABC):
@@ -109,8 +120,8 @@ class LanguageModel(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
-    def for_mesh(self) -> LanguageModel:
-        """Returns the model to lay out over a mesh: itself, unless its weights are laid out for a single device."""
+    def for_mesh(self, layout: MeshLayout) -> LanguageModel:
+        """Returns the model to lay out over a mesh: itself, unless it is made for a single device."""
         return self
 
     def streamed(self, weights: Any) -> list[Array] | None:

@@ -71,7 +71,12 @@ def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
       num_rows: slots of the block, ``start_B + num_rows <= S``.
       axis: of the slots, 2, or 3 for transposed keys.
     """
+    return write_slots(cache_BMSH, read_moved(cache_BMSH, start_B, rows_BT, num_rows, axis), start_B, axis)
+
+
+def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
+    """Reads slots ``start_B + rows_BT`` of each row; see `move_slots`."""
     block_BMRH = read_slots(cache_BMSH, start_B, num_rows, axis)
     rows_BT = jnp.clip(rows_BT, 0, num_rows - 1)
     index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
-    return write_slots(cache_BMSH, jnp.take_along_axis(block_BMRH, index, axis=axis), start_B, axis)
+    return jnp.take_along_axis(block_BMRH, index, axis=axis)

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specsamp.models.cache import KVCache, TransformerCache, TransposedKVCache
+from specsamp.models.cache import KVCache, LayerCache, TransformerCache, TransposedKVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
-from specsamp.models.interface import Block, LayeredModel, Output
+from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
+from specsamp.models.kernels.cache import Kernels, choose_kernels
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
@@ -32,20 +33,24 @@ class TransformerLM(LayeredModel):
     Attributes:
       layout: of decode-time weights and caches: "default", head-major as the parameters are, what a TPU wants and
         what can be split over a mesh; or "cpu", see `specsamp.models.cpu_layout`. Results are the same.
+      kernels: of attention over the caches, for TPUs; None: the plain form, for all backends.
     """
 
     config: TransformerConfig
     layout: str = "default"
+    kernels: Kernels | None = None
 
     def __post_init__(self):
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {self.layout!r}")
+        if self.layout == "cpu" and self.kernels is not None:
+            raise ValueError("layout 'cpu' has no kernels: leave kernels=None, or layout='default'")
 
     @classmethod
     def for_backend(cls, config: TransformerConfig) -> TransformerLM:
-        """Builds the model with the layout of the default backend."""
+        """Builds the model with the layout and the kernels of the default backend."""
         on_cpu = jax.default_backend() == "cpu" and config.dtype == "float32"
-        return cls(config, "cpu" if on_cpu else "default")
+        return cls(config, "cpu" if on_cpu else "default", choose_kernels("auto"))
 
     @property
     def vocab_size(self) -> int:
@@ -137,9 +142,10 @@ class TransformerLM(LayeredModel):
             params[f"layer_{i}"] = dict(params[f"layer_{i}"]) | {"attention": attention}
         return {"params": params, "relative_keys": tuple(tables)}
 
-    def for_mesh(self) -> TransformerLM:
+    def for_mesh(self, layout: MeshLayout) -> TransformerLM:
         """Returns the model in the default layout: heads side by side in one matrix cannot be split."""
-        return dataclasses.replace(self, layout="default")
+        kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
+        return dataclasses.replace(self, layout="default", kernels=kernels)
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of `fit_slots`'s result, as a tree of `PartitionSpec`.
@@ -175,13 +181,14 @@ class TransformerLM(LayeredModel):
         config = self.config
         shape = (batch, config.num_kv_heads, slots, config.head_size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
-        layers = tuple(self._cache_class.zeros(*shape, config.compute_dtype) for _ in range(config.num_layers))
+        layers = [self._cache_class.zeros(*shape, config.compute_dtype) for _ in range(config.num_layers)]
+        layers = tuple(map(self._with_kernels, layers))
         return TransformerCache(layers=layers, tokens_BS=tokens_BS)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
-        layers = (self._cache_class.logical_axes(),) * self.config.num_layers
+        layers = (self._with_kernels(self._cache_class.logical_axes()),) * self.config.num_layers
         return TransformerCache(layers=layers, tokens_BS=tokens_BS)
 
     def compact(self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int) -> TransformerCache:
@@ -242,6 +249,9 @@ class TransformerLM(LayeredModel):
     @property
     def _cache_class(self) -> type[KVCache] | type[TransposedKVCache]:
         return TransposedKVCache if self.layout == "cpu" else KVCache
+
+    def _with_kernels(self, cache: LayerCache) -> LayerCache:
+        return cache if self.kernels is None else self.kernels.wrap(cache, self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         decoder = (CPUDecoder if self.layout == "cpu" else Decoder)(self.config)

@@ -46,6 +46,7 @@ class Array:
     bytes: float
     in_hbm: bool
     on_host: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +174,9 @@ def _arrays(type_text: str) -> Iterator[Array]:
     for dtype, sizes, layout in _ARRAY.findall(type_text):
         if dtype not in BYTES:
             raise ValueError(f"an array of {dtype}, whose size is not known: add it to specsamp/tpu/hlo.py")
-        count = math.prod(int(size) for size in sizes.split(",") if size)
-        yield Array(bytes=count * BYTES[dtype], in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout)
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        bytes_ = math.prod(shape) * BYTES[dtype]
+        yield Array(bytes=bytes_, in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout, sizes=shape)
 
 
 def _closing(text: str, opening: int) -> int:

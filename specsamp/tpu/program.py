@@ -44,7 +44,7 @@ class Program:
     name: str
     tokens: int  # fed per row and call
     floor_bytes: float
-    live_floor_bytes: float  # the same with a cache that is half full
+    live_floor_bytes: float  # the same with caches of which only a part is alive: half, unless a study says otherwise
     memory: Memory | None
     out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
     hbm_bytes: float | None = None
@@ -56,12 +56,18 @@ class Program:
     open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
     compile_seconds: float = 0.0
+    live_hbm_bytes: float | None = None  # the traffic with caches as live_floor_bytes has them; None: not counted
     layers: int = 0  # of all calls of models in one run; 0 in reports of before this was counted
 
     @property
     def over_floor(self) -> float | None:
         """Traffic as a multiple of the floor."""
         return None if self.hbm_bytes is None else self.hbm_bytes / self.floor_bytes
+
+    @property
+    def live_over_floor(self) -> float | None:
+        """Traffic as a multiple of the floor, both with caches of which only a part is alive."""
+        return None if self.live_hbm_bytes is None else self.live_hbm_bytes / self.live_floor_bytes
 
     def busy_ms(self, chip: Chip) -> float:
         """Returns the longer of streaming and computing, in milliseconds."""

@@ -6,8 +6,9 @@ Six programs are compiled: one step of the draft and one of the target (the auto
 fastest of `STEP_WINDOWS`), the scoring of K+1 tokens, both prefills, and the loop of generation. For each of them:
 bytes through HBM (see `specsamp.tpu.traffic`) beside the floor, collectives, large copies, transfers to the host,
 cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once.
-What a call moves beyond is mostly caches that the compiler fetches whole, updates on chip and copies back whole. A
-round can go below the floor of its calls: where on-chip memory holds weights of the draft from one step to the next,
+What a call without kernels moves beyond is mostly caches that the compiler fetches whole, updates on chip and copies
+back whole. Kernels write caches in place and read what is alive of them: traffic and floor are stated for all slots and
+for half of them. A round can go below the floor of its calls: where on-chip memory holds weights of the draft from one step to the next,
 they are read once a round.
 
 Everything here is a **compiler estimate**: nothing ran. The compiler has no estimate for collectives: they are listed
@@ -181,9 +182,19 @@ def model_parallelism(model: ShardedModel) -> int:
 
 
 def measure(
-    name: str, tokens: int, floor: float, live_floor: float, lowered: Callable[[], jax.stages.Lowered], capacity: int
+    name: str,
+    tokens: int,
+    floor: float,
+    live_floor: float,
+    lowered: Callable[[], jax.stages.Lowered],
+    capacity: int,
+    live: float = 0.5,
 ) -> Program:
-    """Compiles one program and counts what it moves; that it does not fit is a result."""
+    """Compiles one program and counts what it moves; that it does not fit is a result.
+
+    Args:
+      live: share of the slots of caches that is alive in ``live_floor`` and in what is counted for it.
+    """
     known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
     start = time.perf_counter()
     try:
@@ -200,12 +211,14 @@ def measure(
         code=sizes.generated_code_size_in_bytes,
         capacity=capacity,
     )
-    traffic = traffic_of(compiled.as_text())
+    text = compiled.as_text()
+    traffic = traffic_of(text)
     return Program(
         **known,
         memory=memory,
         out_of_memory=None,
         hbm_bytes=traffic.bytes,
+        live_hbm_bytes=traffic_of(text, live).bytes,
         cycles=traffic.cycles,
         collectives=dict(traffic.collectives),
         collective_bytes=dict(traffic.collective_bytes),

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
+from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
 from specsamp.tpu.program import Memory, Program
@@ -27,6 +28,7 @@ from specsamp.tpu.report import measure
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled
+COUNTED = ("floor_bytes", "live_floor_bytes", "hbm_bytes", "live_hbm_bytes", "cycles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Stack:
     batch: int = 1
     slots: int = 2048
     weight_dtype: str | None = None  # see `Programs`
+    kernels: Kernels | None = None  # of attention over the caches
+    live: float = 0.5  # see `specsamp.tpu.report.measure`
 
     def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
         """Returns the programs of a pair of ``layers`` layers: this model the target, another (or itself) the draft."""
 
         def model(config):
-            return TransformerLM(dataclasses.replace(config, num_layers=layers))
+            return TransformerLM(dataclasses.replace(config, num_layers=layers), kernels=self.kernels)
 
         return Programs(
             target=shard_model(model(self.config), Layout.tensor_parallel(self.mesh)),
@@ -69,7 +73,8 @@ class Stack:
             return programs.floor(model, live)
 
         name = f"{tokens} tokens, {layers} layers"
-        made = measure(name, tokens, floor(1.0), floor(0.5), lambda: programs.call(model, tokens), self.capacity)
+        floors = floor(1.0), floor(self.live)
+        made = measure(name, tokens, *floors, lambda: programs.call(model, tokens), self.capacity, self.live)
         return dataclasses.replace(made, layers=layers)
 
     @property
@@ -108,7 +113,7 @@ def linear(*terms: tuple[float, Program]) -> Program:
     def total(name):
         return sum(weight * getattr(program, name) for weight, program in terms)
 
-    numbers = {name: total(name) for name in ("floor_bytes", "live_floor_bytes", "hbm_bytes", "cycles")}
+    numbers = {name: total(name) for name in COUNTED}
     whole = {name: round(total(name)) for name in ("num_copies", "host_transfers", "open_loops", "layers")}
     parts = {
         name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)

@@ -9,6 +9,7 @@ its results, except that
   the program is counted there, and not where that run would begin with it;
 - a fusion that only slices or gathers from an operand reads what it takes, not the table;
 - an update in place writes the update, not the buffer, and reads it only if the same fusion uses it further;
+- the kernels of `specsamp.models.kernels` move what they say they do, of caches that are alive to a given share;
 - what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves nothing.
 
 A loop body counts as often as it runs: its bound is read from its condition. A loop whose bound is data (that
@@ -28,6 +29,7 @@ import functools
 import math
 
 from specsamp.tpu.hlo import Array, Instruction, Module
+from specsamp.tpu.kernels import kernel_of
 
 FREE = {
     "parameter",
@@ -79,14 +81,17 @@ class Traffic:
                 mine[kind] += count * times
 
 
-def traffic_of(text: str) -> Traffic:
+def traffic_of(text: str, live: float = 1.0) -> Traffic:
     """Counts the traffic of ``compiled.as_text()``, see the module.
+
+    Args:
+      live: share of the slots of caches that hold something, in [0, 1]; only kernels read these alone.
 
     Raises:
       ValueError: the text is no scheduled HLO module.
     """
     module = Module.parse(text)
-    return Tally(module).of(module.entry)
+    return Tally(module, live).of(module.entry)
 
 
 def in_flight(text: str) -> list[float]:
@@ -113,6 +118,7 @@ class Tally:
     """Counts the instructions of one module."""
 
     module: Module
+    live: float = 1.0  # see `traffic_of`
 
     def of(self, computation: str) -> Traffic:
         """Counts a computation; what it calls is counted as often as it is called."""
@@ -165,6 +171,8 @@ class Tally:
             read, written = target.bytes * source, target.bytes * target.in_hbm
         elif op.opcode == "fusion":
             read, written = self.fusion(op, operands)
+        elif op.opcode == "custom-call" and (count := kernel_of(op)):
+            read, written = count([x.arrays[0] for x in operands], op.arrays, self.live)
         elif op.opcode == "dynamic-update-slice":
             read, written = operands[1].hbm_bytes, operands[1].bytes * (op.hbm_bytes > 0)
         elif op.opcode in SLICES:

@@ -6,8 +6,10 @@ import pathlib
 import pytest
 
 import compile_cells
+from compile_cells import K
 from compile_figures import PICTURES, calibrated
 from compile_heads import EXIT, HEAD, heads
+from compile_kernels import kernels
 from compile_variants import variants
 from specsamp.tpu.work import Work
 from support import extras
@@ -65,7 +67,9 @@ def test_straight_lines_agree_with_the_whole(whole):
         assert made["cycles"] == pytest.approx(programs[name]["cycles"], rel=off), name
 
 
-@pytest.mark.parametrize("cells", [*compile_cells.STUDIES.values(), variants, heads], ids=lambda cells: cells.__name__)
+@pytest.mark.parametrize(
+    "cells", [*compile_cells.STUDIES.values(), variants, heads, kernels], ids=lambda cells: cells.__name__
+)
 def test_every_answer_is_there(cells):
     """And its milliseconds are made of its work, with the calibration of today."""
     document = json.loads((RESULTS / f"compile_{cells.__name__}.json").read_text(encoding="utf-8"))
@@ -133,3 +137,23 @@ def test_what_drafts_inside_the_target_costs_less_than_a_draft_model():
         if drafter == HEAD:
             assert inside["cycles"] < beside["cycles"] and inside["collectives"] != beside["collectives"]
     assert len(rounds) == 10
+
+
+def test_kernels_bring_calls_to_their_floor():
+    """Beside the same calls without them; what is further off has its reason in the page of results."""
+    without = {(cell["name"]["topology"], cell["name"]["batch"]): cell["programs"] for cell in answers("slices")}
+    far = []
+    for cell in answers("kernels"):
+        name = cell["name"]
+        if not cell["fits"]:
+            assert (name["topology"], name["batch"]) == ("v5e:4x4", 8) and "18.4 GiB" in cell["why"]
+            continue
+        assert cell["copies"] == 0 and cell["host_transfers"] == 0
+        assert cell["live_hbm_bytes"] < cell["hbm_bytes"]
+        if max(cell["over_floor"], cell["live_over_floor"]) > 1.05:
+            far.append((name["topology"], name["program"], name["batch"]))
+        programs = without.get((name["topology"], name["batch"]), {})
+        plain = {f"{K + 1} tokens": "score", "2 tokens": "target step", f"round, K = {K}": "round, top-p, token"}
+        if name["model"].startswith("Chinchilla") and name["topology"] == "v4:2x2x4":
+            assert cell["over_floor"] < programs[plain[name["program"]]]["over_floor"] - 0.03
+    assert far == [("v4:2x2x4", "5 tokens", 32), ("v5p:2x2x4", "5 tokens", 8)]

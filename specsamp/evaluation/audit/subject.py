@@ -21,7 +21,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.whole_texts import full_warp
 from specsamp.evaluation.audit.teacher import next_logits
-from specsamp.mesh.sharded import ShardedModel
+from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
@@ -171,7 +171,7 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     """Returns the model computing in another dtype, on its mesh if it has one; None for models of other kinds."""
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
-        return inner and ShardedModel(dataclasses.replace(inner, layout="default"), model.layout)
+        return inner and shard_model(inner, model.layout)
     if not isinstance(model, TransformerLM):
         return None
     if model.config.dtype == dtype:

@@ -1,0 +1,114 @@
+"""Asks how near its floor a program comes whose caches are read by kernels; see compile_study.py.
+
+    kernels   the pair of the paper at 2048 slots; Llama 3.3 70B at 32,768; slices of 64 and 256 chips
+
+Each program is stated twice: with all slots of the caches alive, and with as many as ``live``. Programs of Llama have
+slots for 32,768 tokens, of which a text of 8,192 reads a quarter. At most forty programs are compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from compile_cells import DISTRIBUTIONS, RULES, SLICES, Cell, K, small_round, whole_round
+from specsamp.checkpoints.published import published_config
+from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
+from specsamp.models.kernels.cache import Kernels
+from specsamp.tpu.program import Program
+from specsamp.tpu.programs import WINDOW
+from specsamp.tpu.report import measure
+from specsamp.tpu.stack import FEW, MANY, Stack, continued, facts
+from specsamp.tpu.topology import described_mesh
+
+LLAMA = "meta-llama/Llama-3.3-70B-Instruct"
+PAPER = "v4:2x2x4"
+LARGER = {"v5e:8x8": 4, "v5e:16x16": 16}  # slices, and their data shards
+
+
+def kernels() -> list[Cell]:
+    """Asks for calls of both targets, for rounds of the paper's pair, and for a call on larger slices."""
+    cells = []
+    for batch, lengths in ((1, (WINDOW, K + 1)), (8, (WINDOW, K + 1)), (32, (K + 1,))):
+        cells += [_call(PAPER, batch, tokens) for tokens in lengths]
+    cells += [_round(batch) for batch in (1, 8)]
+    for topology in SLICES:
+        lengths = (WINDOW, K + 1) if topology.startswith("v5p") else (WINDOW, K + 1, 17)
+        # Sixteen v5e chips have no room for more than four such texts: eight are asked for once.
+        rows = [8, 4, 4] if topology.startswith("v5e") else [8] * len(lengths)
+        cells += [_call(topology, batch, tokens, LLAMA) for batch, tokens in zip(rows, lengths, strict=True)]
+    return cells + [_larger(topology, data) for topology, data in LARGER.items()]
+
+
+@functools.cache
+def at(stack: Stack, layers: int, tokens: int) -> Program:
+    """Compiles a call once: a round has the same."""
+    return stack.at(layers, tokens)
+
+
+def stack_of(config: TransformerConfig, topology: str, batch: int, slots: int, live: int) -> Stack:
+    """Returns a model with kernels on a slice, of whose slots ``live`` are alive."""
+    mesh = described_mesh(topology, num_kv_heads=config.num_kv_heads, rows=batch)
+    return Stack(config, mesh, topology, batch, slots, kernels=Kernels(), live=live / slots)
+
+
+def stated(program: Program, topology: str, batch: int, calls: int = 1) -> dict[str, Any]:
+    """Returns the `facts` of a program, and the same traffic with caches that are partly alive."""
+    made = facts(program, topology, sequences=batch, calls=calls)
+    if not made["fits"]:
+        return made
+    return made | {
+        "floor_bytes": program.floor_bytes,
+        "live_hbm_bytes": program.live_hbm_bytes,
+        "live_over_floor": program.live_over_floor,
+    }
+
+
+def _call(topology: str, batch: int, tokens: int, model: str | None = None) -> Cell:
+    slots, live = (32_768, 8192) if model else (2048, 256)
+
+    def answer() -> dict[str, Any]:
+        config = published_config(model) if model else chinchilla_70b()
+        config = dataclasses.replace(config, dtype="bfloat16")
+        stack = stack_of(config, topology, batch, slots, live)
+        program = continued(at(stack, FEW, tokens), at(stack, MANY, tokens), config.num_layers)
+        return stated(program, topology, batch)
+
+    name = "Llama 3.3 70B" if model else "Chinchilla 70B"
+    asked = {"program": f"{tokens} tokens", "batch": batch, "slots": slots, "live": live}
+    return Cell({"model": name, "topology": topology} | asked, answer)
+
+
+def _round(batch: int) -> Cell:
+    slots, live = 2048, 256
+
+    def answer() -> dict[str, Any]:
+        target, draft = (stack_of(config(), PAPER, batch, slots, live) for config in (chinchilla_70b, draft_4b))
+        small = small_round(target, draft, DISTRIBUTIONS["top-p"], RULES["token"])
+        score, draft_step = (
+            {layers: at(stack, layers, tokens) for layers in (FEW, MANY)}
+            for stack, tokens in ((target, K + 1), (draft, WINDOW))
+        )
+        return stated(whole_round(target, draft, small, score, draft_step), PAPER, batch, calls=K + 1)
+
+    asked = {"program": f"round, K = {K}", "batch": batch, "slots": slots, "live": live}
+    return Cell({"model": "Chinchilla 70B + 4B", "topology": PAPER} | asked, answer)
+
+
+def _larger(topology: str, data: int) -> Cell:
+    """Asks whether a call compiles within data shards, two layers of it, and whether all layers fit."""
+    slots, live, batch = 2048, 256, 4 * data
+
+    def answer() -> dict[str, Any]:
+        mesh = described_mesh(topology, data, rows=batch // data)
+        stack = Stack(chinchilla_70b(), mesh, topology, batch, slots, kernels=Kernels(), live=live / slots)
+        programs = stack.programs(FEW)
+        floors = (programs.floor(programs.target, share) for share in (1.0, stack.live))
+        name, capacity = "two layers", stack.capacity
+        made = measure(name, K + 1, *floors, lambda: programs.call(programs.target, K + 1), capacity, live=stack.live)
+        whole = dataclasses.replace(made.memory, arguments=stack.bytes_of_state())
+        return stated(dataclasses.replace(made, memory=whole, layers=FEW), topology, batch // data)
+
+    asked = {"program": f"{K + 1} tokens, two layers, data = {data}", "batch": batch, "slots": slots, "live": live}
+    return Cell({"model": "Chinchilla 70B", "topology": topology} | asked, answer)

@@ -1,0 +1,138 @@
+"""A cache whose attention and whose writes are kernels, on one device or on the shards of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+from absl import logging
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specsamp.models.cache import KVCache
+from specsamp.models.interface import MeshLayout
+from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
+from specsamp.models.kernels.common import LANES
+from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
+from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.slots import read_moved
+
+Array = jax.Array
+
+ATTENTION = ("auto", "kernel", "plain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Says how a model's caches call kernels; static.
+
+    Attributes:
+      layout: of the model over a mesh, each of whose devices calls the kernels for its own heads; None: one device.
+      interpret: runs the kernels on the CPU, slowly, for tests.
+    """
+
+    layout: MeshLayout | None = None
+    interpret: bool = False
+
+    def wrap(self, cache: KVCache, head_size: int) -> KVCache:
+        """Returns the cache (or the names of its axes) with kernels; itself if they do not take such heads."""
+        if head_size % LANES:
+            _say_once(f"attention is not a kernel: heads of {head_size} entries are no multiple of {LANES}")
+            return cache
+        return KernelKVCache(keys_BMSH=cache.keys_BMSH, values_BMSH=cache.values_BMSH, kernels=self)
+
+    def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """Returns ``function`` applied on each device, within `jax.shard_map` over data shards too."""
+        function = functools.partial(function, interpret=self.interpret)
+        if self.layout is None:
+            return function
+        mesh, axes = self.layout.mesh, set(self.layout.mesh.axis_names)
+        outer = jax.sharding.get_abstract_mesh()
+        if not outer.empty:  # within data shards
+            mesh, axes = outer, axes - set(outer.manual_axes)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        )
+
+    def heads_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
+        """Returns how queries are split: as far as kv heads are, and further if a device has a single kv head."""
+        if self.layout is None:
+            return PartitionSpec()
+        of_kv = self.kv_heads_spec(kv_heads)
+        _, on_device = NamedSharding(self.layout.mesh, of_kv).shard_shape((1, kv_heads))
+        return self.layout.spec(PartitionSpec(None, "heads"), (1, heads)) if on_device == 1 else of_kv
+
+    def kv_heads_spec(self, kv_heads: int) -> PartitionSpec:
+        """Returns how caches are split."""
+        if self.layout is None:
+            return PartitionSpec()
+        return self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
+
+
+def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
+    """Returns the kernels that a word of `ATTENTION` stands for; "auto" is "kernel" on a TPU and "plain" elsewhere.
+
+    Args:
+      backend: that programs are compiled for; None: the default one.
+
+    Raises:
+      ValueError: an unknown word, or "kernel" where there is no TPU.
+    """
+    backend = backend or jax.default_backend()
+    if attention not in ATTENTION:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {attention!r}")
+    if attention == "kernel" and backend != "tpu":
+        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose auto or plain")
+    return Kernels() if backend == "tpu" and attention != "plain" else None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.warning(text)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelKVCache(KVCache):
+    """A `KVCache` that is read as far as it is alive and written where it lies.
+
+    Calls of many tokens, which read prompts, are those of `KVCache`; so are all calls of a cache whose slots are no
+    multiple of 128.
+    """
+
+    kernels: Kernels = dataclasses.field(metadata=dict(static=True))
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+        if not self._takes(k_BMTH.shape[2]):
+            plain = self._plain.append(k_BMTH, v_BMTH, start_B)
+            return dataclasses.replace(self, keys_BMSH=plain.keys_BMSH, values_BMSH=plain.values_BMSH)
+        split = (self.kernels.kv_heads_spec(k_BMTH.shape[1]),) * 2
+        append = self.kernels.per_device(append_rows, (split, split, PartitionSpec()), split)
+        keys_BMSH, values_BMSH = append((self.keys_BMSH, self.values_BMSH), (k_BMTH, v_BMTH), start_B)
+        return dataclasses.replace(self, keys_BMSH=keys_BMSH, values_BMSH=values_BMSH)
+
+    def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
+        (_, heads, length, _), kv_heads = q_BNTH.shape, self.keys_BMSH.shape[1]
+        if not self._takes(length) or heads // kv_heads * length > MAX_ROWS:
+            return self._plain.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=cap)
+        of_heads, of_cache = self.kernels.heads_spec(heads, kv_heads), self.kernels.kv_heads_spec(kv_heads)
+        attend = functools.partial(decode_attention, scale=scale, cap=cap)
+        in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads)
+        attend = self.kernels.per_device(attend, in_specs, of_heads)
+        return attend(q_BNTH, self.keys_BMSH, self.values_BMSH, SeenSlots.of(visible), bias_BNTS)
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        moved = (read_moved(x, start_B, rows_BT, num_rows) for x in (self.keys_BMSH, self.values_BMSH))
+        return self.append(*moved, start_B)
+
+    def _takes(self, length: int) -> bool:
+        """Returns whether calls of ``length`` tokens are those of kernels."""
+        if self.num_slots % LANES:
+            _say_once(f"attention is not a kernel: {self.num_slots} slots are no multiple of {LANES}")
+        return self.num_slots % LANES == 0 and length <= MAX_TOKENS
+
+    @property
+    def _plain(self) -> KVCache:
+        return KVCache(keys_BMSH=self.keys_BMSH, values_BMSH=self.values_BMSH)

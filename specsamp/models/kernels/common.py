@@ -1,0 +1,24 @@
+"""Holds what kernels have in common: where their arrays lie, and products on matrix units."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128  # entries of the last axis that a TPU keeps together
+
+
+def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Keeps the compiler from fetching all of a cache on chip before the kernel fetches what it needs."""
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
+def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes ``einsum(spec, x, y)`` of one dtype, summed in float32, of integers in int32.
+
+    Of float32 it keeps every bit. Matrix units have no more to give to bfloat16, and refuse to be asked.
+    """
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.int32 if is_integer else jnp.float32, precision=precision)

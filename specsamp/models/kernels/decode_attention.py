@@ -1,0 +1,185 @@
+"""Attention of a few queries over a cache, of which only blocks with slots that some query sees are fetched.
+
+The grid has a step for each such block, row after row, so that its length is data: `_schedule` says which row and
+which block a step is for. The softmax is carried over the blocks of a row as a running maximum, sum and mean
+(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from specsamp.models.kernels.common import LANES, in_hbm, product
+from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.products import soft_cap
+
+Array = jax.Array
+
+NAME = "decode_attention"  # of the kernel in compiled programs
+# Of keys in a step: with less, what a step costs would show; with more, more is fetched beyond the last live slot.
+STEP_BYTES = 2**17
+MAX_BLOCK, MIN_BLOCK = 512, 256  # slots
+MAX_ROWS = 1024  # of queries per kv head: what is kept on chip grows with them
+UNSEEN = -1e30  # a score whose exponential is 0; the differences of two infinities would not be
+
+
+def decode_attention(
+    q_BNTH: Array,
+    keys_BMSH: Array,
+    values_BMSH: Array,
+    seen: SeenSlots,
+    bias_BNTS: Array | None = None,
+    *,
+    scale: float,
+    cap: float | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Computes what `specsamp.models.cache.LayerCache.attend` describes, on one device; returns ``[B, N, T, H]``.
+
+    Args:
+      keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
+      seen: every query sees a slot.
+      scale, bias_BNTS, cap: see `LayerCache.attend`.
+      interpret: runs on the CPU.
+    """
+    (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, keys_BMSH.shape
+    rows = heads // kv_heads * length  # queries that share a kv head are rows of one product
+    of_heads, block = block_shape(kv_heads, num_slots, size, keys_BMSH.dtype.itemsize)
+    first_B, last_B = seen.blocks(block, num_slots)
+    num_steps, row_X, block_X = _schedule(first_B, last_B, num_slots // block)
+    tree_start_B = jnp.zeros_like(first_B) if seen.tree_start_B is None else seen.tree_start_B
+
+    def per_row(x_BTX):
+        return jnp.tile(x_BTX, (1, heads // kv_heads, 1))
+
+    def spec(*sizes, heads_axis, slots_axis=None):
+        def index(group, step, row_X, block_X, *_):
+            place = [row_X[step]] + [0] * len(sizes)
+            if heads_axis:
+                place[1] = group
+            if slots_axis is not None:
+                place[slots_axis] = block_X[step]
+            return tuple(place)
+
+        return pl.BlockSpec((1, *sizes), index)
+
+    of_cache = spec(of_heads, block, size, heads_axis=True, slots_axis=2)
+    of_rows = spec(of_heads, rows, size, heads_axis=True)
+    keep = functools.partial(in_hbm, interpret=interpret)
+    operands = {
+        "q": (q_BNTH.reshape(batch, kv_heads, rows, size), of_rows),
+        "keys": (keep(keys_BMSH), of_cache),
+        "values": (keep(values_BMSH), of_cache),
+        "bounds": (per_row(seen.bounds_BT2), spec(rows, 2, heads_axis=False)),
+    }
+    if seen.tree_BTR is not None:
+        operands["tree"] = per_row(seen.tree_BTR), spec(rows, seen.tree_BTR.shape[-1], heads_axis=False)
+    if bias_BNTS is not None:
+        bias_BMRS = bias_BNTS.reshape(batch, kv_heads, rows, num_slots)
+        operands["bias"] = bias_BMRS, spec(of_heads, rows, block, heads_axis=True, slots_axis=3)
+    out_BMRH = pl.pallas_call(
+        functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap),
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, size), q_BNTH.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(kv_heads // of_heads, num_steps),
+            in_specs=[of_operand for _, of_operand in operands.values()],
+            out_specs=of_rows,
+            scratch_shapes=[pltpu.VMEM((of_heads, rows, width), jnp.float32) for width in (1, 1, size)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name=NAME,
+    )(row_X, block_X, first_B, last_B, tree_start_B, *[operand for operand, _ in operands.values()])
+    return out_BMRH.reshape(q_BNTH.shape)
+
+
+def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Returns the kv heads and the slots of a step.
+
+    Heads are taken in two groups at least, if there are two: the cores of a chip share them.
+    """
+    most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
+    of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
+    wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK)
+    return of_heads, max(slots for slots in range(LANES, wanted + 1, LANES) if num_slots % slots == 0)
+
+
+def fetched_share(live: float, keys_shape: tuple[int, int, int, int], itemsize: int) -> float:
+    """Returns the share of keys, values and biases that a call fetches, if each row's first ``live`` slots are seen.
+
+    Args:
+      live: share of the slots.
+      keys_shape: ``[B, M, S, H]``, of a device.
+    """
+    _, kv_heads, num_slots, size = keys_shape
+    _, block = block_shape(kv_heads, num_slots, size, itemsize)
+    return max(math.ceil(live * num_slots / block), 1) * block / num_slots
+
+
+def _schedule(first_B: Array, last_B: Array, num_blocks: int) -> tuple[Array, Array, Array]:
+    """Returns the number of steps, and the row and the block of each, int32 ``[B * num_blocks]``."""
+    batch = len(first_B)
+    ends_B = jnp.cumsum(last_B - first_B + 1, dtype=jnp.int32)
+    steps_X = jnp.arange(batch * num_blocks, dtype=jnp.int32)
+    row_X = jnp.minimum(jnp.sum(steps_X[:, None] >= ends_B[None, :], axis=1, dtype=jnp.int32), batch - 1)
+    # The last step of a row is for its last block.
+    is_row_XB = row_X[:, None] == jnp.arange(batch, dtype=jnp.int32)[None, :]
+    offset_X = jnp.sum(jnp.where(is_row_XB, (last_B + 1 - ends_B)[None, :], 0), axis=1, dtype=jnp.int32)
+    return ends_B[-1], row_X, jnp.clip(steps_X + offset_X, 0, num_blocks - 1)
+
+
+def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, cap):
+    """Adds the block of a step to the running softmax of its row."""
+    operands, (out, maximum, total, mean) = dict(zip(names, refs)), refs[len(names) :]
+    step = pl.program_id(1)
+    row, block = row_X[step], block_X[step]
+
+    @pl.when(block == first_B[row])
+    def _():
+        maximum[...] = jnp.full(maximum.shape, UNSEEN, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        mean[...] = jnp.zeros(mean.shape, jnp.float32)
+
+    keys, values = operands["keys"][0], operands["values"][0]
+    scores = product("mrh,msh->mrs", operands["q"][0], keys)
+    if "bias" in operands:
+        scores = scores + operands["bias"][0]
+    scores = scores * scale
+    if cap is not None:
+        scores = soft_cap(scores, cap)
+    tree = operands["tree"][0] if "tree" in operands else None
+    seen = _seen(block * keys.shape[1], keys.shape[1], operands["bounds"][0], tree, tree_start_B[row])
+    scores = jnp.where(seen[None], scores, UNSEEN)
+    before = maximum[...]
+    after = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+    # Where a query has seen nothing yet this adds ones, which the first slot that it sees takes back.
+    weights = jnp.exp(scores - after)
+    kept = jnp.exp(before - after)
+    maximum[...] = after
+    total[...] = total[...] * kept + weights.sum(axis=-1, keepdims=True)
+    mean[...] = mean[...] * kept + product("mrs,msh->mrh", weights.astype(values.dtype), values)
+
+    @pl.when(block == last_B[row])
+    def _():
+        out[0] = (mean[...] / total[...]).astype(out.dtype)
+
+
+def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tree_start: Array) -> Array:
+    """Returns ``[R, count]`` bool: which slots from ``first`` on each query sees."""
+    shape = (bounds_R2.shape[0], count)
+    slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = (slots >= bounds_R2[:, 0:1]) & (slots <= bounds_R2[:, 1:2])
+    if tree_RX is None:
+        return seen
+    # The tree's columns, each moved to its slot by a product with zeros and ones.
+    shape = (tree_RX.shape[1], count)
+    slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    moved = slots == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    return seen | (product("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)

@@ -1,0 +1,47 @@
+"""Counts what the kernels of `specsamp.models.kernels` move, which the text of a program does not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from specsamp.models.kernels import append_rows, decode_attention
+from specsamp.tpu.hlo import Array, Instruction
+
+# Of the arrays given, those made, and the share of the slots that is alive: bytes read from HBM, and written there.
+Count = Callable[[Sequence[Array], Sequence[Array], float], tuple[float, float]]
+
+
+def kernel_of(op: Instruction) -> Count | None:
+    """Returns how to count a custom call; None unless it is one of our kernels."""
+    if 'custom_call_target="tpu_custom_call"' not in op.attributes:
+        return None
+    return next((count for name, count in COUNTS.items() if f"/{name}/" in op.scope), None)
+
+
+def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float]:
+    """Reads keys, values and biases as far as they are alive, and all of the rest."""
+    _, keys, *_ = (x for x in given if len(x.sizes) == 4)  # queries come first
+    slots, share = keys.sizes[2], decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
+    parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
+    return sum(parts), sum(x.bytes for x in made if x.in_hbm)
+
+
+def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float]:
+    """Reads and writes the tiles that hold new slots, of each cache, and reads the new slots."""
+    starts, *rest = given
+    new, caches = rest[: len(made)], rest[len(made) :]
+    moved = 0.0
+    for x, cache in zip(new, caches, strict=True):
+        tile = append_rows.tile_slots(itemsize(cache))
+        tiles = x.sizes[2] // tile + 1  # at most
+        moved += cache.bytes * tiles * tile / cache.sizes[2]
+    return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved
+
+
+def itemsize(x: Array) -> int:
+    """Returns the bytes of an entry."""
+    return int(x.bytes / math.prod(x.sizes))
+
+
+COUNTS: dict[str, Count] = {decode_attention.NAME: count_attention, append_rows.NAME: count_rows}

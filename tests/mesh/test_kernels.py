@@ -1,0 +1,74 @@
+"""Kernels over a mesh: each device calls them for its own heads, also within the shards of a batch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.pair import Pair
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.sharded import shard, shard_model, with_attention
+from specsamp.models.config import tiny
+from specsamp.models.kernels.cache import KernelKVCache, Kernels
+from specsamp.models.transformer import TransformerLM
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+SLOTS = 128
+# Mesh, heads, kv heads.
+MESHES = {
+    "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2),
+    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6),
+    "copies": (dict(data=4, model=1), 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_call_over_a_mesh_equals_one_device(name):
+    sizes, heads, kv_heads = MESHES[name]
+    devices = jax.devices()[: sizes["data"] * sizes["model"]]
+    mesh = make_mesh(**sizes, devices=devices)
+    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=128, num_layers=1))
+    weights = model.fit_slots(model.prepare(drawn_params(model, noise=0.1)), SLOTS)
+    layout = Layout.tensor_parallel(mesh) if sizes["model"] > 1 else Layout.replicated(mesh)
+    sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), layout)
+    rng, batch = np.random.default_rng(0), 4
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS))
+    tokens_BT, start_B = rng.integers(0, 64, (batch, 3), dtype=np.int32), jnp.asarray([0, 30, 63, 125], jnp.int32)
+    expected = model(weights, tokens_BT, start_B, cache)
+
+    def call(weights, tokens_BT, start_B, cache):
+        output = sharded(weights, tokens_BT, start_B, cache)
+        return output.logits_BTV, output.cache
+
+    (layer,) = cache.layers
+    layer = KernelKVCache(keys_BMSH=layer.keys_BMSH, values_BMSH=layer.values_BMSH, kernels=sharded.model.kernels)
+    split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
+    placed = jax.device_put(weights, sharded.weight_shardings(weights))
+    made = jax.jit(split, compiler_options=COMPILE_FAST)(
+        placed, tokens_BT, start_B, dataclasses.replace(cache, layers=(layer,))
+    )
+    np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
+    for ours, theirs in zip(*map(jax.tree.leaves, (made[1], expected.cache)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
+    """Kernels know the mesh; a pair that is sharded again has kernels of its new mesh."""
+    model = TransformerLM(tiny(num_kv_heads=2))
+    params = drawn_params(model)
+    pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
+    meshes = [make_mesh(data=2, model=2, devices=jax.devices()[first : first + 4]) for first in (0, 4)]
+    assert with_attention(shard(pair, meshes[0]), "auto").target.model.kernels is None, "this is no TPU"
+    monkeypatch.setattr(jax, "default_backend", functools.partial(str, "tpu"))
+    for mesh in meshes:
+        made = with_attention(shard(pair, mesh), "kernel")
+        assert made.target.model.kernels.layout == made.target.layout == Layout.tensor_parallel(mesh)
+        again = shard(made, meshes[1])
+        assert again.draft.model.kernels.layout.mesh == meshes[1]
+        assert with_attention(made, "plain").target.model.kernels is None
+    assert with_attention(pair, "auto").draft.kernels == Kernels()

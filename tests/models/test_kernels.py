@@ -1,0 +1,195 @@
+"""The kernels equal their plain forms, interpreted on the CPU, and fetch only what is alive."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import logging
+
+from models.test_blocks import block_of
+from specsamp.models.cache import KVCache
+from specsamp.models.config import tiny
+from specsamp.models.interface import Block
+from specsamp.models.kernels import cache as kernel_cache
+from specsamp.models.kernels.append_rows import append_rows
+from specsamp.models.kernels.cache import KernelKVCache, Kernels, choose_kernels
+from specsamp.models.kernels.decode_attention import block_shape, decode_attention, fetched_share
+from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.slots import write_slots
+from specsamp.models.transformer import TransformerLM
+from specsamp.models.visibility import Visibility
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+SIZE = 128
+INTERPRETED = Kernels(interpret=True)
+
+
+def drawn(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape), dtype)
+
+
+def starts_of(batch, slots, length):
+    """Ragged: the last possible start, one behind another across the edge of a tile, and the first."""
+    return jnp.asarray([slots - length, 31, 0, 250][:batch], jnp.int32).clip(0, slots - length)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "cap"), compiler_options=COMPILE_FAST)
+def both(q, keys, values, start, bias=None, block=None, *, window=None, cap=None):
+    """Attention by the kernel, and the plain form that is its reference."""
+    visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
+    kernel = decode_attention(q, keys, values, SeenSlots.of(visible), bias, scale=0.1, cap=cap, interpret=True)
+    plain = KVCache(keys_BMSH=keys, values_BMSH=values)
+    return kernel, plain.attend(q, visible, scale=0.1, bias_BNTS=bias, cap=cap)
+
+
+# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have a bias and a cap.
+CALLS = {
+    "multi-head": (1, 384, 4, 1, None, True, None),
+    "grouped": (5, 640, 2, 4, None, False, 30.0),
+    "multi-query": (17, 2048, 1, 6, None, False, None),
+    "windowed": (33, 1024, 2, 2, 40, True, None),
+    "one block": (34, 128, 1, 1, 3, False, None),
+    "many rows": (65, 1152, 3, 2, 300, False, None),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", CALLS)
+def test_attention_equals_the_plain_form(call, dtype):
+    length, slots, kv_heads, group, window, biased, cap = CALLS[call]
+    q = drawn(3, kv_heads * group, length, SIZE, dtype=dtype, seed=1)
+    keys, values = (drawn(3, kv_heads, slots, SIZE, dtype=dtype, seed=seed) for seed in (2, 3))
+    bias = drawn(3, kv_heads * group, length, slots) if biased else None
+    start = starts_of(3, slots, length)
+    ours, plain = both(q, keys, values, start, bias, window=window, cap=cap)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (ours, plain)), atol=2e-2 if dtype == "bfloat16" else 2e-6
+    )
+    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), bias, window=window, cap=cap)[0]
+    assert jnp.abs(ours - one_less)[1].max() > 0.05, "the control: a row that begins a slot earlier"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_trees_equal_the_plain_form(window):
+    """Also where a tree is scored in several calls, and lies across the edge of a block."""
+    parents = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]])
+    start = np.array([7, 254, 500])
+    block = block_of(parents, start)
+    keys, values = (drawn(3, 2, 512, SIZE, seed=seed) for seed in (2, 3))
+    q = drawn(3, 4, 6, SIZE, seed=1)
+    ours, plain = both(q, keys, values, jnp.asarray(start), None, block, window=window)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+    causal = both(q, keys, values, jnp.asarray(start), window=window)[0]
+    assert jnp.abs(ours - causal)[:2].max() > 0.05, "the control: a chain"
+    later = Block(start_B=block.start_B, positions_BT=block.positions_BT[:, 3:], visible_BTR=block.visible_BTR[:, 3:])
+    ours, plain = both(q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_only_blocks_that_are_seen_are_fetched(window):
+    """What is not fetched may be anything, even NaN, which a weight of zero would spread."""
+    slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
+    _, block = block_shape(4, slots, SIZE, 4)
+    assert block == 256
+    q, keys, values = drawn(2, 4, 2, SIZE), drawn(2, 4, slots, SIZE, seed=1), drawn(2, 4, slots, SIZE, seed=2)
+    expected = both(q, keys, values, start, window=window)[0]
+    first = np.zeros(2, int) if window is None else (np.asarray(start) - window + 1) // block
+    last = (np.asarray(start) + 1) // block
+    blocks = np.arange(slots) // block
+    dead = (blocks[None] < first[:, None]) | (blocks[None] > last[:, None])
+    poisoned = [jnp.where(dead[:, None, :, None], jnp.nan, x) for x in (keys, values)]
+    np.testing.assert_array_equal(both(q, *poisoned, start, window=window)[0], expected)
+    values = poisoned[1].at[:, :, (start + 2)[0]].set(jnp.nan)
+    assert jnp.isnan(both(q, poisoned[0], values, start, window=window)[0]).any(), "the control: a block that is seen"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [*(("bfloat16", length) for length in (1, 2, 17, 33, 34, 65, 128)), ("float32", 5), ("int8", 34)],
+)
+def test_rows_are_appended_as_they_are(dtype, length):
+    """Each row at its own start, across the edges of tiles, and nothing else is written."""
+    slots, start = 384, starts_of(4, 384, length)
+    caches = [(20 * drawn(4, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
+    new = [(20 * drawn(4, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
+    append = jax.jit(functools.partial(append_rows, interpret=True), compiler_options=COMPILE_FAST)
+    for made, cache, rows in zip(append(tuple(caches), tuple(new), start), caches, new, strict=True):
+        np.testing.assert_array_equal(made, write_slots(cache, rows, start))
+
+
+def test_the_share_that_is_fetched():
+    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 256 slots
+    assert block_shape(4, 2048, 128, 2) == (2, 256)
+    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 256, 257, 2048)}
+    assert shares == {0: 0.125, 1: 0.125, 256: 0.125, 257: 0.25, 2048: 1.0}
+    for slots in range(128, 4096, 128):
+        for kv_heads in (1, 2, 3, 8, 64):
+            heads, block = block_shape(kv_heads, slots, 128, 2)
+            assert kv_heads % heads == 0 and slots % block == 0 and block % 128 == 0
+
+
+# Models.
+
+SCHEMES = {
+    "relative": dict(positions="relative", num_kv_heads=2),
+    "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
+}
+PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_model_with_kernels_equals_one_without(scheme):
+    """A prompt, a tree, its accepted path moved together, and a call behind it."""
+    plain = TransformerLM(tiny(head_size=SIZE, **SCHEMES[scheme]))
+    kernels = dataclasses.replace(plain, kernels=INTERPRETED)
+    weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
+    rng, start = np.random.default_rng(0), jnp.asarray([26, 130], jnp.int32)
+    prompt, nodes, after = (rng.integers(0, 64, (2, n), dtype=np.int32) for n in (140, 6, 6))
+    block, rows = block_of(PARENTS, np.asarray(start)), jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32)
+    results = []
+    for model in (plain, kernels):
+        cache = call(model, weights, prompt, jnp.zeros(2, jnp.int32), model.init_cache(2, 256)).cache
+        scored = call(model, weights, nodes, start, cache, block=block)
+        kept = compact(model, scored.cache, start, rows, 6)
+        results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
+    assert isinstance(kept.layers[0], KernelKVCache)
+    assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", said.append)
+    kernel_cache._say_once.cache_clear()
+    small = TransformerLM(tiny(), kernels=INTERPRETED)
+    assert all(type(layer) is KVCache for layer in small.init_cache(2, 256).layers)
+    assert type(small.cache_axes().layers[0]) is KVCache
+    uneven = TransformerLM(tiny(head_size=SIZE), kernels=INTERPRETED).init_cache(2, 100).layers[0]
+    for _ in range(2):
+        written = uneven.append(*[drawn(2, 4, 3, SIZE)] * 2, jnp.zeros(2, jnp.int32))
+    visible = Visibility(start_B=jnp.zeros(2, jnp.int32), num_queries=3)
+    assert written.attend(drawn(2, 4, 3, SIZE), visible, scale=0.1).shape == (2, 4, 3, SIZE)
+    assert said == [
+        "attention is not a kernel: heads of 8 entries are no multiple of 128",
+        "attention is not a kernel: 100 slots are no multiple of 128",
+    ]
+
+
+def test_words_for_attention():
+    assert choose_kernels("auto") is None and choose_kernels("plain") is None, "this is no TPU"
+    with pytest.raises(ValueError, match="attention 'kernel' is for TPUs, and this is a cpu: choose auto or plain"):
+        choose_kernels("kernel")
+    with pytest.raises(ValueError, match="attention must be one of auto, kernel, plain; got 'flash'"):
+        choose_kernels("flash")
+    with pytest.raises(ValueError, match="layout 'cpu' has no kernels"):
+        TransformerLM(tiny(), "cpu", INTERPRETED)

@@ -1,0 +1,113 @@
+"""Kernels compiled for TPU slices with libtpu: what they move, and that nothing is copied."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.sharded import shard_model
+from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models.config import TransformerConfig, chinchilla_70b
+from specsamp.models.interface import Block
+from specsamp.models.kernels.cache import Kernels
+from specsamp.models.transformer import TransformerLM
+from specsamp.tpu.hlo import Array, Instruction
+from specsamp.tpu.kernels import count_attention, count_rows, kernel_of
+from specsamp.tpu.programs import Programs
+from specsamp.tpu.stack import Stack
+from specsamp.tpu.topology import described_mesh
+from specsamp.tpu.traffic import traffic_of
+from support import extras
+
+libtpu = extras.needs("libtpu")
+
+
+def array(*sizes, itemsize=2, in_hbm=True):
+    bytes_ = itemsize
+    for size in sizes:
+        bytes_ *= size
+    return Array(bytes=bytes_, in_hbm=in_hbm, sizes=sizes)
+
+
+def test_what_kernels_move_by_their_shapes():
+    """Two rows of four kv heads and 2048 slots, in blocks of 256."""
+    query, cache, bias = array(2, 4, 5, 128), array(2, 4, 2048, 128), array(2, 4, 5, 2048, itemsize=4)
+    given = [array(8, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), bias]
+    small = sum(x.bytes for x in (given[0], query, given[4]))
+    for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
+        read, written = count_attention(given, [query], live)
+        assert (read, written) == (small + share * (2 * cache.bytes + bias.bytes), query.bytes)
+    on_chip = dataclasses.replace(bias, in_hbm=False)
+    assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
+    new = array(2, 4, 16, 128)
+    read, written = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
+    assert written == 2 * 2 * 4 * 32 * 128 * 2, "two tiles of 16 slots of each row"
+    assert read == written + given[0].bytes + 2 * new.bytes
+
+
+def test_only_our_kernels_are_counted_as_kernels():
+    def op(target, scope):
+        attributes = f', custom_call_target="{target}", metadata={{op_name="jit(call)/{scope}/pallas_call"}}'
+        return Instruction("x", "custom-call", (), (), attributes, False)
+
+    assert kernel_of(op("tpu_custom_call", "append_rows")) is count_rows
+    assert kernel_of(op("tpu_custom_call", "shard_map/decode_attention")) is count_attention
+    assert kernel_of(op("tpu_custom_call", "flash_attention")) is None
+    assert kernel_of(op("Sharding", "append_rows")) is None
+
+
+@libtpu
+def test_a_layer_moves_its_floor_and_caches_are_donated():
+    """The paper's target at batch 8; without kernels a layer moves a quarter more."""
+    mesh = described_mesh("v4:2x2x4", rows=8)
+    stack = Stack(chinchilla_70b(), mesh, "v4:2x2x4", batch=8, kernels=Kernels(), live=256 / 2048)
+    with jax.default_matmul_precision("default"):
+        few, many = (stack.at(layers, tokens=5) for layers in (1, 2))
+    floor = many.floor_bytes - few.floor_bytes
+    assert 0.95 * floor < many.hbm_bytes - few.hbm_bytes < 1.05 * floor
+    floor = many.live_floor_bytes - few.live_floor_bytes
+    assert 0.95 * floor < many.live_hbm_bytes - few.live_hbm_bytes < 1.1 * floor
+    assert many.live_hbm_bytes < 0.9 * many.hbm_bytes
+    assert many.copies == () and many.host_transfers == 0
+    assert many.memory.outputs < 20e6, "logits alone: the caches that come back are those that were given"
+    assert many.collectives["all-reduce"] == few.collectives["all-reduce"] + 2
+
+
+SHAPES = {
+    "float32": dict(dtype="float32", num_kv_heads=2),
+    "windowed, capped": dict(dtype="bfloat16", num_kv_heads=1, window=100, attention_cap=50.0),
+}
+
+
+@libtpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tree_compiles_within_data_shards(shape):
+    """34 rows, more than a tile has slots; slots that are no power of two; kernels within two shards of the batch."""
+    nodes, slots, batch = 34, 384, 2
+    config = TransformerConfig(
+        vocab_size=256, width=256, num_layers=1, num_heads=4, head_size=128, positions="rotary", **SHAPES[shape]
+    )
+    mesh = described_mesh("v5e:2x2", 2, num_kv_heads=config.num_kv_heads)
+    model = shard_model(TransformerLM(config, kernels=Kernels()), Layout.tensor_parallel(mesh))
+    programs = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=batch, slots=slots)
+
+    def call(weights, tokens_BT, start_B, cache, visible_BTR):
+        block = Block(start_B=start_B, positions_BT=start_B[:, None] + 0 * tokens_BT, visible_BTR=visible_BTR)
+        output = model(weights, tokens_BT, start_B, cache, block=block)
+        rows_BT = jnp.cumsum(tokens_BT[:, :5], axis=1)
+        return output.logits_BTV, model.compact(output.cache, start_B, rows_BT, nodes)
+
+    split = DataShards(mesh).map(call, (REPLICATED, *[BY_ROWS] * 4))
+    sizes = ((batch, nodes), jnp.int32), ((batch,), jnp.int32), ((batch, nodes, nodes), jnp.bool)
+    tokens_BT, start_B, visible_BTR = programs._by_rows([jax.ShapeDtypeStruct(*size) for size in sizes])
+    arguments = programs.weights(model), tokens_BT, start_B, programs.cache(model), visible_BTR
+    compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    text = compiled.as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 3, "rows, attention, rows that are moved"
+    cache = 2 * batch * config.num_kv_heads * slots * 128 * config.compute_dtype.itemsize
+    devices = 4 if config.num_kv_heads == 2 else 2
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
+    assert traffic_of(text).copies == []
