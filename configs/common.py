@@ -28,6 +28,8 @@ def add_decoding(
     config.adaptive.costs_ms = ()  # milliseconds of a round with each of them; only their ratios matter
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
+    config.int8 = ConfigDict()
+    config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy
