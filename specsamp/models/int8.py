@@ -116,22 +116,20 @@ def quantise(weight: Array | np.ndarray, axes: tuple[int, ...]) -> Int8Weight:
       weight: of any floating dtype; all it is made of is float32.
       axes: that a product sums over.
     """
-    if isinstance(weight, np.ndarray):
-        return _quantise(np, weight, np.float32(127), axes)
-    return _on_device(weight, jnp.float32(127), axes)
+    return _quantise(np, weight, axes) if isinstance(weight, np.ndarray) else _quantise_on_device(weight, axes)
 
 
-def _quantise(xp: Any, weight: Any, most: Any, axes: tuple[int, ...]) -> Int8Weight:
+def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
+    # By products: a compiler makes products of some quotients, and then a device would round otherwise than NumPy.
     weight = weight.astype(xp.float32)
-    scale = xp.abs(weight).max(axis=axes, keepdims=True) / most
-    scale = xp.where(scale > 0, scale, 1).astype(xp.float32)
-    return Int8Weight(xp.clip(xp.rint(weight / scale), -127, 127).astype(xp.int8), scale)
+    scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
+    scale = xp.where(scale > 0, scale, np.float32(1))
+    return Int8Weight(xp.clip(xp.rint(weight * (1 / scale)), -127, 127).astype(xp.int8), scale)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _on_device(weight: Array, most: Array, axes: tuple[int, ...]) -> Int8Weight:
-    """``most`` is an argument: a compiler makes of the division by a constant a product that rounds otherwise."""
-    return _quantise(jnp, weight, most, axes)
+@functools.partial(jax.jit, static_argnums=1)
+def _quantise_on_device(weight: Array, axes: tuple[int, ...]) -> Int8Weight:
+    return _quantise(jnp, weight, axes)
 
 
 def dequantise(weight: Int8Weight) -> Array | np.ndarray:

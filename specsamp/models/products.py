@@ -27,7 +27,9 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if is_int8(y):
-        sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, y.values.astype(x.dtype), jnp.float32)
+        # Tied to x, so that the compiler of a loop does not convert the matrix ahead of it and keep both.
+        x, values = jax.lax.optimization_barrier((x, y.values))
+        sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
         return (sums * _scale_of_output(spec, y.scale)).astype(dtype)
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
