@@ -1,0 +1,60 @@
+"""Weights in int8, compiled for a TPU slice: what is read from HBM is int8, and no matrix is written there in a wider type."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.sharded import shard_model
+from specsamp.models import products
+from specsamp.models.compiling import FEWEST_COLLECTIVES
+from specsamp.models.config import TransformerConfig
+from specsamp.models.int8 import dequantise, is_int8
+from specsamp.models.transformer import TransformerLM
+from specsamp.tpu.programs import Programs
+from specsamp.tpu.topology import described_mesh
+from specsamp.tpu.traffic import traffic_of
+from support import extras
+
+OPTIMISED = True
+pytestmark = extras.needs("libtpu")
+
+SHAPE = dict(vocab_size=8192, width=4096, num_heads=32, num_kv_heads=8, num_layers=1, feedforward_width=16384)
+PLAIN = TransformerConfig(**SHAPE, positions="rotary", gated=True, tied=False, max_positions=2048, dtype="bfloat16")
+
+
+def call(config):
+    """The traffic of scoring five tokens on four chips, its floor, and the bytes of temporaries."""
+    mesh = described_mesh("v5e:2x2")
+    model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
+    made = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=1, slots=256)
+    with jax.default_matmul_precision("default"):
+        compiled = made.call(model, 5).compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    return traffic_of(compiled.as_text()), made.floor(model), compiled.memory_analysis().temp_size_in_bytes
+
+
+def widened(spec, x, y, *, dtype=None):
+    """Multiplies by a matrix that is converted before: a row of it is written once more, where x says."""
+    wide = dequantise(y).astype(x.dtype)
+    row = (x.ravel()[0] > 0).astype(jnp.int32)
+    return products.contract(spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), dtype=dtype)
+
+
+def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
+    """The control writes converted matrices, some of which are too large to stay on the chip."""
+    in_int8 = dataclasses.replace(PLAIN, weight_dtype="int8")
+    plain, floor_of_plain, _ = call(PLAIN)
+    traffic, floor, temporaries = call(in_int8)
+    assert 0.5 < floor / floor_of_plain < 0.51
+    assert traffic.read < 1.05 * floor and traffic.copies == []
+    assert traffic.written < 0.01 * floor and temporaries < 0.01 * floor
+    assert traffic.collectives == plain.collectives and traffic.cycles < plain.cycles
+
+    def contract(spec, x, y, *, dtype=None):
+        return (widened if is_int8(y) else products.contract)(spec, x, y, dtype=dtype)
+
+    for module in ("attention", "feedforward", "decoder"):
+        monkeypatch.setattr(f"specsamp.models.{module}.contract", contract)
+    mistaken, _, temporaries = call(in_int8)
+    assert mistaken.written > 0.1 * floor and temporaries > 0.1 * floor
