@@ -30,6 +30,7 @@ def add_decoding(
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
     config.int8 = ConfigDict()
     config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
+    config.int8.caches = "none"  # or one of the same words: keys and values in int8
     config.rule = "token"  # or "block", or "coupled"
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy

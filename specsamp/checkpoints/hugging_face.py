@@ -147,13 +147,20 @@ class Checkpoint:
         return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 
-def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16", weight_dtype: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    name: str | os.PathLike,
+    *,
+    dtype: str = "bfloat16",
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
+) -> Checkpoint:
     """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are looked at when they are asked for.
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
       dtype: of decode-time weights, activations and caches.
       weight_dtype: "int8" quantises matrices while they are read. What was written in int8 is read in int8 anyway.
+      cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
@@ -170,8 +177,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16", weight_
             raise ValueError(
                 f"{name} was not converted in int8: convert it with --weight_dtype=int8, or give the original"
             )
-    if in_int8 or weight_dtype is not None:
-        config = dataclasses.replace(config, weight_dtype="int8" if in_int8 else weight_dtype)
+    config = dataclasses.replace(config, weight_dtype="int8" if in_int8 else weight_dtype, cache_dtype=cache_dtype)
     beside = folder / "generation_config.json"
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))

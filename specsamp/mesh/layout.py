@@ -175,7 +175,9 @@ class Layout:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
 
         def sharding(names, x):
-            if is_int8(x):  # scales lie with their output channels; of a table all do, or looking one up is a collective
+            if is_int8(
+                x
+            ):  # scales lie with their output channels; of a table all do, or looking one up is a collective
                 kept = (size > 1 and name != "vocab" for name, size in zip(names, x.scale.shape))
                 of_scale = PartitionSpec(*(name if keep else None for name, keep in zip(names, kept)))
                 return Int8Weight(sharding(names, x.values), sharding(of_scale, x.scale))

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import LanguageModel, LayeredModel
 from specsamp.models.parameters import weight
 from specsamp.models.products import contract, full_precision
@@ -280,11 +281,15 @@ class FeatureHead:
         if not self.config.has_layer:
             return ()
         layer = self.config.layer
-        return KVCache.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+        return self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
 
     def cache_axes(self) -> KVCache | tuple[()]:
         """Returns the logical axis names of `init_cache`'s result."""
-        return KVCache.logical_axes() if self.config.has_layer else ()
+        return self._cache_class.logical_axes() if self.config.has_layer else ()
+
+    @property
+    def _cache_class(self) -> type[KVCache] | type[Int8KVCache]:
+        return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""

@@ -49,6 +49,7 @@ class Int8:
     """Says what of a pair is decoded in int8: a tuple of the sides "target" and "draft" each; a head is the draft."""
 
     weights: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -58,7 +59,8 @@ class Int8:
 
     def of(self, side: str) -> dict[str, str | None]:
         """Returns the fields of a `TransformerConfig` that say it of this side."""
-        return {"weight_dtype": "int8" if side in self.weights else None}
+        asked = {"weight_dtype": self.weights, "cache_dtype": self.caches}
+        return {name: "int8" if side in sides else None for name, sides in asked.items()}
 
 
 FLOAT = Int8()

@@ -17,6 +17,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
@@ -236,7 +237,9 @@ class TransformerLM(LayeredModel):
         return few_rows_on_cpu() if self.layout == "cpu" and self.config.dtype == "float32" else ()
 
     @property
-    def _cache_class(self) -> type[KVCache] | type[TransposedKVCache]:
+    def _cache_class(self) -> type[KVCache] | type[TransposedKVCache] | type[Int8KVCache]:
+        if self.config.cache_dtype == "int8":
+            return Int8KVCache
         return TransposedKVCache if self.layout == "cpu" else KVCache
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:

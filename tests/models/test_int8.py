@@ -186,8 +186,8 @@ def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
 
 
 def test_what_is_in_int8_is_said_by_side():
-    assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8"}
-    assert Int8(weights=("draft",)).of("target") == {"weight_dtype": None}
+    assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
+    assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
     with pytest.raises(ValueError, match="weights in int8 are of target or draft; got 'both'"):
         Int8(weights=("both",))
     with pytest.raises(ValueError, match="weight_dtype must be one of None, int8; got 'int4'"):
