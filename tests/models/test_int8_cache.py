@@ -84,7 +84,7 @@ def test_scales_are_folded_into_scores_and_probabilities():
     np.testing.assert_allclose(*(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme, layout", zip(SCHEMES, ("default", "cpu")))
+@pytest.mark.parametrize("scheme, layout", list(zip(SCHEMES, ("default", "cpu"))))
 def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, layout):
     """Up to the rounding of sums, which int8 could only magnify where it falls between two steps."""
     model, weights = prepared(scheme, layout)
