@@ -213,6 +213,21 @@ SECTIONS = (
         ["streaming_3gb", "streaming_3gb_int8"],
     ),
     Section(
+        "What int8 changes",
+        "Logits of the pair and of random weights (the shape of `configs/random_pair.py:38m`) beside those in float32, after 64 "
+        "tokens of each of 15 held-out prompts; the difference as a share of the logits' standard deviation, and the "
+        "Kullback-Leibler divergence of the distribution in float32 from the other. The pair's weights are stored in int8, "
+        "so decoding with them changes nothing; what storing them did is the next table.",
+        measured.int8_error,
+        ["int8_error"],
+    ),
+    Section(
+        "What storing the pair in int8 changed",
+        "Held-out text, nats per token, measured when the pair was made (`launch/export_pair.py`).",
+        measured.int8_stored,
+        ["int8_error"],
+    ),
+    Section(
         "What a forecast of milliseconds is worth",
         "Published measurements of TPUs (`specsamp/tpu/measurements.json`), each predicted from the others: every layout "
         "(chip, slice and parallelism) and every source is left out once, and bands are made without it. On v5e collectives "
