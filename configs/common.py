@@ -31,6 +31,9 @@ def add_decoding(
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
     config.attention = "auto"  # over caches: "kernel" on a TPU, "plain" elsewhere; or one of the two
+    config.int8 = ConfigDict()
+    config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
+    config.int8.caches = "none"  # or one of the same words: keys and values in int8
     config.rule = "token"  # or "block", or "coupled"; or a lossy one such as "ears:0.3", see launch/rules.py
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy

@@ -30,6 +30,9 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "The dtype of the parameters that are written.")
+_WEIGHT_DTYPE = flags.DEFINE_enum(
+    "weight_dtype", None, ("int8",), "Quantises matrices while they are read, with a scale for each output channel."
+)
 _MODEL = flags.DEFINE_integer(
     "model", 1, "The number of devices that one copy of the parameters is split over.", lower_bound=1
 )
@@ -46,7 +49,7 @@ def main() -> None:
             "choose another"
         )
     entry.check_output(f"{_OUTPUT.value}/config.json")
-    checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value)
+    checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value, weight_dtype=_WEIGHT_DTYPE.value)
     if checkpoint.is_converted:
         raise ValueError(f"{_CHECKPOINT.value} is converted already")
     model = TransformerLM(checkpoint.config)
@@ -54,7 +57,7 @@ def main() -> None:
         model = shard_model(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
     for note in checkpoint.notes:
         console.print(entry.visible(note), markup=False)
-    console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_DTYPE.value}")
+    console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {_WEIGHT_DTYPE.value or _DTYPE.value}")
     start = time.perf_counter()
     unfinished = f"delete {_OUTPUT.value} before you start again, it may hold a part"
     with entry.keeps(unfinished), entry.progress(console, "reading") as say:

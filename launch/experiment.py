@@ -17,7 +17,7 @@ import entry
 from config_file import require
 from drafters import drafter_name, make_adaptive, make_drafter, word_of
 from rules import make_rule
-from shapes import known_models, looked_up_parameters, make_model
+from shapes import int8_of, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.head_check import check_head, write_texts
@@ -31,6 +31,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
+from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
@@ -119,8 +120,8 @@ def build(
             raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
         runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
         pair = bare_pair(
-            make_model(config.target),
-            make_model(config.draft),
+            known["target"],
+            known["draft"],
             config.seed,
             mesh=mesh,
             draft_model_parallelism=draft_model_parallelism(config),
@@ -128,7 +129,8 @@ def build(
         )
         name = ", ".join(run or "random" for run in runs) if any(runs) else None
     else:
-        pair = load_pair(name, draft=word.draft or "model", check_fit=False)  # it is checked below, on these prompts
+        # A head is checked below, on these prompts.
+        pair = load_pair(name, draft=word.draft or "model", int8=int8_of(config), check_fit=False)
         if mesh is not None:
             pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
@@ -174,6 +176,7 @@ def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
         config.hugging_face.target,
         config.hugging_face.draft,
         dtype=config.hugging_face.dtype,
+        int8=int8_of(config),
         mesh=mesh,
         draft_model_parallelism=draft_model_parallelism(config),
         progress=entry.weights_progress(console),
@@ -275,7 +278,11 @@ def bare_pair(
 
 def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
     def make(key):
-        return jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+        params = jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
+        params = decode_weights(params, model.config.compute_dtype, model.config.weight_dtype)
+        if isinstance(model, ShardedModel):
+            params = jax.lax.with_sharding_constraint(params, model.param_shardings(params))
+        return params
 
     return jax.jit(make)(key)
 
@@ -286,7 +293,15 @@ def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
     if not place.exists():
         raise FileNotFoundError(f"no training run at {folder!r}: it has no checkpoints")
     with contextlib.closing(Checkpoints(place)) as checkpoints:
-        return checkpoints.restore(params=placed_params(model))["params"]
+        params = checkpoints.restore(params=placed_params(_in_float(model)))["params"]
+    return decode_weights(params, model.config.compute_dtype, model.config.weight_dtype)
+
+
+def _in_float(model: TransformerLM | ShardedModel) -> TransformerLM | ShardedModel:
+    """Returns the model as training runs store it, without int8 weights."""
+    if isinstance(model, ShardedModel):
+        return dataclasses.replace(model, model=_in_float(model.model))
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, weight_dtype=None))
 
 
 def config_mesh(config: ConfigDict) -> Mesh | None:

@@ -10,6 +10,7 @@ import entry
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.models.int8 import decode_weights
 from specsamp.training.run import open_trained
 
 _RUN = flags.DEFINE_string("run", None, "The folder of a training run, whose last checkpoint is written.")
@@ -17,6 +18,7 @@ _PAIR = flags.DEFINE_string(
     "pair", None, "Instead of --run: a pair, by its name or folder, of which --side is written."
 )
 _SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
+_INT8 = flags.DEFINE_bool("int8", False, "Writes matrices in int8, for readers of this project alone.")
 _OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
 
 
@@ -39,6 +41,8 @@ def main() -> None:
             pair.tokenizer,
         )
         config = model.config
+    if _INT8.value:
+        params = decode_weights(params, config.compute_dtype, "int8")
     export(_OUTPUT.value, config, params, tokenizer)
     print(f"written to {_OUTPUT.value}")
 

@@ -18,6 +18,7 @@ from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
+from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
 PRESETS = {
@@ -26,11 +27,18 @@ PRESETS = {
 }
 
 EAGLE3_VOCABULARY = 32_000
+INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
 
-def make_model(fields: ConfigDict) -> TransformerLM:
+def int8_of(config: ConfigDict) -> Int8:
+    """Returns what ``config.int8`` describes; raises ValueError for an unknown word."""
+    fields = config.get("int8") or {}
+    return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in fields.items()})
+
+
+def make_model(fields: ConfigDict, **decoding: str | None) -> TransformerLM:
     """Returns the preset's model, with the fields that are set."""
-    changes = {name: value for name, value in fields.items() if name != "preset" and value is not None}
+    changes = {name: value for name, value in fields.items() if name != "preset" and value is not None} | decoding
     return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
 
 
@@ -76,8 +84,9 @@ def head_of(config: ConfigDict, target: models.TransformerConfig) -> HeadConfig:
 
 def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
     """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
+    int8 = int8_of(config)
     if "hugging_face" not in config:
-        return {side: make_model(config[side]) for side in ("target", "draft") if side in config}
+        return {side: make_model(config[side], **int8.of(side)) for side in SIDES if side in config}
     models = {}
     for side in ("target",) if word_of(config).draft == "head" else ("target", "draft"):
         name = config.hugging_face[side]
@@ -87,7 +96,7 @@ def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
             shape = published_config(name, config.hugging_face.dtype)
         else:
             continue
-        models[side] = TransformerLM(shape)
+        models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models
 
 

@@ -77,6 +77,7 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
         ("--config.draft_length=-1", "draft_length must be >= 0; got -1"),
         ("--config.adaptive.stop=surprise", "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
         ("--config.adaptive.lengths=(0, 4)", "2 lengths need costs_ms"),
+        ("--config.int8.weights=all", "no int8.weights 'all': choose one of none, target, draft, both"),
         ("--config.repeats=0", "repeats must be an integer >= 1; got 0"),
     ],
 )

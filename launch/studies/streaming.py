@@ -2,6 +2,7 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/studies/streaming.py --gigabytes=3 --model=8 \\
         --output=runs/streaming_3gb.json
+    python launch/studies/streaming.py --gigabytes=3 --weight_dtype=int8 --output=runs/streaming_3gb_int8.json
 
 Without --checkpoint a synthetic one of a Llama's shape is written first. On a CPU the devices' memory is the
 host's: what the process must hold is its part of the parameters, and the figure is what comes on top.
@@ -37,6 +38,7 @@ _GIGABYTES = flags.DEFINE_float(
     "gigabytes", 3.0, "How many gigabytes the checkpoint has that is made, in bfloat16.", lower_bound=0.01
 )
 _MODEL = flags.DEFINE_integer("model", 1, "How many devices hold the parameters together.", lower_bound=1)
+_WEIGHT_DTYPE = flags.DEFINE_enum("weight_dtype", None, ("int8",), "Quantises matrices while they are read.")
 _CONVERT = flags.DEFINE_bool("convert", False, "Also write the parameters as an Orbax folder and read that.")
 _OUTPUT = entry.define_output()
 
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
-    checkpoint = open_checkpoint(checkpoint_folder)
+    checkpoint = open_checkpoint(checkpoint_folder, weight_dtype=_WEIGHT_DTYPE.value)
     largest = max(np.prod(tensor.shape) * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     model = TransformerLM(checkpoint.config)
     if jax.device_count() % _MODEL.value:

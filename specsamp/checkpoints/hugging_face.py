@@ -33,11 +33,13 @@ from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
+from specsamp.checkpoints.int8_reading import SCALES, apart, read_int8, scale_source, together
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import DECODING, TransformerConfig
+from specsamp.models.int8 import Int8Weight, is_int8, is_stored_in_int8, summed_axes
 from specsamp.models.transformer import TransformerLM
 
 Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -54,6 +56,7 @@ class Checkpoint:
     described: TransformerConfig  # what config.json says
     tokenizer: JsonTokenizer | SentencePieceTokenizer | None
     stop_ids: tuple[int, ...]  # tokens that end a text
+    in_int8: bool = False  # the files hold int8 weights
 
     @functools.cached_property
     def config(self) -> TransformerConfig:
@@ -104,7 +107,13 @@ class Checkpoint:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found, self.described)
 
     def _check(self, found: Mapping[str, Tensor], config: TransformerConfig) -> None:
-        wanted = {source.tensor: source.shape(sizes(config)) for source in self.sources(config).values()}
+        sources, in_int8 = self.sources(config), set()
+        wanted = {source.tensor: source.shape(sizes(config)) for source in sources.values()}
+        if self.in_int8:
+            names = [name for name in sources if is_stored_in_int8(name)]
+            in_int8 = {sources[name].tensor for name in names}
+            scales = [scale_source(name, sources[name]) for name in names]
+            wanted |= {source.tensor: source.shape(sizes(config) | ones) for source, ones in scales}
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if config.tied else set()
         of_head = self.family.head_prefix
@@ -112,7 +121,7 @@ class Checkpoint:
         def is_harmless(name: str) -> bool:
             return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
 
-        check_tensors(self.name, found, wanted, is_harmless)
+        check_tensors(self.name, found, wanted, is_harmless, in_int8)
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
@@ -138,21 +147,37 @@ class Checkpoint:
         return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 
-def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Checkpoint:
+def open_checkpoint(
+    name: str | os.PathLike,
+    *,
+    dtype: str = "bfloat16",
+    weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
+) -> Checkpoint:
     """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are looked at when they are asked for.
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
       dtype: of decode-time weights, activations and caches.
+      weight_dtype: "int8" quantises matrices while they are read. What was written in int8 is read in int8 anyway.
+      cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: an architecture, value or file that cannot be read; a tokenizer larger than the embedding, but
+      ValueError: an architecture, value or file that cannot be read; int8 of what was converted otherwise; a tokenizer larger than the embedding, but
         for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
     """
     folder, from_hub = find_folder(os.fspath(name))
     content = storage.read_json(folder / "config.json")
     family, config = parse_config(str(folder / "config.json"), content, dtype)
+    in_int8 = config.weight_dtype == "int8"
+    if (folder / "run.json").exists():
+        in_int8 = storage.read_json(folder / "run.json").get("weight_dtype") == "int8"
+        if weight_dtype == "int8" and not in_int8:
+            raise ValueError(
+                f"{name} was not converted in int8: convert it with --weight_dtype=int8, or give the original"
+            )
+    config = dataclasses.replace(config, weight_dtype="int8" if in_int8 else weight_dtype, cache_dtype=cache_dtype)
     beside = folder / "generation_config.json"
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
@@ -174,6 +199,7 @@ def open_checkpoint(name: str | os.PathLike, *, dtype: str = "bfloat16") -> Chec
         described=config,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
+        in_int8=in_int8,
     )
 
 
@@ -202,45 +228,58 @@ def read_params(
     check_same_model(checkpoint, model.config)
     if checkpoint.is_converted:
         return orbax.restore_params(checkpoint.folder, placed_params(model))
-    tensors, sources, config = checkpoint.tensors, checkpoint.sources(), model.config
+    tensors, sources = checkpoint.tensors, checkpoint.sources()
+    there, here = sizes(checkpoint.config), sizes(model.config)
+    places = flatten_dict(placed_params(model), sep="/")
+    if checkpoint.in_int8:
+        scales = {name + SCALES: scale_source(name, sources[name]) for name in places if is_int8(places[name])}
+        places = apart(places)
+    else:
+        scales = {}
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        source, there = sources[name], sizes(checkpoint.config)
-        return read_piece(source, tensors[source.tensor], there, sizes(config), config.compute_dtype, index)
+        source, ones = scales[name] if name in scales else (sources[name], {})
+        dtype = np.float32 if is_int8(places[name]) else places[name].dtype
+        return read_piece(source, tensors[source.tensor], there | ones, here | ones, dtype, index)
 
-    return unflatten_dict(read_leaves(flatten_dict(placed_params(model), sep="/"), read, progress), sep="/")
+    return unflatten_dict(together(read_leaves(places, read, progress)), sep="/")
 
 
 def read_leaves(
-    places: Mapping[str, jax.ShapeDtypeStruct],
+    places: Mapping[str, jax.ShapeDtypeStruct | Int8Weight],
     read: Callable[[str, tuple[slice, ...]], np.ndarray],
     progress: Progress = lambda *_: None,
-) -> dict[str, jax.Array]:
+) -> dict[str, jax.Array | Int8Weight]:
     """Makes an array of each place, of the pieces that this process's devices hold, one array at a time.
 
     Args:
       places: shapes, dtypes and shardings.
-      read: returns a slice of the array of that name.
+      read: returns a slice of the array of that name; in float32 of what is to be an int8 weight.
     """
     done, arrays = 0, {}
 
-    def size(leaf):
-        return leaf.size * leaf.dtype.itemsize
+    def size(place):
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(place))
 
     total = sum(map(size, places.values()))
-    for name, leaf in places.items():
-        pieces: dict[tuple, np.ndarray] = {}  # devices that hold copies share what was read
-
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            key = tuple((part.start, part.stop) for part in index)
-            if key not in pieces:
-                pieces[key] = read(name, index)
-            return pieces[key]
-
-        arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, piece).block_until_ready()
-        done += size(leaf)
+    for name, place in places.items():
+        of_this = functools.partial(read, name)
+        arrays[name] = read_int8(place, summed_axes(name), of_this) if is_int8(place) else _read_array(place, of_this)
+        done += size(place)
         progress(name, done, total)
     return arrays
+
+
+def _read_array(place: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    pieces: dict[tuple, np.ndarray] = {}  # devices that hold copies share what was read
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in pieces:
+            pieces[key] = read(index)
+        return pieces[key]
+
+    return jax.make_array_from_callback(place.shape, place.sharding, piece).block_until_ready()
 
 
 def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLike) -> None:
@@ -262,8 +301,10 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
             storage.write_json(place / "config.json", content | {"tie_word_embeddings": checkpoint.config.tied})
     orbax.save_params(place, params)
     if jax.process_index() == 0:
-        shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name != "dtype"}
-        storage.write_json(place / "run.json", {"model": shape, "converted_from": checkpoint.name})
+        shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name not in DECODING}
+        told = {"model": shape, "converted_from": checkpoint.name}
+        in_int8 = checkpoint.config.weight_dtype == "int8"
+        storage.write_json(place / "run.json", told | {"weight_dtype": "int8"} if in_int8 else told)
 
 
 def read_piece(
@@ -293,7 +334,7 @@ def read_piece(
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
     """Raises ValueError unless ``config`` is the checkpoint's, but for dtype and padding of the vocabulary."""
-    free = {"dtype", "num_real_tokens", "vocab_size"}
+    free = {*DECODING, "num_real_tokens", "vocab_size"}
     values = {
         field.name: (getattr(checkpoint.config, field.name), getattr(config, field.name))
         for field in dataclasses.fields(config)

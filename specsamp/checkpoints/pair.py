@@ -29,12 +29,13 @@ from safetensors.numpy import load_file, save_file
 from specsamp import storage
 from specsamp.checkpoints.head_check import EXAMPLES, warn_unless_it_fits
 from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.int8_storage import dequantise, quantise
+from specsamp.checkpoints.int8_storage import dequantise, int8_weights, quantise
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.heads import FeatureHead
+from specsamp.models.int8 import FLOAT, SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
@@ -46,7 +47,12 @@ def shipped() -> list[str]:
 
 
 def load_pair(
-    name_or_path: str | pathlib.Path, *, draft: str = "model", dtype: str = "float32", check_fit: bool = True
+    name_or_path: str | pathlib.Path,
+    *,
+    draft: str = "model",
+    dtype: str = "float32",
+    int8: Int8 = FLOAT,
+    check_fit: bool = True,
 ) -> Pair:
     """Reads a pair, ready for `generate`.
 
@@ -54,6 +60,7 @@ def load_pair(
       name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
+      int8: what is in int8 instead: weights as they are stored.
       check_fit: warns if a head is hardly accepted on a few of the pair's prompts; False saves some seconds.
 
     Raises:
@@ -66,7 +73,7 @@ def load_pair(
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:
-        configs = {side: TransformerConfig.from_json(described[side], dtype=dtype) for side in ("target", "draft")}
+        configs = {side: TransformerConfig.from_json(described[side], dtype=dtype, **int8.of(side)) for side in SIDES}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
     eos = described.get("eos", EOS)
@@ -76,7 +83,8 @@ def load_pair(
     if draft == "head":
         place = head_folder(folder)
         checkpoint = open_head(place, configs["target"], dtype=dtype)
-        head = FeatureHead(checkpoint.config)
+        layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
+        head = FeatureHead(dataclasses.replace(checkpoint.config, layer=layer))
         drafting = {"head": head, "draft_params": read_head(checkpoint, head)}
     else:
         params = _load_params(folder / "draft.safetensors", models["draft"])
@@ -168,7 +176,7 @@ def save_pair(
         save_file(quantise(params), folder / f"{side}.safetensors")
         # safetensors makes its files private; like the others, they get what the umask leaves.
         (folder / f"{side}.safetensors").chmod((folder / "tokenizer.json").stat().st_mode)
-        shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k != "dtype"}
+        shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k not in DECODING}
     storage.write_json(folder / "pair.json", {**shapes, "eos": eos, "provenance": provenance})
 
 
@@ -177,7 +185,7 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        tensors = dequantise(load_file(path))
+        tensors = (int8_weights if model.config.weight_dtype == "int8" else dequantise)(load_file(path))
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
     check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))

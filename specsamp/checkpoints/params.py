@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.pair import Pair
+from specsamp.models.int8 import is_int8
 
 MOST_SHOWN = 6
 
@@ -78,5 +79,5 @@ def _weighted_sum(x: jax.Array) -> jax.Array:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every leaf by its path, such as ``layer_0/mlp/up``; trees need not be dictionaries."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_int8)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}

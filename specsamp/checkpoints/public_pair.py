@@ -21,6 +21,7 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead, HeadConfig
+from specsamp.models.int8 import FLOAT, Int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 
@@ -30,6 +31,7 @@ def read_pair(
     draft: str,
     *,
     dtype: str = "bfloat16",
+    int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
     progress: Progress = lambda *_: None,
@@ -41,6 +43,7 @@ def read_pair(
     Args:
       target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
       dtype: of weights, activations and caches.
+      int8: what is in int8 instead; weights are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
       say: is told where the two differ without harm, and what is read otherwise than config.json says.
       check: is shown target and draft before any weight is read, and raises ValueError if they will not do.
@@ -50,7 +53,8 @@ def read_pair(
         together, see `differences`: before any weight is read, but for the two embeddings of a tied model whose files
         repeat it, see `Checkpoint.config`.
     """
-    checkpoints = [open_checkpoint(name, dtype=dtype) for name in (target, draft)]
+    sides = {"target": target, "draft": draft}
+    checkpoints = [open_checkpoint(name, dtype=dtype, **int8.of(side)) for side, name in sides.items()]
     for difference in differences(*checkpoints):
         say(difference)
     for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
@@ -80,6 +84,7 @@ def read_head_pair(
     head: str,
     *,
     dtype: str = "bfloat16",
+    int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
     progress: Progress = lambda *_: None,
@@ -91,7 +96,7 @@ def read_head_pair(
 
     Args:
       target, head: folders, ``gs://`` folders or ids of the hub.
-      dtype, mesh, draft_model_parallelism, progress: see `read_pair`.
+      dtype, int8, mesh, draft_model_parallelism, progress: see `read_pair`.
       say: is told if the head was trained for another model of the same sizes.
       check: is shown target and head before any weight is read, and raises ValueError if they will not do.
       check_fit: warns if the head is hardly accepted on a few short texts; False saves compiling two programs.
@@ -99,7 +104,7 @@ def read_head_pair(
     Raises:
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
     """
-    checkpoint = open_checkpoint(target, dtype=dtype)
+    checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
     if checkpoint.tokenizer is None:
         raise ValueError(f"the target {target} has no tokenizer.json and no tokenizer.model: add one")
     embedding = None if checkpoint.is_converted else checkpoint.tensors[checkpoint.sources()["embedding"].tensor]
@@ -113,7 +118,7 @@ def read_head_pair(
     model = TransformerLM.for_backend(
         dataclasses.replace(checkpoint.config, vocab_size=rows, num_real_tokens=min(real, rows))
     )
-    layer = dataclasses.replace(opened.config.layer, vocab_size=rows)
+    layer = dataclasses.replace(opened.config.layer, vocab_size=rows, **int8.of("draft"))
     drafting = FeatureHead(dataclasses.replace(opened.config, layer=layer))
     if mesh is not None:
         model = shard_model(model, Layout.tensor_parallel(mesh))

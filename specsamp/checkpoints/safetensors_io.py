@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +26,8 @@ SINGLE = "model.safetensors"
 PICKLE = "pytorch_model.bin"  # read of heads only, see pickles.py
 MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}  # of maps, never weights
+INT8 = "I8"  # of weights that were written in int8, with their scales
+INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), INT8: np.dtype(np.int8), "BOOL": np.dtype(bool)}
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
@@ -187,7 +188,11 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
 
 
 def check_tensors(
-    name: str, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], ignored: Callable[[str], Any]
+    name: str,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    ignored: Callable[[str], Any],
+    in_int8: Collection[str] = (),
 ) -> None:
     """Checks that files hold every tensor of a model, in its shape and a known dtype, and no other.
 
@@ -195,11 +200,15 @@ def check_tensors(
       name: of the checkpoint, for messages.
       wanted: the shape of each tensor.
       ignored: whether a tensor of that name is no part of the model, but does no harm.
+      in_int8: the tensors that are in int8.
 
     Raises:
       ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
     """
     there = {name: found[name] for name in wanted if name in found}
+
+    def kinds(name: str) -> Collection[str]:
+        return (INT8,) if name in in_int8 else DTYPES
 
     def where(name: str) -> str:
         return f"{name} {found[name].shape} in {found[name].file.name}"
@@ -211,7 +220,7 @@ def check_tensors(
             f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
         ],
         f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
-            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
+            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in kinds(name)
         ],
     }
     described = [

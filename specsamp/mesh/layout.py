@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specsamp.decoding.data_shards import DATA, constrain
+from specsamp.models.int8 import Int8Weight, is_int8
 
 REPLICA, MODEL = "replica", "model"
 
@@ -174,6 +175,12 @@ class Layout:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
 
         def sharding(names, x):
+            if is_int8(
+                x
+            ):  # scales lie with their output channels; of a table all do, or looking one up is a collective
+                kept = (size > 1 and name != "vocab" for name, size in zip(names, x.scale.shape))
+                of_scale = PartitionSpec(*(name if keep else None for name, keep in zip(names, kept)))
+                return Int8Weight(sharding(names, x.values), sharding(of_scale, x.scale))
             return NamedSharding(self.mesh, self.spec(names, x.shape))
 
         return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -21,6 +21,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.compiling import fewest_collectives_on_tpu
+from specsamp.models.int8 import decode_weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
@@ -99,20 +100,25 @@ def with_attention(pair: Pair, attention: str) -> Pair:
 
 
 def placed_params(model: TransformerLM | ShardedModel) -> Any:
-    """Returns the parameters as `jax.ShapeDtypeStruct`, in the compute dtype and with their shardings.
+    """Returns the parameters as `jax.ShapeDtypeStruct`, in the dtypes of decode-time weights and with their shardings.
 
     The parameters of a model without a layout are on the first device.
     """
+    bare, config = model.model if isinstance(model, ShardedModel) else model, model.config
+
+    def stored(key):
+        cast = jax.tree.map(lambda x: x.astype(config.compute_dtype), bare.init(key))
+        return decode_weights(cast, config.compute_dtype, config.weight_dtype)
+
+    shapes = jax.eval_shape(stored, jax.random.key(0))
     if isinstance(model, ShardedModel):
-        shapes = jax.eval_shape(model.model.init, jax.random.key(0))
         shardings = model.param_shardings(shapes)
     else:
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
         one = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: one, shapes)
 
     def describe(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, model.config.compute_dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(describe, shapes, shardings)
 

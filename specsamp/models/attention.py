@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
+from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import Block
 from specsamp.models.norm import Norm
 from specsamp.models.parameters import bias, weight
@@ -82,7 +83,8 @@ class Attention(nn.Module):
         mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=config.attention_cap)
         # One contraction over heads and their entries together: as two, the weight is transposed for it.
         mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
-        out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_NHD.reshape(heads * size, width))
+        output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)  # of int8 weights the scale too
+        out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_XD)
         if config.output_bias:
             out_BTD = out_BTD + bias(self, "output_bias", ("embed",), out_BTD)
         return out_BTD, cache
@@ -140,7 +142,7 @@ class Attention(nn.Module):
         return weight(self, name, (count, width, self.config.head_size), (axis, "embed", "head"), fan_in=width)
 
 
-def project(x_BTD: Array, weight_NDH: Array) -> Array:
+def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
     """Multiplies ``BTD,NDH -> BNTH``, without laying the weight out again for few rows."""
     batch, length, width = x_BTD.shape
     heads, _, size = weight_NDH.shape

@@ -91,7 +91,7 @@ class KVCache:
         )
 
     def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        return _attend(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap)
+        return attend_to_slots(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap)
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
         return jax.tree.map(lambda array: move_slots(array, start_B, rows_BT, num_rows), self)
@@ -135,7 +135,7 @@ class TransposedKVCache:
         )
 
     def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        return _attend(q_BNTH, self.keys_BMHS, "BMHS", self.values_BMSH, visible, scale, bias_BNTS, cap)
+        return attend_to_slots(q_BNTH, self.keys_BMHS, "BMHS", self.values_BMSH, visible, scale, bias_BNTS, cap)
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
         return type(self)(
@@ -144,7 +144,7 @@ class TransposedKVCache:
         )
 
 
-def _attend(
+def attend_to_slots(
     q_BNTH: Array,
     keys: Array,
     keys_axes: str,
@@ -153,12 +153,21 @@ def _attend(
     scale: float,
     bias_BNTS: Array | None,
     cap: float | None,
+    scales_BM1S: tuple[Array, Array] | None = None,
 ) -> Array:
+    """Computes `LayerCache.attend` from arrays.
+
+    Args:
+      keys: with the axes ``keys_axes``, BMSH or BMHS.
+      scales_BM1S: float32, that keys and values have still to be multiplied by; None: they are what they are.
+    """
     (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, values_BMSH.shape
     # Queries that share a kv head are extra rows of one product.
     rows_shape = (batch, kv_heads, heads // kv_heads * length)
     q_BMRH = q_BNTH.reshape(*rows_shape, size)
     scores = contract(f"BMRH,{keys_axes}->BMRS", q_BMRH, keys, dtype=jnp.float32)
+    if scales_BM1S is not None:
+        scores = scores * scales_BM1S[0]
     scores = scores.reshape(batch, heads, length, slots)
     if bias_BNTS is not None:
         scores = scores + bias_BNTS
@@ -166,7 +175,10 @@ def _attend(
     if cap is not None:
         scores = soft_cap(scores, cap)
     scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
-    probs = jax.nn.softmax(scores, axis=-1).astype(q_BNTH.dtype)
+    probs = jax.nn.softmax(scores, axis=-1)
+    if scales_BM1S is not None:
+        probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
+    probs = probs.astype(q_BNTH.dtype)
     mixed_BMRH = contract("BMRS,BMSH->BMRH", probs.reshape(*rows_shape, slots), values_BMSH)
     return mixed_BMRH.reshape(batch, heads, length, size)
 

@@ -15,6 +15,7 @@ POSITIONS = ("relative", "rotary", "learned")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the usual one by tanh
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
+DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that say how a model is decoded, not which it is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class TransformerConfig:
     activation: str = "gelu"
     norm_epsilon: float = 1e-6
     dtype: str = "float32"  # of decode-time weights, activations and cache
+    weight_dtype: str | None = None  # of decode-time matrices; None: ``dtype``. "int8" has a scale per output channel
+    cache_dtype: str | None = None  # of the cache; None: ``dtype``. "int8" has a scale per token and head
 
     # The ends.
     tied: bool = True  # one matrix embeds and unembeds; False: the output has its own
@@ -111,9 +114,10 @@ class TransformerConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
+        choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {getattr(self, name)!r}")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
         self._check_switches()
@@ -197,7 +201,10 @@ class TransformerConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.compute_dtype.itemsize
+        of_head = self.head_size * self.compute_dtype.itemsize
+        if self.cache_dtype == "int8":
+            of_head = self.head_size + 4  # and the scale
+        return 2 * self.num_layers * self.num_kv_heads * of_head
 
 
 def chinchilla_70b(**changes) -> TransformerConfig:

@@ -24,18 +24,22 @@ HEADS, HEADS_BIAS, UNEMBEDDING = "query_key_value", "query_key_value_bias", "une
 def to_cpu_layout(params: Any) -> Any:
     """Rearranges parameters for `CPUDecoder`."""
     arranged = dict(params)
-    arranged[UNEMBEDDING] = arranged.pop(OUTPUT_EMBEDDING, params["embedding"]).T
+    arranged[UNEMBEDDING] = jax.tree.map(jnp.transpose, arranged.pop(OUTPUT_EMBEDDING, params["embedding"]))
     for name in params:
         if name.startswith("layer_"):
             attention = dict(params[name]["attention"])
             parts = [attention.pop(part) for part in ("query", "key", "value")]
-            side_by_side = [part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts]
-            attention[HEADS] = jnp.concatenate(side_by_side, axis=1)
+            attention[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
             if "query_bias" in attention:
                 biases = [attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
                 attention[HEADS_BIAS] = jnp.concatenate(biases)
             arranged[name] = dict(params[name]) | {"attention": attention}
     return arranged
+
+
+def _join_heads(*parts_NDH: Array) -> Array:
+    """Returns all heads side by side, ``[D, N H + ...]``."""
+    return jnp.concatenate([part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts_NDH], axis=1)
 
 
 class CPUAttention(Attention):

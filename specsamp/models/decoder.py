@@ -17,6 +17,7 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.feedforward import FeedForward
+from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, Output
 from specsamp.models.norm import Norm
 from specsamp.models.parameters import weight
@@ -111,12 +112,12 @@ class Decoder(nn.Module):
         """Returns the stream ``[B, T, D]`` that enters layer 0, and the cache with the tokens that n-grams need."""
         config = self.config
         with jax.named_scope("embed"):
-            x_BTD = self.embedding[tokens_BT]
+            x_BTD = take_rows(self.embedding, tokens_BT)
             if config.num_ngram_tables:
                 memory_BS = None if cache is None else cache.tokens_BS
                 rows, memory_BS = ngrams.rows_of_call(tokens_BT, start_B, memory_BS, config, block)
                 for table_RD, rows_BT in zip(self.ngram_tables, rows, strict=True):
-                    x_BTD = x_BTD + table_RD[rows_BT]
+                    x_BTD = x_BTD + take_rows(table_RD, rows_BT)
                 if cache is not None:
                     cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
             if config.positions == "learned":

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec
 
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
+from specsamp.models.int8 import decode_weights, take_rows
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import LanguageModel, LayeredModel
 from specsamp.models.parameters import weight
 from specsamp.models.products import contract, full_precision
@@ -145,7 +147,7 @@ class HeadModule(nn.Module):
 
     def embed(self, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""
-        return self.embedding[tokens_BT].astype(self.config.layer.compute_dtype)
+        return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
         """Returns the head's own logits ``[B, T, U]`` float32 of what `normed` returned for the token at ``offset``."""
@@ -231,8 +233,8 @@ class FeatureHead:
         """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks."""
         params = dict(params)
         ids_U = params.pop(DRAFT_IDS, None)
-        cast = jax.tree.map(lambda x: x.astype(self.config.layer.compute_dtype), params)
-        return self.training_weights(cast, ids_U)
+        layer = self.config.layer
+        return self.training_weights(decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U)
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
         """Returns what the other methods take, of parameters in float32 and without the ids of a reduced vocabulary.
@@ -279,11 +281,15 @@ class FeatureHead:
         if not self.config.has_layer:
             return ()
         layer = self.config.layer
-        return KVCache.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+        return self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
 
     def cache_axes(self) -> KVCache | tuple[()]:
         """Returns the logical axis names of `init_cache`'s result."""
-        return KVCache.logical_axes() if self.config.has_layer else ()
+        return self._cache_class.logical_axes() if self.config.has_layer else ()
+
+    @property
+    def _cache_class(self) -> type[KVCache] | type[Int8KVCache]:
+        return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""

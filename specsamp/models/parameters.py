@@ -5,10 +5,14 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
+from specsamp.models.int8 import Int8Weight
+
 Array = jax.Array
 
 
-def weight(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int) -> Array:
+def weight(
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int
+) -> Array | Int8Weight:
     """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its value."""
     init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), axes)
     return module.param(name, init, shape)

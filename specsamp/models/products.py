@@ -13,17 +13,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from specsamp.models.int8 import Int8Weight, is_int8
+
 Array = jax.Array
 
 
-def contract(spec: str, x: Array, y: Array, *, dtype: jnp.dtype | None = None) -> Array:
+def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None) -> Array:
     """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as ``dtype`` (as ``x``).
 
     ``y`` may be a float32 parameter: it is rounded for the product, its gradient is not rounded at all.
     Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other or in
-    the result.
+    the result. Of a weight in int8 the scale multiplies the sums before they are rounded; it has no gradient.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+    if is_int8(y):
+        # Tied to x, so that the compiler of a loop does not convert the matrix ahead of it and keep both.
+        x, values = jax.lax.optimization_barrier((x, y.values))
+        sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
+        return (sums * _scale_of_output(spec, y.scale)).astype(dtype)
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
@@ -52,6 +59,15 @@ _contract.defvjp(_forward, _backward)
 
 def _einsum(spec, precision, x, y, dtype):
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _scale_of_output(spec: str, scale: Array) -> Array:
+    """Returns the scale of the second operand with the axes of the result; of those that are summed it has one entry."""
+    inputs, result = spec.split("->")
+    axes = inputs.split(",")[1]
+    size = dict(zip(axes, scale.shape, strict=True))
+    scale = jnp.einsum(f"{axes}->{''.join(axis for axis in result if axis in axes)}", scale)
+    return scale.reshape([size.get(axis, 1) for axis in result])
 
 
 def soft_cap(x: Array, cap: float) -> Array:

@@ -16,6 +16,8 @@ from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
+from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
 from specsamp.models.kernels.cache import Kernels, choose_kernels
 from specsamp.models.positions import relative_keys
@@ -115,13 +117,8 @@ class TransformerLM(LayeredModel):
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:
-        """Casts parameters to the compute dtype and lays them out; see `fit_slots` for what depends on slots."""
-
-        def cast(path, x):
-            # Tables are made from what was trained, not from what was rounded.
-            return x if path[-1].key == "relative" else x.astype(self.config.compute_dtype)
-
-        weights = jax.tree.map_with_path(cast, params)
+        """Casts or quantises parameters and lays them out; see `fit_slots` for what depends on slots."""
+        weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
         return {"params": to_cpu_layout(weights) if self.layout == "cpu" else weights, "relative_keys": None}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
@@ -163,9 +160,9 @@ class TransformerLM(LayeredModel):
         table = PartitionSpec("kv_heads", "slots", "head")
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
 
-    def streamed(self, weights: Any) -> list[Array]:
+    def streamed(self, weights: Any) -> list[Array | Int8Weight]:
         """Returns the matrices that a call multiplies by, whatever its length: not tables that rows are looked up in."""
-        named = jax.tree_util.tree_leaves_with_path(weights["params"])
+        named = jax.tree_util.tree_leaves_with_path(weights["params"], is_leaf=is_int8)
         looked_up = {POSITION_EMBEDDING}
         if UNEMBEDDING in weights["params"] or not self.config.tied:
             looked_up.add("embedding")
@@ -247,7 +244,9 @@ class TransformerLM(LayeredModel):
         return few_rows_on_cpu() if self.layout == "cpu" and self.config.dtype == "float32" else ()
 
     @property
-    def _cache_class(self) -> type[KVCache] | type[TransposedKVCache]:
+    def _cache_class(self) -> type[KVCache] | type[TransposedKVCache] | type[Int8KVCache]:
+        if self.config.cache_dtype == "int8":
+            return Int8KVCache
         return TransposedKVCache if self.layout == "cpu" else KVCache
 
     def _with_kernels(self, cache: LayerCache) -> LayerCache:

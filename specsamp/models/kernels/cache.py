@@ -21,7 +21,7 @@ from specsamp.models.slots import read_moved
 
 Array = jax.Array
 
-ATTENTION = ("auto", "kernel", "plain")
+ATTENTION = ("plain", "kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,9 @@ class Kernels:
 
     def wrap(self, cache: KVCache, head_size: int) -> KVCache:
         """Returns the cache (or the names of its axes) with kernels; itself if they do not take such heads."""
+        if type(cache) is not KVCache:
+            _say_once(f"attention is not a kernel: a {type(cache).__name__} is none that kernels read")
+            return cache
         if head_size % LANES:
             _say_once(f"attention is not a kernel: heads of {head_size} entries are no multiple of {LANES}")
             return cache
@@ -72,9 +75,10 @@ class Kernels:
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
-    """Returns the kernels that a word of `ATTENTION` stands for; "auto" is "kernel" on a TPU and "plain" elsewhere.
+    """Returns the kernels that a word of `ATTENTION` stands for.
 
     Args:
+      attention: "kernel", or "plain", which is the default everywhere until a TPU has run the kernels.
       backend: that programs are compiled for; None: the default one.
 
     Raises:
@@ -84,8 +88,8 @@ def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None
     if attention not in ATTENTION:
         raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {attention!r}")
     if attention == "kernel" and backend != "tpu":
-        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose auto or plain")
-    return Kernels() if backend == "tpu" and attention != "plain" else None
+        raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose plain")
+    return Kernels() if attention == "kernel" else None
 
 
 @functools.cache

@@ -1,0 +1,166 @@
+"""Weights in int8, with a scale for each output channel of the product that they are in.
+
+    values = round(weight / scale),   scale = max |weight| of the channel / 127
+
+A scale is the same for all that a product sums over, so it multiplies the product's output, in float32, and the matrix
+that is read from memory is the int8 one (`specsamp.models.products.contract`). What is multiplied is exact: int8
+numbers are numbers of bfloat16 too. Of a tied embedding a row is one channel, as it is looked up and as it makes a logit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+# The axes that a product sums over, by the name of the parameter, with that of its module where that tells two of one
+# name apart; the other axes are output channels. A parameter that is not here is no matrix of a product.
+SUMMED_AXES = {
+    **{f"ngrams_{order}": (1,) for order in range(2, 6)},  # [R, D]: every row
+    "embedding": (1,),  # [V, D]: a logit is one channel
+    "query": (1,),
+    "key": (1,),
+    "value": (1,),
+    "relative": (1,),  # [N, D, H]
+    "attention/output": (0, 1),  # [N, H, D]
+    "output_embedding": (1,),  # [V, D]
+    "output": (1,),  # [U, D], of a head
+    "up": (0,),
+    "gate": (0,),  # [D, F]
+    "down": (0,),  # [F, D]
+    "fc": (0,),
+    "linear": (0,),  # [X, D], of a head
+}
+# Tables of relative keys are made from this matrix once, from what was trained and not from what was rounded.
+NOT_READ = ("relative",)
+
+
+SIDES = ("target", "draft")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8:
+    """Says what of a pair is decoded in int8: a tuple of the sides "target" and "draft" each; a head is the draft."""
+
+    weights: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            for side in getattr(self, field.name):
+                if side not in SIDES:
+                    raise ValueError(f"{field.name} in int8 are of {' or '.join(SIDES)}; got {side!r}")
+
+    def of(self, side: str) -> dict[str, str | None]:
+        """Returns the fields of a `TransformerConfig` that say it of this side."""
+        asked = {"weight_dtype": self.weights, "cache_dtype": self.caches}
+        return {name: "int8" if side in sides else None for name, sides in asked.items()}
+
+
+FLOAT = Int8()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Weight:
+    """A matrix in int8; or what describes one, such as a sharding for each array."""
+
+    values: Any  # int8; the first leaf, whose shape Linen compares with the one that a module declares
+    scale: Any  # float32, of the same rank, 1 along the axes that a product sums over
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def size(self) -> int:
+        return self.values.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
+
+
+def is_int8(x: Any) -> bool:
+    """Returns whether ``x`` is an `Int8Weight`, which is a leaf wherever weights are walked by their names."""
+    return isinstance(x, Int8Weight)
+
+
+def summed_axes(name: str) -> tuple[int, ...] | None:
+    """Returns the axes that a product with the parameter sums over, None for what is no matrix of a product.
+
+    Args:
+      name: such as ``layer_0/attention/query``.
+    """
+    parts = name.split("/")
+    return SUMMED_AXES.get("/".join(parts[-2:]), SUMMED_AXES.get(parts[-1]))
+
+
+def is_stored_in_int8(name: str) -> bool:
+    """Returns whether a model with int8 weights has this parameter in int8."""
+    return summed_axes(name) is not None and name.split("/")[-1] not in NOT_READ
+
+
+def quantise(weight: Array | np.ndarray, axes: tuple[int, ...]) -> Int8Weight:
+    """Returns the nearest int8 weight, of JAX's arrays or of NumPy's as ``weight`` is.
+
+    Args:
+      weight: of any floating dtype; all it is made of is float32.
+      axes: that a product sums over.
+    """
+    return _quantise(np, weight, axes) if isinstance(weight, np.ndarray) else _quantise_on_device(weight, axes)
+
+
+def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
+    # By products: a compiler makes products of some quotients, and then a device would round otherwise than NumPy.
+    weight = weight.astype(xp.float32)
+    scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
+    scale = xp.where(scale > 0, scale, np.float32(1))
+    return Int8Weight(xp.clip(xp.rint(weight * (1 / scale)), -127, 127).astype(xp.int8), scale)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantise_on_device(weight: Array, axes: tuple[int, ...]) -> Int8Weight:
+    return _quantise(jnp, weight, axes)
+
+
+def dequantise(weight: Int8Weight) -> Array | np.ndarray:
+    """Returns the matrix that an int8 weight stands for, in float32."""
+    return weight.values.astype(np.float32) * weight.scale
+
+
+def take_rows(table: Array | Int8Weight, ids: Array) -> Array:
+    """Looks rows up in a table ``[V, D]``; those of an int8 one are returned in float32."""
+    if is_int8(table):
+        return table.values[ids].astype(jnp.float32) * table.scale[ids]
+    return table[ids]
+
+
+def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> Any:
+    """Returns parameters as products of a call read them; what is in int8 already stays as it is.
+
+    Args:
+      params: a tree of parameters.
+      dtype: of what is not in int8.
+      weight_dtype: "int8", or None for ``dtype``.
+    """
+
+    def convert(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if is_int8(x) or name.split("/")[-1] in NOT_READ:
+            return x
+        if weight_dtype == "int8" and is_stored_in_int8(name):
+            return quantise(x, summed_axes(name))
+        return x.astype(dtype)
+
+    return jax.tree.map_with_path(convert, params, is_leaf=is_int8)

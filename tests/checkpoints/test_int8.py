@@ -1,0 +1,116 @@
+"""Checkpoints read, converted and written in int8: bit by bit what quantising all at once gives, and never more at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specsamp.checkpoints import int8_reading
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
+from specsamp.checkpoints.pair import load_pair
+from specsamp.checkpoints.public_pair import read_pair
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.sharded import shard_model
+from specsamp.models.int8 import Int8, decode_weights, dequantise, is_int8
+from specsamp.models.transformer import TransformerLM
+from support.checkpoint_shapes import edit
+
+
+def same(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def stored(params):
+    return decode_weights(params, jnp.float32, "int8")
+
+
+@pytest.mark.parametrize("model", [None, 4], ids=["one device", "mesh"])
+def test_a_checkpoint_is_quantised_while_it_is_read(original, stored, model, monkeypatch):
+    """In blocks of a kilobyte: no more is ever in float."""
+    most = []
+    monkeypatch.setattr(int8_reading, "BLOCK_BYTES", 1024)
+    quantise = int8_reading.quantise
+    monkeypatch.setattr(int8_reading, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
+    checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
+    reader = TransformerLM(checkpoint.config)
+    if model:
+        reader = shard_model(reader, Layout.tensor_parallel(make_mesh(2, model)))
+    seen = []
+    read = read_params(checkpoint, reader, lambda *told: seen.append(told))
+    same(read, stored)
+    assert max(most) <= 1024 and len(most) > 50
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    assert seen[-1][1:] == (size, size)
+    if model:
+        up = read["layer_0"]["mlp"]["up"]
+        assert [x.addressable_shards[0].data.shape for x in (up.values, up.scale)] == [(32, 32), (1, 32)]
+
+
+def test_rows_of_padding_are_zero(original):
+    checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
+    rows = checkpoint.config.vocab_size
+    padded = dataclasses.replace(checkpoint.config, vocab_size=rows + 8, num_real_tokens=rows)
+    table = read_params(checkpoint, TransformerLM(padded))["embedding"]
+    assert is_int8(table) and table.shape[0] == rows + 8 and not np.any(table.values[rows:])
+
+
+def test_both_sides_of_a_pair(original, stored):
+    pair = read_pair(str(original), str(original), dtype="float32", int8=Int8(weights=("target",)))
+    assert [model.config.weight_dtype for model in (pair.target, pair.draft)] == ["int8", None]
+    same(pair.target_params, stored)
+    assert not any(map(is_int8, jax.tree.leaves(pair.draft_params, is_leaf=is_int8)))
+
+
+def test_an_export_is_read_again_unchanged(original, stored, tokenizer, tmp_path):
+    """In int8 without being asked for; a model of it may be on a mesh; and it is damaged where a tensor is not int8."""
+    config = open_checkpoint(original, dtype="float32", weight_dtype="int8").config
+    export(tmp_path, config, stored, tokenizer)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert tensors[name].dtype == np.int8 and tensors[name + "_scale"].shape == (config.width, 1)
+    checkpoint = open_checkpoint(tmp_path, dtype="float32")
+    assert checkpoint.config == config
+    same(read_params(checkpoint, TransformerLM(config)), stored)
+    same(read_params(checkpoint, shard_model(TransformerLM(config), Layout.tensor_parallel(make_mesh(2, 4)))), stored)
+    safetensors.numpy.save_file(tensors | {name: tensors[name].astype(np.float32)}, file)
+    with pytest.raises(ValueError, match=f"of a dtype that is not supported.*{name} .*: F32"):
+        open_checkpoint(tmp_path).tensors
+
+
+def test_a_conversion_keeps_int8(original, stored, tmp_path):
+    checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
+    write_converted(checkpoint, read_params(checkpoint, TransformerLM(checkpoint.config)), tmp_path)
+    again = open_checkpoint(tmp_path, dtype="float32")
+    assert again.config.weight_dtype == "int8"
+    same(read_params(again, TransformerLM(again.config)), stored)
+
+
+def test_what_was_converted_in_float_is_not_read_in_int8(original, params, tmp_path):
+    write_converted(open_checkpoint(original, dtype="float32"), params, tmp_path)
+    with pytest.raises(ValueError, match="was not converted in int8: convert it with --weight_dtype=int8, or give the"):
+        open_checkpoint(tmp_path, weight_dtype="int8")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
+def test_what_is_quantised_otherwise_is_refused_in_one_line(saved, method):
+    change = {"quantization_config": {"quant_method": method, "bits": 4}}
+    edit(saved / "config.json", lambda content: content.update(change))
+    with pytest.raises(ValueError, match=f"has a quantization_config .'{method}'.: give the checkpoint before it was"):
+        open_checkpoint(saved, weight_dtype="int8")
+
+
+def test_the_shipped_pair_decodes_as_it_is_stored():
+    """Nothing is rounded again: the float parameters are what the int8 weights stand for."""
+    pair, plain = load_pair("python", int8=Int8(weights=("target", "draft"))), load_pair("python")
+    for ours, theirs in ((pair.target_params, plain.target_params), (pair.draft_params, plain.draft_params)):
+        arrays = jax.tree.map(np.asarray, ours)
+        same(jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, arrays, is_leaf=is_int8), theirs)
+    weights = pair.target.prepare(pair.target_params)
+    assert sum(x.nbytes for x in pair.target.streamed(weights)) < 1.02 * pair.target.config.num_parameters

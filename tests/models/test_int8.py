@@ -1,0 +1,194 @@
+"""Weights in int8: scales on the output, tables looked up, and the model of the rounded weights, token by token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import EarlyExitDrafter, Pair, generate, greedy
+from specsamp.mesh.layout import Layout, make_mesh, put
+from specsamp.mesh.sharded import shard_model
+from specsamp.models.config import TransformerConfig, tiny
+from specsamp.models.eagle import Eagle1Config
+from specsamp.models.heads import FeatureHead
+from specsamp.models.int8 import Int8, Int8Weight, decode_weights, dequantise, is_int8, quantise, take_rows
+from specsamp.models.medusa import MedusaConfig
+from specsamp.models.products import contract
+from specsamp.models.transformer import LAYOUTS, TransformerLM
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+SLOTS = 16
+MODELS = {
+    "relative": tiny(num_kv_heads=2, ngram_rows=32),
+    "rotary": tiny(positions="rotary", gated=True, tied=False, num_kv_heads=1, attention_bias=True),
+}
+SPECS = {  # as the models have them, and the axes that are summed
+    "BTD,VD->BTV": ((2, 3, 8), (5, 8), (1,)),
+    "NRD,NDH->NRH": ((4, 3, 8), (4, 8, 2), (1,)),
+    "BTD,NDH->BNTH": ((2, 3, 8), (4, 8, 2), (1,)),
+    "BTX,XD->BTD": ((2, 3, 8), (8, 6), (0,)),
+}
+HEAD_LAYER = tiny(positions="rotary", num_layers=1)
+HEADS = [
+    Eagle1Config(layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), own_embedding=True, own_output=True),
+    MedusaConfig(layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), num_heads=2, own_output=True),
+]
+
+
+def in_int8(config: TransformerConfig) -> TransformerConfig:
+    return dataclasses.replace(config, weight_dtype="int8")
+
+
+def rounded(params):
+    """The parameters that the int8 weights stand for."""
+    stored = decode_weights(params, jnp.float32, "int8")
+    return jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, stored, is_leaf=is_int8)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_scale_multiplies_sums_in_float32(spec, dtype):
+    """Of operands as they are, the sums are exact; the controls round them first, or scale another axis."""
+    x_shape, y_shape, axes = SPECS[spec]
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-8, 9, x_shape), dtype)
+    weight = quantise(rng.normal(size=y_shape).astype(np.float32), axes)
+    exact = np.einsum(spec, np.asarray(x, np.float64), weight.values.astype(np.float64) * weight.scale)
+    ours = contract(spec, x, weight, dtype=jnp.float32)
+    assert ours.dtype == jnp.float32 and contract(spec, x, weight).dtype == x.dtype
+    np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=1e-6)
+    if dtype == "bfloat16":
+        before = np.einsum(spec, np.asarray(x, np.float64), (weight.values * weight.scale).astype(jnp.bfloat16))
+        assert np.abs(before - exact).max() > 1e-3
+    turned = Int8Weight(weight.values, np.flip(weight.scale))
+    assert np.abs(contract(spec, x, turned, dtype=jnp.float32) - exact).max() > 0.1
+
+
+def test_on_a_device_and_in_numpy_it_is_the_same():
+    weight = np.random.default_rng(1).normal(size=(40, 30)).astype(np.float32)
+    weight[3] = 0
+    for axes in ((0,), (1,)):
+        ours, theirs = quantise(weight, axes), quantise(jnp.asarray(weight), axes)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        again = quantise(dequantise(ours), axes)
+        np.testing.assert_array_equal(again.values, ours.values)
+        assert np.abs(dequantise(ours) - weight).max() <= ours.scale.max() * 0.5001
+    table = quantise(weight, (1,))
+    np.testing.assert_array_equal(
+        take_rows(jax.tree.map(jnp.asarray, table), jnp.array([[3, 7]])), dequantise(table)[[[3, 7]]]
+    )
+
+
+@functools.cache
+def call(model):
+    return jax.jit(model.__call__, compiler_options=COMPILE_FAST)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, layout):
+    """Up to rounding, in either layout; from the model before they were rounded it is a thousand times as far."""
+    plain, ours = TransformerLM(MODELS[name], layout), TransformerLM(in_int8(MODELS[name]), layout)
+    params = drawn_params(plain, noise=0.02)
+    weights = ours.fit_slots(ours.prepare(params), SLOTS)
+    tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
+
+    def logits(model, weights):
+        return call(model)(weights, tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
+
+    found = logits(ours, weights)
+    expected = logits(plain, plain.fit_slots(plain.prepare(rounded(params)), SLOTS))
+    before = logits(plain, plain.fit_slots(plain.prepare(params), SLOTS))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert 2e-3 < np.abs(found - before).max() < 0.5
+    # No matrix of a product is left in float, and what is streamed is a quarter.
+    matrices = [
+        leaf for leaf in jax.tree.leaves(weights["params"], is_leaf=is_int8) if leaf.ndim == 2 and leaf.size > 600
+    ]
+    assert matrices and all(map(is_int8, matrices))
+    streamed = ours.streamed(weights)
+    assert sum(x.nbytes for x in streamed) < 1.2 * sum(x.size for x in streamed)
+
+
+@pytest.mark.parametrize("config", HEADS, ids=lambda config: config.kind)
+def test_heads_in_int8(config):
+    head = FeatureHead(config)
+    ours = FeatureHead(dataclasses.replace(config, layer=in_int8(config.layer)))
+    params = drawn_params(head, noise=0.02)
+    x_BTD, start_B = jax.random.normal(jax.random.key(0), (1, 3, 32)), jnp.zeros(1, jnp.int32)
+
+    def run(head, params):
+        def logits(weights):
+            y_BTD, _ = head(weights, x_BTD, head.fuse(weights, (x_BTD,)), start_B, head.init_cache(1, 8))
+            return head.logits(weights, y_BTD, lambda x_BTD: x_BTD, 0)
+
+        return jax.jit(logits, compiler_options=COMPILE_FAST)(head.prepare(params))
+
+    found = run(ours, params)
+    np.testing.assert_allclose(found, run(head, rounded(params)), atol=2e-5)
+    assert np.abs(found - run(head, params)).max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def pair():
+    configs = (in_int8(tiny(num_kv_heads=2)), in_int8(tiny(positions="rotary", num_layers=1, num_heads=8)))
+    target, draft = map(TransformerLM.for_backend, configs)
+    params = [drawn_params(model, seed, noise=0.1) for seed, model in enumerate((target, draft))]
+    return Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
+
+
+PROMPTS, TOKENS = [[1, 2, 3], [4, 5]], 16
+
+
+def tokens_of(pair, **call):
+    return [completion.tokens for completion in generate(pair, PROMPTS, TOKENS, **call)]
+
+
+def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
+    """Greedily the tokens of the int8 target alone, whatever drafts; the float target has others."""
+    alone = tokens_of(pair, sampling=greedy(), draft_length=0)
+    assert tokens_of(pair, sampling=greedy(), draft_length=3) == alone
+    assert tokens_of(pair, sampling=greedy(), drafter=EarlyExitDrafter(pair.target, 1, 3)) == alone
+    config = dataclasses.replace(pair.target.config, weight_dtype=None)
+    coarse = jax.tree.map(lambda x: jnp.round(x * 8) / 8, pair.target_params)
+    other = Pair(target=TransformerLM.for_backend(config), target_params=coarse)
+    assert tokens_of(other, sampling=greedy(), draft_length=0) != alone
+
+
+def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
+    """Laid out after they were quantised, as a checkpoint is read; only looking up has its scales everywhere."""
+    model = TransformerLM(in_int8(tiny(num_kv_heads=2, num_layers=1)))
+    params = drawn_params(model, noise=0.1)
+    placed = shard_model(model, Layout.tensor_parallel(make_mesh(2, 4)))
+    stored = decode_weights(params, jnp.float32, "int8")
+    on_mesh = put(stored, placed.param_shardings(stored))
+    tokens_BT, start_B = jnp.array([[1, 2, 3], [4, 5, 6]]), jnp.array([0, 1])
+
+    def logits(model, params):
+        weights = model.fit_slots(model.prepare(params), SLOTS)
+        return jax.jit(model.__call__)(weights, tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
+
+    np.testing.assert_allclose(logits(placed, on_mesh), logits(model, params), atol=2e-5)
+    layer = on_mesh["layer_0"]
+    shards = {
+        name: (weight.values.addressable_shards[0].data.shape, weight.scale.addressable_shards[0].data.shape)
+        for name, weight in (layer["attention"] | layer["mlp"]).items()
+        if is_int8(weight)
+    }
+    assert shards["query"] == ((1, 32, 8), (1, 1, 8)) and shards["up"] == ((32, 32), (1, 32))
+    assert shards["output"] == ((1, 8, 32), (1, 1, 32)) and shards["down"] == ((32, 32), (1, 32))
+    table = on_mesh["embedding"]
+    assert table.values.addressable_shards[0].data.shape == (16, 32) and table.scale.sharding.is_fully_replicated
+
+
+def test_what_is_in_int8_is_said_by_side():
+    assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
+    assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
+    with pytest.raises(ValueError, match="weights in int8 are of target or draft; got 'both'"):
+        Int8(weights=("both",))
+    with pytest.raises(ValueError, match="weight_dtype must be one of None, int8; got 'int4'"):
+        tiny(weight_dtype="int4")

@@ -1,0 +1,154 @@
+"""A cache in int8: scales where they belong, no trace of how a text was cut into calls, and exact speculation with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import EarlyExitDrafter, Pair, generate, greedy
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.sharded import shard_model
+from specsamp.models import int8_cache
+from specsamp.models.cache import KVCache
+from specsamp.models.config import tiny
+from specsamp.models.int8 import Int8Weight, dequantise, quantise
+from specsamp.models.int8_cache import Int8KVCache
+from specsamp.models.transformer import TransformerLM
+from specsamp.models.visibility import Visibility
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+BATCH, KV_HEADS, HEADS, SLOTS, SIZE = 2, 2, 4, 12, 8
+SCHEMES = {
+    "rotary, grouped": dict(positions="rotary", num_kv_heads=2, window=4, global_layers=(1,)),
+    "relative, multi-query": dict(num_kv_heads=1, attention_cap=5.0),
+}
+
+
+@functools.cache
+def prepared(scheme, layout="default"):
+    model = TransformerLM(tiny(**SCHEMES[scheme], cache_dtype="int8"), layout)
+    params = drawn_params(model, noise=0.05)
+    return model, model.fit_slots(model.prepare(params), SLOTS)
+
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+TOKENS_BT = np.random.default_rng(0).integers(0, 64, (BATCH, 8), dtype=np.int32)
+
+
+def read(model, weights, cuts):
+    """Logits ``[B, 8, V]`` of a text that is cut into calls, and the cache."""
+    cache, logits, start = model.init_cache(BATCH, SLOTS), [], 0
+    for length in cuts:
+        starts_B = jnp.full((BATCH,), start, jnp.int32)
+        output = call(model, weights, TOKENS_BT[:, start : start + length], starts_B, cache)
+        logits.append(output.logits_BTV)
+        cache, start = output.cache, start + length
+    return np.concatenate(logits, axis=1), cache
+
+
+def written(rng, start=3, length=5):
+    """The same keys and values in an int8 cache, and, as they are rounded, in a plain one."""
+    k, v = (jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, length, SIZE)), jnp.float32) for _ in range(2))
+    start_B = jnp.asarray([start, start + 1], jnp.int32)
+    caches = [kind.zeros(BATCH, KV_HEADS, SLOTS, SIZE, jnp.float32) for kind in (Int8KVCache, KVCache)]
+    ours = caches[0].append(k, v, start_B)
+    plain = caches[1].append(*(dequantise(quantise(x, (3,))) for x in (k, v)), start_B)
+    return ours, plain, start_B
+
+
+def attended(cache, q_BNTH, start_B):
+    visible = Visibility(start_B=start_B, num_queries=q_BNTH.shape[2], window=6)
+    bias_BNTS = 0.1 * jnp.arange(SLOTS, dtype=jnp.float32)[None, None, None]
+    return cache.attend(q_BNTH, visible, scale=0.3, bias_BNTS=bias_BNTS, cap=4.0)
+
+
+def test_scales_are_folded_into_scores_and_probabilities():
+    """As a plain cache of what the int8 values stand for; with scales of keys and values exchanged it is not."""
+    rng = np.random.default_rng(0)
+    ours, plain, start_B = written(rng)
+    q_BNTH = jnp.asarray(rng.normal(size=(BATCH, HEADS, 5, SIZE)), jnp.float32)
+    expected = attended(plain, q_BNTH, start_B)
+    np.testing.assert_allclose(attended(ours, q_BNTH, start_B), expected, atol=1e-6)
+    exchanged = Int8KVCache(
+        keys_BMSH=ours.keys_BMSH,
+        values_BMSH=ours.values_BMSH,
+        key_scales_BM1S=ours.value_scales_BM1S,
+        value_scales_BM1S=ours.key_scales_BM1S,
+    )
+    assert np.abs(attended(exchanged, q_BNTH, start_B) - expected).max() > 0.01
+    rows_BT = jnp.array([[0, 2, 3], [1, 2, 4]])
+    moved = (cache.compact(start_B, rows_BT, 5) for cache in (ours, plain))
+    np.testing.assert_allclose(*(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme, layout", list(zip(SCHEMES, ("default", "cpu"))))
+def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, layout):
+    """Up to the rounding of sums, which int8 could only magnify where it falls between two steps."""
+    model, weights = prepared(scheme, layout)
+    whole, cache = read(model, weights, (8,))
+    for cuts in ((1,) * 8, (4, 4)):
+        pieces, made = read(model, weights, cuts)
+        np.testing.assert_allclose(pieces, whole, atol=2e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, cache)
+    plain = TransformerLM(tiny(**SCHEMES[scheme]), layout)
+    assert np.abs(read(plain, weights, (8,))[0] - whole).max() > 1e-3
+
+
+def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
+    """The control of the test above, of the cache alone: one scale for all tokens that are written at once."""
+    rng = np.random.default_rng(0)
+    k, v, q = (jnp.asarray(rng.normal(size=(1, n, 6, SIZE)), jnp.float32) for n in (KV_HEADS, KV_HEADS, HEADS))
+
+    def last(cuts):
+        cache, start = Int8KVCache.zeros(1, KV_HEADS, SLOTS, SIZE, jnp.float32), 0
+        for length in cuts:
+            part = slice(start, start + length)
+            cache, start = cache.append(k[:, :, part], v[:, :, part], jnp.array([start])), start + length
+        return attended(cache, q[:, :, -1:], jnp.array([5]))
+
+    np.testing.assert_array_equal(last((6,)), last((2, 3, 1)))
+
+    def of_the_call(x, axes):
+        made = quantise(x, (2, 3))
+        return Int8Weight(made.values, jnp.broadcast_to(made.scale, (*x.shape[:3], 1)))
+
+    monkeypatch.setattr(int8_cache, "quantise", of_the_call)
+    assert np.abs(last((6,)) - last((2, 3, 1))).max() > 1e-4
+
+
+def test_what_it_costs():
+    """A byte for each entry, and four for the scale of a token and head."""
+    config = tiny(num_kv_heads=2, cache_dtype="int8")
+    leaves = jax.tree.leaves(TransformerLM(config).init_cache(3, 9))
+    assert sum(leaf.nbytes for leaf in leaves) == 3 * 9 * config.kv_bytes_per_token == 3 * 9 * 2 * 2 * 2 * (8 + 4)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+def test_on_a_mesh():
+    """Heads and rows are split, those of the scales too."""
+    model, weights = prepared("rotary, grouped")
+    placed = shard_model(model, Layout.tensor_parallel(make_mesh(2, 2, devices=jax.devices()[:4])))
+    cache = jax.jit(placed.init_cache, static_argnums=(0, 1))(BATCH, SLOTS)
+    start_B = jnp.array([0, 2])
+    output = jax.jit(placed.__call__)(placed.fit_slots(weights, SLOTS), TOKENS_BT, start_B, cache)
+    alone = call(model, weights, TOKENS_BT, start_B, model.init_cache(BATCH, SLOTS))
+    np.testing.assert_allclose(output.logits_BTV, alone.logits_BTV, atol=2e-5)
+    assert output.cache.layers[0].key_scales_BM1S.addressable_shards[0].data.shape[1] == 1
+
+
+def test_speculation_is_exact_with_respect_to_the_target_with_its_cache():
+    """Weights in int8 too; with a draft of its own, and with the target's first layer, which shares the cache."""
+    int8 = dict(cache_dtype="int8", weight_dtype="int8")
+    target = TransformerLM.for_backend(tiny(positions="rotary", num_kv_heads=2, **int8))
+    params = drawn_params(target, noise=0.1)
+
+    def tokens(**call):
+        pair = Pair(target=target, target_params=params, draft=target, draft_params=drawn_params(target, 1, noise=0.1))
+        return [made.tokens for made in generate(pair, [[1, 2, 3], [4, 5]], 16, sampling=greedy(), **call)]
+
+    alone = tokens(draft_length=0)
+    assert tokens(draft_length=3) == alone
+    assert tokens(drafter=EarlyExitDrafter(target, 1, 3)) == alone
