@@ -8,7 +8,7 @@
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
     python launch/compile_report.py --config=configs/hf.py:mimo-7b-mtp --topology=v5e:2x2
-    python launch/compile_report.py --config=configs/chinchilla.py --config.attention=plain       # no kernels
+    python launch/compile_report.py --config=configs/chinchilla.py --config.attention=kernel
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 A head in a folder, and a module that a published checkpoint holds beside its target, have their own shape; any other
@@ -189,7 +189,7 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM | None]:
 
 def with_kernels(model: TransformerLM, config: ConfigDict) -> TransformerLM:
     """Returns the model with the attention that ``config.attention`` has on a TPU."""
-    kernels = choose_kernels(config.get("attention", "auto"), backend="tpu")
+    kernels = choose_kernels(config.get("attention", "plain"), backend="tpu")
     return dataclasses.replace(model, layout="default", kernels=kernels)
 
 

@@ -97,7 +97,7 @@ def build(
     if config.get("synthetic_acceptance") is not None:
         SyntheticAcceptance(rule, config.synthetic_acceptance)
     integer("seed", config.seed, 0, 2**32)
-    attention = config.get("attention", "auto")
+    attention = config.get("attention", "plain")
     choose_kernels(attention)
     workload = Workload(**{name: config[name] for name in _WORKLOAD})
     if config.draft_length < 0:

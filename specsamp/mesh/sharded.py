@@ -83,8 +83,8 @@ def with_attention(pair: Pair, attention: str) -> Pair:
     """Returns the pair with another attention over its caches, on its mesh if it has one.
 
     Args:
-      attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", see `choose_kernels`. Heads, and
-        models that are no `TransformerLM`, have theirs alone.
+      attention: "kernel", for TPUs; or "plain", the same in XLA's operations. Heads, and models that are no
+        `TransformerLM`, have theirs alone.
 
     Raises:
       ValueError: another word, or "kernel" where there is no TPU.

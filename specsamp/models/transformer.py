@@ -19,7 +19,7 @@ from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
 from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
-from specsamp.models.kernels.cache import Kernels, choose_kernels
+from specsamp.models.kernels.cache import Kernels
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
@@ -50,9 +50,9 @@ class TransformerLM(LayeredModel):
 
     @classmethod
     def for_backend(cls, config: TransformerConfig) -> TransformerLM:
-        """Builds the model with the layout and the kernels of the default backend."""
+        """Builds the model with the layout of the default backend, without kernels."""
         on_cpu = jax.default_backend() == "cpu" and config.dtype == "float32"
-        return cls(config, "cpu" if on_cpu else "default", choose_kernels("auto"))
+        return cls(config, "cpu" if on_cpu else "default")
 
     @property
     def vocab_size(self) -> int:
