@@ -23,6 +23,7 @@ from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
 import entry
+from adaptive_points import HEADER, NOTE, Point, rows_of
 from config_file import ConfigFlag
 from drafters import DRAFTERS, make_drafter
 from experiment import Experiment, build, headline, refuse
@@ -53,31 +54,6 @@ RESAMPLED = 2000  # sets of texts, for the bound of the loss
 TEMPERATURES = {"easy": 0.0, "hard": 1.0}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Point:
-    """One setting: milliseconds per token, counted and by the clock."""
-
-    drafter: str
-    kind: str  # of texts
-    batch: int
-    lengths: tuple[int, ...]
-    costs_ms: tuple[float, ...]
-    usual: int  # as it was calibrated, on other texts
-    acceptance: float
-    counted_fixed: tuple[float, ...]  # by length
-    counted_adaptive: float
-    counted_oracle: float
-    clock_plain: float
-    clock_adaptive: float
-    loss: float  # of time against plain decoding, by the clock; a gain is negative
-    loss_upper: float  # of its 95% interval, from below
-    rounds_by_drafted: tuple[int, ...]
-
-    @property
-    def best_fixed(self) -> float:
-        return min(self.counted_fixed)
-
-
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
@@ -106,7 +82,8 @@ def main() -> None:
             say(f"{word}, {kind} texts, batch {batch}")
             points.append(measure(config, experiment, word, kind, batch, lengths))
             entry.write_result(_OUTPUT.value, made_with | {"points": points}, Console(quiet=True))
-    entry.show([table_of(points)], console)
+    table = Table(title="Adaptive draft lengths", header=HEADER, rows=rows_of(points), note=NOTE)
+    entry.show([table], console)
     entry.write_result(_OUTPUT.value, made_with | {"points": points}, console)
 
 
@@ -193,29 +170,6 @@ def counted_ms(decoder: Decoder, repeat: int) -> float:
             return total
         total += policy.costs_ms[policy.lengths.index(int(wanted_B[running_B].max()))]
         state = decoder.loop.run(decoder.weights, state, 1)
-
-
-def table_of(points: Sequence[Point]) -> Table:
-    """Returns a row for each setting; ms per token, but for the last two columns."""
-
-    def row(one: Point) -> tuple[str, ...]:
-        best = one.lengths[int(np.argmin(one.counted_fixed))]
-        counted = (one.counted_fixed[0], one.best_fixed, one.counted_adaptive, one.counted_oracle)
-        return (
-            f"{one.drafter}, {one.kind} texts, batch {one.batch}",
-            *(f"{ms:.3g}" for ms in counted),
-            f"{best}",
-            f"{one.counted_adaptive / one.counted_fixed[0] - 1:+.1%}",
-            f"{one.counted_adaptive / one.best_fixed - 1:+.1%}",
-            f"{one.loss:+.1%} (at most {one.loss_upper:+.1%})",
-        )
-
-    return Table(
-        title="Adaptive draft lengths",
-        header=("", "plain", "best fixed", "adaptive", "oracle", "best K", "over plain", "over best", "by the clock"),
-        rows=[row(one) for one in points],
-        note="ms per token, counted; then time of adaptive lengths over plain decoding and over the best fixed length",
-    )
 
 
 def _whole(flag: Any) -> list[int]:
