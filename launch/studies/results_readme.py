@@ -24,6 +24,7 @@ import entry
 import lossy_curve
 import results_compiled as compiled
 import results_drafters as drafted
+import results_int8 as int8
 import results_tables as measured
 from results_in_short import headline, summary
 from results_tables import Documents
@@ -244,13 +245,13 @@ SECTIONS = (
         "tokens of each of 15 held-out prompts; the difference as a share of the logits' standard deviation, and the "
         "Kullback-Leibler divergence of the distribution in float32 from the other. The pair's weights are stored in int8, "
         "so decoding with them changes nothing; what storing them did is the next table.",
-        measured.int8_error,
+        int8.int8_error,
         ["int8_error"],
     ),
     Section(
         "What storing the pair in int8 changed",
         "Held-out text, nats per token, measured when the pair was made (`launch/export_pair.py`).",
-        measured.int8_stored,
+        int8.int8_stored,
         ["int8_error"],
     ),
     Section(
