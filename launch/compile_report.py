@@ -31,7 +31,7 @@ from config_file import ConfigFlag, require
 from drafters import word_of
 from experiment import EXPERIMENT_FIELDS, make_sampling
 from rules import make_rule
-from shapes import first_layers, head_of, known_models
+from shapes import first_layers, head_of, int8_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
@@ -88,6 +88,8 @@ def main() -> None:
         raise ValueError(
             f"--weights={_WEIGHTS.value} is not known of a head: leave it out, or give --config.drafter=model"
         )
+    if _WEIGHTS.value and int8_of(config).weights:
+        raise ValueError(f"--weights={_WEIGHTS.value} is of shapes alone: leave it out beside --config.int8.weights")
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = (model and with_kernels(model, config) for model in models_of(config))

@@ -72,8 +72,10 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 def head_of(config: ConfigDict, target: models.TransformerConfig) -> HeadConfig:
     """Returns the shape of the head that a configuration names.
 
-    It is that of a head in a folder, of a module in the published checkpoint of its target, or else of EAGLE-3's.
+    It is that of a head in a folder, of a module in the published checkpoint of its target, or else of EAGLE-3's; in int8
+    as the draft is to be, whatever its target is.
     """
+    target = dataclasses.replace(target, **int8_of(config).of("draft"))
     name = config.hugging_face.draft if "hugging_face" in config else ""
     if name and pathlib.Path(name, "config.json").is_file():
         return open_head(name, target, dtype=target.dtype).config

@@ -107,8 +107,11 @@ HEAD_PARAMETERS = {  # of their safetensors indices
 def test_heads_of_known_shape_have_their_published_size(name):
     kind, size = HEAD_PARAMETERS[name]
     config = hf.get_config(name)
+    config.int8.update(weights="target", caches="both")
+    assert shapes.known_models(config)["target"].config.weight_dtype == "int8"
     head = shapes.head_of(config, shapes.known_models(config)["target"].config)
     made = jax.eval_shape(FeatureHead(head).init, jax.random.key(0))
+    assert head.layer.weight_dtype is None
     assert head.kind == kind and size == sum(
         leaf.size for key, leaf in made.items() if key != DRAFT_IDS for leaf in jax.tree.leaves(leaf)
     )
