@@ -36,9 +36,10 @@ Each cell is one form; `launch/studies/compile_study.py --study=variants` writes
   all that is moved beyond it. Forbidden to copy anything back (``xla_msa_max_outstanding_evictions=0``), a target
   step at batch 1 moves 1.01 instead of 1.05 times its floor and takes 8% more cycles, still fewer than streaming
   (counted once, not in a cell here). At batch 8 and 32 calls move 16 to 33% less and take 14 to 20% more cycles, as
-  attention then waits for what was fetched before; the longer of the two grows. The option is not used: the kernels of
-  `specsamp.models.kernels` pin caches to HBM, so that nothing is fetched whole or carried back, at any batch and in the
-  whole round (`compile_kernels.json`).
+  attention then waits for what was fetched before; the longer of the two grows. In the round at batch 1 the option
+  takes a layer of the target from 1.04 to 1.00 of its floor, with 6% more cycles (counted once, in rounds of two and
+  four layers by libtpu 0.0.50.1). It is not used: it would have to follow the batch. With ``--config.attention=kernel``
+  caches are pinned to HBM, so that none is fetched whole or carried back, at any batch (`compile_kernels.json`).
 - **Fused projections.** Query, key and value in one product: an eighth fewer cycles, more traffic, and streaming
   is what a step waits for.
 """
