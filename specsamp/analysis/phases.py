@@ -33,6 +33,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.models import compiling
+from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Verdict
@@ -181,7 +182,7 @@ def repeat(
 @functools.partial(
     compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
 )
-def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: int) -> Array:
+def stream(loop: Loop, matrices: list[Array | Int8Weight], iterations: Array | int, *, rows: int) -> Array:
     """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target.
 
     Matrices keep the layout they have; each product waits for the one before. The compiler is asked what the
@@ -190,7 +191,11 @@ def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: 
 
     def step(_: Any, x: Array) -> Array:
         for matrix in matrices:
-            rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, matrix.dtype)
+            dtype = jnp.float32 if is_int8(matrix) else matrix.dtype
+            rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, dtype)
+            if is_int8(matrix):  # converted in every iteration, as a call does
+                rows_in, values = jax.lax.optimization_barrier((rows_in, matrix.values))
+                matrix = values.astype(dtype)
             rows_out = jax.lax.optimization_barrier(rows_in @ matrix)
             x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
         return x
@@ -198,7 +203,7 @@ def stream(loop: Loop, matrices: list[Array], iterations: Array | int, *, rows: 
     return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
 
 
-def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
+def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
     """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
 
     On a mesh, the parts that one device holds: products of parts need no collective.
@@ -209,4 +214,4 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array]:
     def spread(leaf):
         return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
 
-    return [leaf.addressable_shards[0].data if spread(leaf) else leaf for leaf in matrices]
+    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, matrices)
