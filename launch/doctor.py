@@ -43,7 +43,7 @@ def wanted(devices: int) -> Wanted:
     mesh = config.get("mesh") or {}
     data, model = mesh.get("data") or 1, mesh.get("model")
     models = known_models(config)
-    sizes = [one.config.num_parameters * one.config.compute_dtype.itemsize for one in models.values()]
+    sizes = [one.config.weight_bytes for one in models.values()]
     each = sum(sizes) / (model or max(devices // data, 1)) if sizes else None
     return Wanted(devices=data * (model or 1), weights_bytes=each, from_hub=from_hub)
 

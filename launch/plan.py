@@ -25,7 +25,7 @@ import price
 from calibration_file import define_calibration, own_calibration
 from config_file import ConfigFlag
 from drafters import word_of
-from shapes import first_layers, make_model
+from shapes import first_layers, known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
@@ -283,9 +283,9 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if not word_of(config).planned:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
-    target = make_model(config.target)
-    inside = word_of(config).inside
-    draft = first_layers(target, config.exit_layer) if inside else make_model(config.draft)
+    models, inside = known_models(config), word_of(config).inside
+    target = models["target"]
+    draft = first_layers(target, config.exit_layer) if inside else models["draft"]
     check_devices([target.config] if inside else [target.config, draft.config])
     return Roofline(
         target=roofline_model(target.config),
@@ -319,7 +319,7 @@ def check_devices(held: Sequence[TransformerConfig]) -> None:
     Raises:
       ValueError: --devices is missing, or too few; the message says how many are the least.
     """
-    size = sum(config.num_parameters * config.compute_dtype.itemsize for config in held)
+    size = sum(config.weight_bytes for config in held)
     capacity = CHIPS[_CHIP.value].hbm_bytes
     told = f"weights of {size / 1e9:.1f} GB take at least {math.ceil(size / capacity)} {_CHIP.value} of {capacity / 1e9:.0f} GB"
     if _DEVICES.value is None:
@@ -331,7 +331,7 @@ def check_devices(held: Sequence[TransformerConfig]) -> None:
 def roofline_model(config) -> ModelSize:
     """Returns a model for the roofline: all its parameters are streamed, in the compute dtype."""
     return ModelSize(
-        weight_bytes=config.num_parameters * config.compute_dtype.itemsize,
+        weight_bytes=config.weight_bytes,
         parameters=config.num_parameters,
         kv_bytes_per_token=config.kv_bytes_per_token,
     )

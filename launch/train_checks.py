@@ -79,6 +79,11 @@ def check_length(config: ConfigDict, model: TransformerLM, target: Target | None
             raise ValueError(
                 f"data.length {config.data.length} is more than the {name}'s {shape.max_positions} positions"
             )
+    chunk = config.test_time.chunk if "test_time" in config else None
+    if chunk is not None and (chunk < 1 or config.data.length % chunk):
+        raise ValueError(
+            f"test_time.chunk {chunk} does not divide data.length {config.data.length}: choose one that does"
+        )
 
 
 def check_generated(config: ConfigDict, target: Target | None, mesh: Mesh) -> None:

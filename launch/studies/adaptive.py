@@ -1,13 +1,15 @@
 """Measures what a draft length that adapts costs and gains beside plain decoding and beside every fixed length.
 
-    python launch/studies/adaptive.py --config=configs/trained_pair.py --config.max_new_tokens=128 --texts=160 --output=runs/adaptive.json
+    python launch/studies/adaptive.py --config=configs/trained_pair.py --config.max_new_tokens=64 --prompts=runs/python_prompts.json --output=runs/python_adaptive.json
 
 Texts are of two kinds: "easy", greedy, after prompts that say everything twice; and "hard", sampled at temperature 1, where
 prompt lookup finds little. All is done in two ways. *Counted*: the rounds that a run takes, each at the milliseconds of its width in a table that is measured
 first, on other texts; no clock disturbs that. *By the clock*: plain decoding and adaptive lengths take turns on the same
 texts; the loss is the time of all texts over that of plain decoding, less one, and its upper bound holds 95% of the
 resampled sets of texts. The best fixed length is chosen afterwards; the oracle chooses one afterwards for each batch of texts.
-Each setting is written when it is done, and the same command goes on after the last that was.
+Costs, the usual length and the acceptance that rows begin with are calibrated on a fifth of the prompts; the others are
+measured, each once (launch/studies/cut_prompts.py cuts many). What a draft model reads after a pause is in the clock
+alone. Each setting is written when it is done, and the same command goes on after the last that was.
 """
 
 import dataclasses
@@ -24,11 +26,13 @@ from rich.console import Console
 import _launch  # noqa: F401, the folder of entry
 import entry
 from adaptive_points import HEADER, NOTE, Point, rows_of
+from cells import read_prompts
 from config_file import ConfigFlag
 from drafters import DRAFTERS, make_drafter
 from experiment import Experiment, build, headline, refuse
 from rules import make_rule
 from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
+from specsamp.analysis import report
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.timing import take_turns
@@ -43,10 +47,13 @@ _LENGTHS = flags.DEFINE_list(
 _DRAFTERS = flags.DEFINE_list("drafters", ["model", "ngram"], "The words of the drafters, with commas between them.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4", "8"], "The numbers of rows, with commas between them.")
 _KINDS = flags.DEFINE_list("kinds", ["easy", "hard"], "The kinds of texts, with commas between them.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
+)
 _TEXTS = flags.DEFINE_integer("texts", 160, "How many texts are decoded by the clock in each setting.", lower_bound=1)
 _COUNTED = flags.DEFINE_integer("counted", 48, "How many of them are counted, with every length.", lower_bound=1)
 _CALIBRATION = flags.DEFINE_integer(
-    "calibration", 8, "How many batches of other texts each length is timed on.", lower_bound=1
+    "calibration", 8, "How many batches of other prompts each length is timed on.", lower_bound=1
 )
 _OUTPUT = entry.define_output()
 
@@ -65,14 +72,22 @@ def main() -> None:
         raise ValueError(f"--lengths={_LENGTHS.value} must begin with 0, and --drafters={_DRAFTERS.value} must draft")
     if unknown := set(_KINDS.value) - set(TEMPERATURES):
         raise ValueError(f"--kinds={','.join(_KINDS.value)}: no {min(unknown)}; choose of {', '.join(TEMPERATURES)}")
-    experiment = build(config)
+    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else ())
+    calibrated, measured = split(experiment.workload.prompts)
+    if not calibrated or len(measured) < _TEXTS.value:
+        raise ValueError(
+            f"--texts={_TEXTS.value} needs a quarter more prompts, and there are {len(calibrated) + len(measured)}: give "
+            "more by --prompts (launch/studies/cut_prompts.py), or fewer texts"
+        )
     use_compilation_cache()
     console.print(headline(experiment, f"adaptive draft lengths, {_TEXTS.value} texts in each setting"))
     made_with = {
         "config": config.to_dict(),
         "pair": experiment.pair_name,
         "weights": experiment.weights,
-        "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value},
+        "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value, "calibration": _CALIBRATION.value},
+        "lengths": lengths,
+        "machine": report.environment()["machine"],
     }
     points = points_before(json.loads(json.dumps(made_with)))
     with entry.progress(console, "starting") as say:
@@ -105,6 +120,11 @@ def points_before(made_with: dict) -> list[Point]:
     return points
 
 
+def split(prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the prompts that calibrate, every fifth, and those that are measured."""
+    return tuple(prompts[::5]), tuple(prompt for at, prompt in enumerate(prompts) if at % 5)
+
+
 def doubled(work: Workload) -> Workload:
     """Returns the workload with prompts that say everything twice."""
     prompts = tuple(prompt + prompt for prompt in work.prompts)
@@ -122,16 +142,17 @@ def measure(
     work = doubled(work) if kind == "easy" else work
     sampling = chain(temperature(TEMPERATURES[kind]))
     sides = decoders(pair, {K: (drafter, rule) for K, drafter in drafters.items()}, sampling, work)
+    others, prompts = split(work.prompts)
     turns, counted = (-(-texts // batch) for texts in (_TEXTS.value, min(_COUNTED.value, _TEXTS.value)))
-    for side in sides.values():
-        side.decode(turns)  # compiles
-    timed = take_turns(
-        {K: lambda n, side=side: side.decode(turns + n) for K, side in sides.items()}, _CALIBRATION.value
-    )
+    of_others = {K: with_prompts(side, others) for K, side in sides.items()}
+    sides = {K: with_prompts(side, prompts) for K, side in sides.items()}
+    for side in of_others.values():
+        side.decode(0)  # compiles
+    timed = take_turns({K: side.decode for K, side in of_others.items()}, _CALIBRATION.value)
     found = adapted_to(timed, work)
     costs_ms = found.costs_ms
     adaptive = dataclasses.replace(sides[lengths[-1]], adaptive=found)
-    adaptive.decode(turns)
+    adaptive.decode(0)
     rounds_KN = np.array([[side.decode(n).rounds for n in range(counted)] for side in sides.values()])
     fixed_KN = rounds_KN * np.array(costs_ms)[:, None]
     counted_N = np.array([counted_ms(adaptive, n) for n in range(counted)])
@@ -158,6 +179,11 @@ def measure(
         loss_upper=float(np.quantile(ratios, 0.95) - 1),
         rounds_by_drafted=tuple(histogram.tolist()),
     )
+
+
+def with_prompts(decoder: Decoder, prompts: tuple[Any, ...]) -> Decoder:
+    """Returns a decoder of other prompts, with the same programs."""
+    return dataclasses.replace(decoder, workload=dataclasses.replace(decoder.workload, prompts=prompts))
 
 
 def counted_ms(decoder: Decoder, repeat: int) -> float:

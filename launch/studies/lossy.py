@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
 import entry
@@ -64,10 +65,17 @@ def main() -> None:
     experiment = build(config)
     use_compilation_cache()
     console.print(headline(experiment, f"{len(rules)} rules, K = {experiment.drafter.K}, {_PROMPTS.value} prompts"))
+    made_with = {
+        "config": config.to_dict(),
+        "pair": experiment.pair_name,
+        "weights": experiment.weights,
+        "prompts": _PROMPTS.value,
+    }
     points = []
     with entry.progress(console, "starting") as say:
         for heat, share in samplings:
             points += measure(experiment, rules, heat, share, say)
+            entry.write_result(_OUTPUT.value, made_with | {"points": points}, Console(quiet=True))
     for heat, share in samplings:
         chosen = [point for point in points if (point["temperature"], point["top_p"]) == (heat, share)]
         title = f"T = {heat:g}, top-p {share:g}, K = {experiment.drafter.K}"
@@ -76,14 +84,7 @@ def main() -> None:
     if _FIGURE.value:
         first = [point for point in points if (point["temperature"], point["top_p"]) == samplings[0]]
         storage.write(_FIGURE.value, lossy_curve.draw(first))
-    document = {
-        "config": config.to_dict(),
-        "pair": experiment.pair_name,
-        "weights": experiment.weights,
-        "prompts": _PROMPTS.value,
-        "points": points,
-    }
-    entry.write_result(_OUTPUT.value, document, console)
+    entry.write_result(_OUTPUT.value, made_with | {"points": points}, console)
 
 
 def measure(

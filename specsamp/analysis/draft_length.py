@@ -121,6 +121,11 @@ def calibrate(
     longest. A round never costs less than a shorter one: where the clock says so, its noise is taken out. Arguments and
     errors are those of `choose_draft_length`; ``lengths`` and ``stop`` are those of `Adaptive`.
     """
+    if len(lengths) < 2:
+        raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
+    Adaptive(
+        lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop
+    )  # refuses what cannot be, before the hour
     timings, workload = _measure(
         pair,
         prompts,

@@ -71,7 +71,7 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         plain, drafted = result["autoregressive"], result["speculative"]
         star = " *" if result["speedup"]["median"] == best[_group(cell)] else ""
         brief = (
-            describe(cell["key"]) + ("" if cell.get("exact", True) else ", LOSSY") + star,
+            describe(cell["key"]) + ("" if result.get("variation_per_text") is None else ", LOSSY") + star,
             _quartiles(plain["ms_per_token"]),
             _quartiles(drafted["ms_per_token"]),
             _quartiles(result["speedup"], "x"),

@@ -16,7 +16,7 @@ of greatest likelihood; accepted over drafted would be too small. Older rounds c
 No row looks at its neighbours or at a clock: with the same numbers, in a batch of so many rows, its text is the one that its
 prompt has beside any others. But rounds are as wide as the row that wants most, and a batch ends with its slowest row.
 So a row of several keeps to the length that suits the batch, `Adaptive.usual`, until its own past speaks clearly for a
-shorter one, and never takes a longer one by itself.
+shorter one, and never takes a longer one by itself, but for the shortest draft where the usual length is none.
 """
 
 from __future__ import annotations
@@ -175,18 +175,25 @@ class Adaptive:
         """Returns the longest draft, the drafter's K."""
         return self.lengths[-1]
 
-    def for_rows(self, batch: int) -> LengthPolicy:
-        """Returns the same as data of ``batch`` rows, all that are allocated."""
+    def for_rows(self, count: int, batch: int | None = None) -> LengthPolicy:
+        """Returns the same as data of ``count`` rows.
+
+        Args:
+          batch: rows that are decoded together, of which these are some; default all.
+        """
+        batch = count if batch is None else batch
 
         def rows(value: float | Sequence[float]) -> Array:
             value = jnp.asarray(value, jnp.float32)
-            return jnp.broadcast_to(value, (batch, *value.shape))
+            return jnp.broadcast_to(value, (count, *value.shape))
 
         widths = self.widths
         if widths is None:
             widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.most)
         index = self._usual_index()
-        longest, margin = (len(self.lengths) - 1, MARGIN) if batch == 1 else (max(index, 1), MARGIN_OF_SEVERAL)
+        longest, margin = len(self.lengths) - 1, MARGIN
+        if batch > 1:
+            longest, margin = index if self.lengths[index] else min(1, longest), MARGIN_OF_SEVERAL
         return LengthPolicy(
             lengths=self.lengths,
             widths=widths,

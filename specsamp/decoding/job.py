@@ -102,6 +102,7 @@ class Job:
             stop_ids=stops.ids,
             num_tokens=pair.num_tokens,
             adaptive=method.adaptive,
+            batch=batch,
         )
         return cls(
             pair=pair,

@@ -67,6 +67,7 @@ class Request:
         stop_ids: Sequence[int] = (),
         num_tokens: int | None = None,
         adaptive: Adaptive | None = None,
+        batch: int | None = None,
     ) -> Request:
         """Builds the request of some prompts, ``num_samples`` rows for each in a row.
 
@@ -80,6 +81,7 @@ class Request:
           stop_ids: tokens that end any row.
           num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
           adaptive: the draft length, where it is no number.
+          batch: rows that are decoded together; default those of this request.
 
         Raises:
           ValueError: a number of a warp has neither no axis nor one value per prompt.
@@ -106,7 +108,7 @@ class Request:
             row_keys_B=row_keys(seed, repeat(ids), sample_ids),
             limits_B=repeat(limits),
             stop_ids_BN=jnp.broadcast_to(jnp.asarray(stops, jnp.int32), (count * num_samples, len(stops))),
-            adaptive=None if adaptive is None else adaptive.for_rows(count * num_samples),
+            adaptive=None if adaptive is None else adaptive.for_rows(count * num_samples, batch),
         )
 
     def with_idle_rows(self, count: int) -> Request:

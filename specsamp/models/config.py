@@ -200,6 +200,11 @@ class TransformerConfig:
         return self.num_layers * layer + embeddings + norm + positions + ngrams
 
     @property
+    def weight_bytes(self) -> int:
+        """The bytes of decode-time weights; in int8 one for each parameter, the scales left out."""
+        return self.num_parameters * (1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         of_head = self.head_size * self.compute_dtype.itemsize
         if self.cache_dtype == "int8":

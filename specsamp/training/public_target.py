@@ -19,7 +19,7 @@ from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import Layout
+from specsamp.mesh.layout import MODEL, Layout
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
@@ -125,6 +125,13 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: Progress = l
         the mesh.
     """
     checkpoint = open_checkpoint(name, dtype=dtype)
+    if checkpoint.in_int8:
+        raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
+    if checkpoint.config.vocab_size % mesh.shape[MODEL]:
+        raise ValueError(
+            f"{name} has {checkpoint.config.vocab_size} tokens, which do not divide over the {mesh.shape[MODEL]} devices "
+            "of mesh.model: choose a number that divides them, or 1"
+        )
     target = PublicTarget(checkpoint=checkpoint, mesh=mesh, progress=progress)
     target.tokenizer
     check_readable(checkpoint, target._sharded(target.config))

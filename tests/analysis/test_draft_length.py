@@ -73,6 +73,14 @@ def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
     assert calibrate(pair, PROMPTS, 30, **asked).usual == 0
 
 
+@pytest.mark.parametrize("lengths, message", [((4,), "at least two to choose between"), ((4, 2), "lengths must rise")])
+def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, message):
+    ran = clocks({0: 1.0})
+    with pytest.raises(ValueError, match=message):
+        calibrate(pair, PROMPTS, 30, lengths=lengths)
+    assert not ran
+
+
 def test_a_cost_table_rises():
     assert rising([3, 1, 2, 7, 6]) == (2, 2, 2, 6.5, 6.5) and rising([1, 2, 2]) == (1, 2, 2)
     assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)

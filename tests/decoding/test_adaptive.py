@@ -24,6 +24,8 @@ from specsamp import (
     temperature,
 )
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.job import Job
+from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
 from support import mutants
 from support.coupled_split import CoupledSplit
@@ -167,6 +169,17 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
     silent = dataclasses.replace(adaptive, usual=0, acceptance=0.0, trust=0.1)
     tries = wanted_after(silent, [(0, 0)] * 40, rows=2)
     assert [at for at, wanted in enumerate(tries) if wanted] == [32]  # 16 rounds for each row
+
+
+def test_lengths_suit_the_rows_that_are_decoded_together():
+    """Of a thousand prompts over two rows, as of one request in a service of eight."""
+    adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
+    many = Job.create(table_pair(), [[1]] * 5, 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=2)
+    one = Job.create(table_pair(), [[1]], 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=8)
+    alone = Job.create(table_pair(), [[1]], 4, Method(drafter=NgramDrafter(8), adaptive=adaptive))
+    policies = [job.request.adaptive for job in (many, one, alone)]
+    assert [policy.pause_B.tolist() for policy in policies] == [[32] * 5, [128], [16]]
+    assert [policy.longest_B.tolist() for policy in policies] == [[0] * 5, [0], [1]]  # none goes up by itself
 
 
 @dataclasses.dataclass(frozen=True)

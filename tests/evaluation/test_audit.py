@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     BlockRule,
     CoupledRule,
     EarlyExitDrafter,
@@ -427,6 +428,8 @@ def test_what_does_not_apply_is_said():
     assert "no model" in streams.equal_draft(subject(drafter=NgramDrafter(K)), RARE).sentence
     alone = dataclasses.replace(subject(), prompts=PROMPTS[1:2])
     assert streams.neighbours(alone, RARE).verdict is Status.NOT_APPLICABLE
+    paced = Adaptive(lengths=(0, 1, K), costs_ms=(1, 1.2, 1.9), usual=K, acceptance=0.6)  # as the number of rows says
+    assert streams.neighbours(subject(adaptive=paced), RARE).verdict is Status.PASSED
     short = subject(TableLM(V, max_positions=35))
     assert "more than the models' positions" in streams.padding(short, RARE).sentence
     flat = subject()

@@ -218,6 +218,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
         ({"generated.batch": 6}, "generated.batch 6 does not divide over 4 devices of the mesh axis 'data'"),
         ({"compute_dtype": "float16"}, "dtype must be one of float32, bfloat16"),
         ({"head.own_output": False}, "a head with a reduced vocabulary has an output of its own"),
+        ({"test_time.chunk": 5}, "test_time.chunk 5 does not divide data.length 16"),
         ({"data.folder": "nowhere"}, "no folder of texts at nowhere"),
     ],
 )

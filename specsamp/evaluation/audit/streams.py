@@ -83,7 +83,9 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
     # The longest are padded alone as they are beside others: what padding does is another check.
     longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
-    alone = [subject.decode([prompts[i]], prompt_ids=[i])[0] for i in longest]
+    # Lengths that adapt depend on the number of rows: a prompt is alone beside copies of itself.
+    copies = 1 if together[0].row_independent else len(prompts)
+    alone = [subject.decode([prompts[i]] * copies, prompt_ids=[i] * copies)[0] for i in longest]
     pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
     what = f"{len(prompts)} texts in two orders, {len(alone)} also alone"
     return _unchanged("neighbours", subject, pairs, what, false_alarm)
@@ -99,8 +101,10 @@ def padding(subject: Subject, false_alarm: float) -> Check:
     if length > room:
         return _not_applicable("padding", f"{length} tokens and the budget are more than the models' positions")
     kept = prompts[:-1] or prompts
-    padded = subject.decode([*kept, np.resize(longest, length).tolist()])
     plain = subject.decode()
+    if len(prompts) == 1 and not plain[0].row_independent:
+        return _not_applicable("padding", "a longer prompt beside a single one changes the draft length: give more")
+    padded = subject.decode([*kept, np.resize(longest, length).tolist()])
     pairs = list(zip(plain, padded))[: len(kept)]
     what = f"{len(kept)} texts beside a prompt of {length} tokens"
     return _unchanged("padding", subject, pairs, what, false_alarm)

@@ -176,4 +176,5 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
         return None
     if model.config.dtype == dtype:
         return model
-    return TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
+    made = TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
+    return made if model.kernels is None else dataclasses.replace(made, layout="default", kernels=model.kernels)

@@ -22,7 +22,8 @@ def append_rows(
 ) -> tuple[Array, ...]:
     """Returns the caches ``[B, M, S, H]`` with T slots of each row written from that row's own start, on one device.
 
-    Where the caches are donated, in place. Requires ``start_B + T <= S``, S a multiple of 32.
+    Where the caches are donated, in place. A new entry that is not finite spoils the same entry of all new tokens in its
+    tile, where `KVCache.append` would keep them apart. Requires ``start_B + T <= S``, S a multiple of 32.
 
     Args:
       caches: in HBM; all of one shape and dtype.
