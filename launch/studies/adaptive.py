@@ -52,9 +52,6 @@ _PROMPTS = flags.DEFINE_string(
 )
 _TEXTS = flags.DEFINE_integer("texts", 160, "How many texts are decoded by the clock in each setting.", lower_bound=1)
 _COUNTED = flags.DEFINE_integer("counted", 48, "How many of them are counted, with every length.", lower_bound=1)
-_CALIBRATION = flags.DEFINE_integer(
-    "calibration", 8, "How many batches of other prompts each length is timed on.", lower_bound=1
-)
 _OUTPUT = entry.define_output()
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
@@ -85,7 +82,7 @@ def main() -> None:
         "config": config.to_dict(),
         "pair": experiment.pair_name,
         "weights": experiment.weights,
-        "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value, "calibration": _CALIBRATION.value},
+        "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value},
         "lengths": lengths,
         "machine": report.environment()["machine"],
     }
@@ -148,8 +145,8 @@ def measure(
     sides = {K: with_prompts(side, prompts) for K, side in sides.items()}
     for side in of_others.values():
         side.decode(0)  # compiles
-    timed = take_turns({K: side.decode for K, side in of_others.items()}, _CALIBRATION.value)
-    found = adapted_to(timed, work)
+    timed = take_turns({K: side.decode for K, side in of_others.items()}, -(-len(others) // batch))
+    found = adapted_to(timed)
     costs_ms = found.costs_ms
     adaptive = dataclasses.replace(sides[lengths[-1]], adaptive=found)
     adaptive.decode(0)

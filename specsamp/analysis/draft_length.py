@@ -126,7 +126,7 @@ def calibrate(
     Adaptive(
         lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop
     )  # refuses what cannot be, before the hour
-    timings, workload = _measure(
+    timings, _ = _measure(
         pair,
         prompts,
         max_new_tokens,
@@ -139,20 +139,22 @@ def calibrate(
         repeats=repeats,
         seed=seed,
     )
-    found = adapted_to({K: timings[K] for K in lengths}, workload, stop)
+    found = adapted_to({K: timings[K] for K in lengths}, stop)
     return gather_objects(found)[0]  # all processes choose the same
 
 
-def adapted_to(timings: Mapping[int, Sequence[Timing]], workload: Workload, stop: Stop | None = None) -> Adaptive:
+def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None) -> Adaptive:
     """Returns what `calibrate` does, from measurements of each length."""
     lengths = tuple(timings)
-    ms_per_round = [np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths]
+    costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
+    # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
+    total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
     longest = functools.reduce(operator.add, (one.stats for one in timings[lengths[-1]]))
     return Adaptive(
         lengths=lengths,
-        costs_ms=rising(ms_per_round),
+        costs_ms=costs_ms,
         stop=stop,
-        usual=min(lengths, key=lambda K: _ms_per_token(timings[K], workload)),
+        usual=lengths[int(np.argmin(total_ms))],
         acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,  # nothing was ever drafted
     )
 

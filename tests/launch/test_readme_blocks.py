@@ -56,6 +56,7 @@ COMMANDS = {
     "jupytext": "test_notebooks.py runs the notebooks",
     "launch/check_head.py --config=configs/hf.py:meta": NETWORK,
     "launch/demo.py --config=configs/hf.py": NETWORK,
+    "launch/demo.py --config.draft_length=4 '--config.adaptive": "compiles four widths; test_adaptive.py compiles smaller ones",
     "launch/demo.py --config=configs/trained_pair.py:runs": "decodes with what a command before trained",
     "launch/demo.py --config=configs/random_pair.py:tiny": "test_launch.py runs it with fewer tokens",
     "launch/benchmark.py": LONG + "; test_launch.py measures fewer tokens",

@@ -56,8 +56,8 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
 
     for module in ("attention", "feedforward", "decoder"):
         monkeypatch.setattr(f"specsamp.models.{module}.contract", contract)
-    mistaken, _, memory = call(in_int8)
-    assert mistaken.written > 0.1 * floor and memory.temp_size_in_bytes > 0.1 * floor
+    mistaken, _, _ = call(in_int8)  # compilers differ in whether they write the wide rows, or read the others again
+    assert mistaken.read + mistaken.written > 1.1 * floor
 
 
 def test_a_cache_in_int8_is_read_as_it_is():

@@ -14,6 +14,7 @@ def program(layers, fits=True):
         memory=memory if fits else None,
         out_of_memory=None if fits else "too much",
         hbm_bytes=11.0 * layers + 4,
+        live_hbm_bytes=10.0 * layers + 4,
         cycles=2.0 * layers + 1,
         collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
         collective_bytes={"all-reduce": 50.0 * layers},
@@ -23,7 +24,12 @@ def program(layers, fits=True):
 
 def test_a_straight_line():
     whole = continued(program(2), program(4), 80)
-    assert whole.hbm_bytes == 11 * 80 + 4 and whole.floor_bytes == 803 and whole.cycles == 161
+    assert (
+        whole.hbm_bytes == 11 * 80 + 4
+        and whole.live_hbm_bytes == 804
+        and whole.floor_bytes == 803
+        and whole.cycles == 161
+    )
     assert whole.collectives == {"all-reduce": 161, "all-gather": 1}
     assert whole.collective_bytes == {"all-reduce": 4000} and whole.num_copies == 80
     assert whole.memory.arguments == 8000 and whole.memory.temporaries == 87 and whole.memory.fits
