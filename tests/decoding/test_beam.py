@@ -8,20 +8,24 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, softmax
 
-from specsamp import JointThreshold, TokenRule, generate
+from specsamp import JointThreshold, TokenRule
 from specsamp.decoding.checks import choose_drafter
-from specsamp.decoding.drafters import BeamDrafter, ChoosingDrafter, NgramDrafter
+from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafters import BeamDrafter
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Request, Weights
 from specsamp.sampling.penalties import penalties
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
-from support.fakes import FALSE_ALARM, ORDER, TableLM, decode, random_table, table_loop, table_pair
-from support.loop_distributions import FAR, FULL, NEAR, PROMPTS, RESTLESS, TARGET, V, distribution_test
+from support.fakes import FALSE_ALARM, ORDER, TableLM, random_table, table_loop, table_pair
+from support.loop_distributions import FAR, FULL, V, distribution_test
 from support.mutants import BeamJudgedByItsScores, BeamThatForgets
 
 SIZE, K = 6, 3
 TABLE = random_table(7, SIZE, scale=0.7)
 LOGITS = np.asarray(TABLE, np.float64)
 TEXTS = [[0], [1, 2], [5, 5, 5], [0, 4, 2, 1], [3, 0, 1, 2, 4, 5, 0]]
+PAIRS = [[i, j] for i in range(SIZE) for j in range(SIZE)]
+OTHER, TAU = random_table(8, SIZE, scale=0.7), 0.7  # a target that the draft is judged by
 
 
 def first_state(drafter, draft, prompts, sampling, rule=TokenRule(), target=TABLE):
@@ -40,7 +44,7 @@ def first_draft(*args):
     return jax.jit(lambda state: loop.draft(weights, state.request, state)[0])(state)
 
 
-def search(logits, warp, prompt, beams):
+def search(logits, warp, prompt, beams, length=K):
     """A beam search by its definition: the tokens of the best hypothesis and their log-probabilities.
 
     Args:
@@ -48,7 +52,7 @@ def search(logits, warp, prompt, beams):
       warp: of logits ``[V]`` and the text after the prompt, for the log-probabilities.
     """
     hypotheses = [((), ())]
-    for _ in range(K):
+    for _ in range(length):
         longer = [
             (text + (token,), scores + (score,))
             for text, scores in hypotheses
@@ -127,66 +131,52 @@ def test_the_text_has_the_distribution_of_the_target():
 
 def test_the_joint_ratio_decides():
     """How many tokens stay of each prompt's draft, by the probabilities of the target and of the draft."""
-    tau, target, counts = 0.7, random_table(8, SIZE, scale=0.7), []
-    texts = [[i, j] for i in range(SIZE) for j in range(SIZE)]
-    drafter = BeamDrafter(TableLM(SIZE), K, beams=3)
-    loop, weights, state = first_state(drafter, TABLE, texts, FULL, JointThreshold(tau), target)
-    state, target = loop.run(weights, state, 1), np.asarray(target, np.float64)
-    for row, prompt in enumerate(texts):
+    drafter, target, counts = BeamDrafter(TableLM(SIZE), K, beams=3), np.asarray(OTHER, np.float64), []
+    loop, weights, state = first_state(drafter, TABLE, PAIRS, FULL, JointThreshold(TAU), OTHER)
+    state = loop.run(weights, state, 1)
+    for row, prompt in enumerate(PAIRS):
         tokens, scores = search(LOGITS, plain, prompt, 3)
         log_q = [plain(target[after(prompt, tokens[:k])], ())[tokens[k]] for k in range(K)]
         ratios = np.exp(np.cumsum(log_q) - np.cumsum(scores))
-        assert np.abs(ratios - tau).min() > 1e-4, "a near-tie"
-        accepted = max((k + 1 for k in range(K) if ratios[k] > tau), default=0)
+        assert np.abs(ratios - TAU).min() > 1e-4, "a near-tie"
+        accepted = max((k + 1 for k in range(K) if ratios[k] > TAU), default=0)
         assert state.lengths_B[row] - len(prompt) - 1 == accepted
         assert state.tokens_BS[row, 2 : 2 + accepted].tolist() == list(tokens[:accepted])
+        np.testing.assert_allclose(state.meter.variation[row, 2 : 2 + accepted], -np.expm1(log_q[:accepted]), atol=1e-5)
         counts.append(accepted)
     assert set(counts) == set(range(K + 1))
 
 
-# What it knows.
-
-
-class ReadsAllAnew(BeamDrafter):
-    """Reads the whole text in every round: what it knows has no holes."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        state = self.model(weights.draft, prefix.tokens_BS, jnp.zeros_like(prefix.lengths_B), state).cache
-        return super().propose(weights, state, prefix, cache, sample)
-
-
-def test_it_knows_what_it_and_others_wrote():
-    """Rounds in a row, and after rounds of prompt lookup, draft what they would with the text read anew."""
-
-    def written(beam):
-        drafter = ChoosingDrafter((NgramDrafter(3), beam(TableLM(V), 3, beams=2)))
-        run = decode(table_loop(TokenRule(), drafter), TARGET, (None, NEAR), PROMPTS, 60, FULL, samples=20)
-        assert run.state.drafter_state.rounds_BP.sum(axis=0).min() > 0
-        return run.state.tokens_BS.tolist(), run.state.stats.accepted_BT.tolist()
-
-    anew, kept, forgets = map(written, (ReadsAllAnew, BeamDrafter, BeamThatForgets))
-    assert anew == kept and anew[1] != forgets[1]
+@pytest.mark.parametrize("beam", [BeamDrafter, BeamThatForgets])
+def test_its_cache_holds_the_text(beam):
+    """After rounds of every length all but the last two tokens, which the next round reads; a `TableLM` caches tokens."""
+    loop, weights, state = first_state(beam(TableLM(SIZE), K, beams=3), TABLE, PAIRS, FULL, JointThreshold(TAU), OTHER)
+    knows_all = True
+    for _ in range(4):
+        state = loop.run(weights, state, 1)
+        is_known_BS = jnp.arange(state.tokens_BS.shape[1])[None, :] < state.lengths_B[:, None] - 2
+        knows_all &= bool(jnp.all(jnp.where(is_known_BS, state.drafter_state == state.tokens_BS, True)))
+    assert knows_all == (beam is BeamDrafter)
 
 
 def test_a_row_searches_alone():
-    """Where lengths adapt, a round may be wider than a row wants: it drafts as it would alone."""
-    loop = table_loop(TokenRule(), BeamDrafter(TableLM(V), 2, beams=3))
-    options, prompt = dict(adaptive=RESTLESS, slots=64), PROMPTS[1]
-    together = decode(loop, TARGET, FAR, PROMPTS, 40, FULL, samples=8, **options).state
-    alone = decode(loop, TARGET, FAR, [prompt], 40, FULL, prompt_ids=[1], **options).state
-    end = len(prompt) + 40
-    assert together.tokens_BS[8, :end].tolist() == alone.tokens_BS[0, :end].tolist()
-    assert together.stats.accepted_BT[8].tolist() == alone.stats.accepted_BT[0].tolist()
+    """Where lengths adapt, a round may be wider than a row wants: it searches as it would in a round of its own width."""
+    drafter = BeamDrafter(TableLM(SIZE), K, beams=4)
+    _, weights, state = first_state(drafter, TABLE, TEXTS, FULL)
+    wanted = [K - 1, 1, K - 1, 2, K]
+    prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
 
+    @jax.jit
+    def propose(wanted_B):
+        sample = Sampler(warp=FULL, rule=TokenRule(), keys=None, wanted_B=wanted_B)
+        return drafter.propose(weights, state.drafter_state, prefix, state.cache, sample)[0]
 
-# Calls.
-
-
-def test_a_lossy_text_says_so_and_what_it_cost():
-    pair = table_pair()
-    asked = dict(drafter=BeamDrafter(pair.draft, 3, beams=4), sampling=temperature(1.0))
-    lossy = generate(pair, [[1, 2]], 20, rule=JointThreshold(0.3), **asked)[0]
-    assert not lossy.exact and lossy.stats.variation_per_token > 0 and lossy.stats.extra_accepted > 0
+    draft = propose(jnp.asarray(wanted))
+    assert draft.num_drafted_B.tolist() == wanted
+    for row, (prompt, length) in enumerate(zip(TEXTS, wanted)):
+        tokens, scores = search(LOGITS, plain, prompt, 4, length)
+        assert draft.tokens_BK[row, :length].tolist() == list(tokens)
+        np.testing.assert_allclose(draft.scores_BK[row, :length], scores, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused():
