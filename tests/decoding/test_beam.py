@@ -122,7 +122,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_most_probable_pair():
 
 def test_the_text_has_the_distribution_of_the_target():
     """Verified as a certain token; by the draft's probability of it, which it was not drawn with, it is not."""
-    few = dict(length=3, samples=20_000, powered=False)
+    few = dict(length=3, samples=10_000, powered=False)
     loop = table_loop(TokenRule(), BeamDrafter(TableLM(V), 2, beams=2))
     assert distribution_test(loop, FAR, FULL, **few) > FALSE_ALARM
     wrong = dataclasses.replace(loop, drafter=BeamJudgedByItsScores(TableLM(V), 2, beams=2))

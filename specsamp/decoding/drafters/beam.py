@@ -1,4 +1,4 @@
-"""Beam search of a draft model: propose the K tokens that it finds most probable together.
+"""Proposes the K tokens that a beam search of the draft model finds most probable together.
 
 Multi-token joint decoding drafts this way (MTAD, arXiv 2407.09722): `specsamp.sampling.lossy.JointThreshold` compares the
 target's joint probability of the proposal with the draft's, which comes along as `Draft.scores_BK`::
