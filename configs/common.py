@@ -19,8 +19,9 @@ def add_decoding(
 ) -> ConfigDict:
     """Adds to ``config`` what configurations of pairs share, and returns it."""
     config.draft_length = draft_length  # K; 0 decodes autoregressively
-    # or "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    # or "beam", "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
+    config.beams = 4  # hypotheses of the draft model's search, for "beam"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always draft_length.
     config.adaptive = ConfigDict()

@@ -45,6 +45,7 @@ TURNED = {
     "draft_length",
     "drafter",
     "exit_layer",
+    "beams",
     "rule",
     "batch",
     "draft_temperature",

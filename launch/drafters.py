@@ -12,6 +12,7 @@ from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.checks import check_lengths, integer
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     FeatureDrafter,
@@ -48,6 +49,10 @@ class Word:
     inside: bool = False
 
 
+def _beam(config: ConfigDict, target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int) -> Drafter:
+    return BeamDrafter(draft, K, decode_window(), beams=integer("beams", config.beams, 1))
+
+
 def _head(config: ConfigDict, target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int) -> Drafter:
     if not isinstance(draft, FeatureHead):
         raise ValueError("drafter = 'head', but the pair has none: --config=configs/hf.py:TARGET,HEAD reads one")
@@ -70,6 +75,7 @@ DRAFTERS = {
         planned=True,
         compiled=True,
     ),
+    "beam": Word(make=_beam, draft="model", name=lambda config: f"beam {config.beams}"),
     "head": Word(make=_head, draft="head", compiled=True),
     "early_exit": Word(
         make=lambda config, target, draft, K: EarlyExitDrafter(target, config.exit_layer, K, decode_window()),

@@ -9,6 +9,7 @@ from specsamp.checkpoints.pair import load_pair
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy, Stop
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     FeatureDrafter,
@@ -38,6 +39,7 @@ from specsamp.serving.schedule import FirstCome, ShortestFirst
 __all__ = [
     "EARS",
     "Adaptive",
+    "BeamDrafter",
     "BlockRule",
     "Bounded",
     "ChoosingDrafter",

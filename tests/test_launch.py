@@ -16,6 +16,7 @@ from launch import experiment
 from launch.drafters import make_adaptive, make_drafter
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
+    BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     ModelDrafter,
@@ -106,6 +107,7 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
     parts = NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)
     known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
+    known["beam"] = BeamDrafter(made.pair.draft, 2, beams=4)
     for word, drafter in known.items():
         config.update(drafter=word, exit_layer=1)
         assert make_drafter(config, made.pair.target, made.pair.draft) == drafter

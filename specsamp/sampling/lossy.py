@@ -220,8 +220,8 @@ class Bounded(LossyTokenRule):
 class JointThreshold(RejectionRule):
     """Accepts the longest prefix with ``prod q_i(d_i) / p_i(d_i) > tau``, then draws from the target (MTAD).
 
-    The paper drafts by a beam search of the draft model; there is no such drafter here yet. A drafter that makes one
-    reports the log-probabilities of its tokens as `Draft.scores_BK`. Any other draft is judged by the distributions it
+    The paper drafts by a beam search of the draft model, as `specsamp.decoding.drafters.BeamDrafter` does, which reports
+    the draft's log-probabilities of its tokens as `Draft.scores_BK`. Any other draft is judged by the distributions it
     was drawn from, and a one-hot draft by ``p = 1``.
 
     Given the draft, an accepted token is certain: what it costs is ``1 - q(d)``. Where the draft was drawn, texts are

@@ -1,5 +1,6 @@
-"""Ways to propose tokens: nothing, a draft model, the context itself, the target's layers, a head, or several of them."""
+"""Ways to propose tokens: nothing, a draft model, its beam search, the context itself, the target's layers, a head, or several of them."""
 
+from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
@@ -8,6 +9,7 @@ from specsamp.decoding.drafters.none import NoDrafter
 from specsamp.decoding.drafters.voting import ChoosingDrafter, VotingDrafter
 
 __all__ = [
+    "BeamDrafter",
     "ChoosingDrafter",
     "EarlyExitDrafter",
     "FeatureDrafter",

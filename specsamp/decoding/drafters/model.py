@@ -72,7 +72,7 @@ class ModelDrafter(Drafter):
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}")
         if draft_params is None:
-            raise ValueError("a ModelDrafter needs the pair's draft_params")
+            raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         if draft not in (None, self.model):
             raise ValueError(
                 f"the drafter's model is not the pair's draft, whose parameters it would get: {self.model!r} and "
@@ -118,6 +118,16 @@ class ModelDrafter(Drafter):
         state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
         return state, jnp.minimum(seen_B, prefix.lengths_B)
 
+    def last_logits(
+        self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int
+    ) -> tuple[Array, Any]:
+        """Reads the ``width`` tokens before ``end_B``; returns the logits after the last of them, ``[B, V]``, and its state."""
+        start_B = jnp.maximum(end_B - width, 0)
+        output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
+        last_B11 = (end_B - 1 - start_B)[:, None, None]
+        check_logits("draft", self.model, output)
+        return jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0], output.cache
+
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
@@ -126,13 +136,9 @@ class ModelDrafter(Drafter):
         def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:
             state, tokens_BS = carry
             end_B = lengths_B + offset
-            start_B = jnp.maximum(end_B - width, 0)
-            output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
-            last_B11 = (end_B - 1 - start_B)[:, None, None]
-            check_logits("draft", self.model, output)
-            logits_BV = jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0]
+            logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, width)
             tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            return (output.cache, write_tokens(tokens_BS, tokens_B[:, None], end_B)), drawn
+            return (state, write_tokens(tokens_BS, tokens_B[:, None], end_B)), drawn
 
         first = functools.partial(step, width=self.first_window)
         other = functools.partial(step, width=self.window)

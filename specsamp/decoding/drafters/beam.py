@@ -1,0 +1,148 @@
+"""Proposes the K tokens that a beam search of the draft model finds most probable together.
+
+Multi-token joint decoding drafts this way (MTAD, arXiv 2407.09722): `specsamp.sampling.lossy.JointThreshold` compares the
+target's joint probability of the proposal with the draft's, which comes along as `Draft.scores_BK`::
+
+    drafter = BeamDrafter(pair.draft, K=4, beams=4)
+    completions = generate(pair, prompts, drafter=drafter, rule=JointThreshold(0.5), sampling=chain(temperature(1.0)))
+
+Nothing is drawn: given the text, the proposal is certain. So an exact rule verifies it as one-hot and stays exact, as for
+prompt lookup. It then accepts the first token with the target's probability of it, where a drawn one is accepted with
+``sum min(p, q)``.
+
+Joint probabilities are those of the distributions that the draft is sampled from, after temperature and filters. In a
+greedy row these have one token each, and the most probable sequence is the draft's greedy chain.
+
+Hypotheses change places while they are extended. Their caches do not, which would copy them at every token: instead each
+call reads all tokens of its hypothesis anew, at most K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafters.model import ModelDrafter
+from specsamp.decoding.sampler import Sampler
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.models.interface import LanguageModel
+from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import log_probs
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hypotheses:
+    """Holds the W most probable continuations of each row that were found so far, the best first."""
+
+    tokens_BWS: Array  # int32, the row's text and its continuation
+    scores_BWK: Array  # float32, the draft's log-probability of each token of the continuation; 0 for those to come
+    parents_BW: Array  # int32, which hypothesis each was extended from
+    warp_state: Any  # leaves [B, W, ...], of the context that ends with the last token
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamDrafter(ModelDrafter):
+    """Drafts the most probable K tokens that a beam search with ``model`` finds.
+
+    Between rounds it holds the cache that `ModelDrafter` does. While it drafts it also holds ``beams`` copies of it: leave
+    memory for ``beams + 1`` caches of the draft. The K - 1 calls after the first read ``beams`` times as many rows, and K
+    tokens in each.
+
+    Attributes:
+      model, K, window: as in `ModelDrafter`.
+      beams: hypotheses that are kept after each token, from 1, the greedy chain, to the size of the vocabulary.
+
+    Raises:
+      ValueError: a number is out of range.
+    """
+
+    beams: int = dataclasses.field(default=4, kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.beams <= self.model.vocab_size:
+            raise ValueError(
+                f"beams must be from 1 to {self.model.vocab_size}, the draft's vocabulary; got {self.beams}: a beam of "
+                "4 is usual"
+            )
+
+    @property
+    def reader(self) -> LanguageModel | None:
+        return None  # no token is drawn from what the model says
+
+    def drafting_with(self, target: LanguageModel) -> ModelDrafter | None:
+        return None  # even the target's own most probable tokens are not always accepted
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        lengths_B, beams, width = prefix.lengths_B, self.beams, max(self.K, self.window)
+        logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, lengths_B, self.first_window)
+        found = self._extend(self._nothing(prefix, sample), logits_BV[:, None], 0, lengths_B, sample)
+
+        def step(offset: Array, carry: tuple[Any, Hypotheses]) -> tuple[Any, Hypotheses]:
+            caches, found = carry
+            tokens_RS = found.tokens_BWS.reshape(-1, found.tokens_BWS.shape[2])
+            end_R = jnp.repeat(lengths_B + offset, beams)
+            logits_RV, caches = self.last_logits(weights, caches, tokens_RS, end_R, width)
+            logits_BWV = logits_RV.reshape(len(lengths_B), beams, -1)
+            return caches, self._extend(found, logits_BWV, offset, lengths_B, sample)
+
+        caches = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), state)
+        caches, found = jax.lax.fori_loop(1, self.K, step, (caches, found))
+        # The copy that the best hypothesis was last extended in has read all its tokens but the last, as a chain's cache.
+        best_B = jnp.arange(len(lengths_B)) * beams + found.parents_BW[:, 0]
+        state = jax.tree.map(lambda x: jnp.take(x, best_B, axis=0), caches)
+        num_drafted_B = jnp.full_like(lengths_B, self.K)
+        if sample.wanted_B is not None:
+            num_drafted_B = jnp.minimum(num_drafted_B, sample.wanted_B)
+        draft = Draft(
+            tokens_BK=gather_tokens(found.tokens_BWS[:, 0], lengths_B, self.K),
+            num_drafted_B=num_drafted_B,
+            scores_BK=found.scores_BWK[:, 0],
+        )
+        return draft, state, cache
+
+    def _nothing(self, prefix: Prefix, sample: Sampler) -> Hypotheses:
+        """Returns the one hypothesis of each row that has no tokens yet."""
+        batch = len(prefix.lengths_B)
+        return Hypotheses(
+            tokens_BWS=prefix.tokens_BS[:, None],
+            scores_BWK=jnp.zeros((batch, 1, self.K), jnp.float32),
+            parents_BW=jnp.zeros((batch, 1), jnp.int32),
+            warp_state=jax.tree.map(lambda x: x[:, None], sample.warp_state),
+        )
+
+    def _extend(
+        self, found: Hypotheses, logits_BWV: Array, offset: Array | int, lengths_B: Array, sample: Sampler
+    ) -> Hypotheses:
+        """Returns the ``beams`` most probable of all hypotheses with one more token."""
+        log_probs_BWV = jax.vmap(functools.partial(log_probs, sample.warp), in_axes=1, out_axes=1)(
+            logits_BWV, found.warp_state
+        )
+        batch, _, vocab_size = log_probs_BWV.shape
+        if sample.wanted_B is not None:  # what a row searches for does not depend on how much others want
+            padding_V = jnp.where(jnp.arange(vocab_size) == 0, 0.0, -jnp.inf)
+            wants_B11 = (offset < sample.wanted_B)[:, None, None]
+            log_probs_BWV = jnp.where(wants_B11, log_probs_BWV, padding_V[None, None, :])
+        joint_BWV = found.scores_BWK.sum(-1)[..., None] + log_probs_BWV
+        _, best_BW = jax.lax.top_k(joint_BWV.reshape(batch, -1), self.beams)
+        parents_BW, tokens_BW = best_BW // vocab_size, best_BW % vocab_size
+        scores_BW = jnp.take_along_axis(log_probs_BWV.reshape(batch, -1), best_BW, axis=1)
+        kept = jax.tree.map(lambda x: jax.vmap(lambda own, parents: own[parents])(x, parents_BW), found)
+        write = jax.vmap(write_tokens, in_axes=(1, 1, None), out_axes=1)
+        return Hypotheses(
+            tokens_BWS=write(kept.tokens_BWS, tokens_BW[..., None], lengths_B + offset),
+            scores_BWK=kept.scores_BWK.at[:, :, offset].set(scores_BW.astype(jnp.float32)),
+            parents_BW=parents_BW,
+            warp_state=jax.vmap(sample.advance, in_axes=1, out_axes=1)(kept.warp_state, tokens_BW),
+        )
