@@ -35,9 +35,10 @@ Array = jax.Array
 
 LENGTHS = (0, 1, 2, 4, 8)
 LONGEST_PAUSE = 8  # times the first pause
-# How much more tokens per time than the usual one another length must promise. Alone a row loses little by trying; of
-# several, each pays with the time of all (found on the shipped pair, launch/studies/adaptive.py).
-MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.2
+# How much more tokens per time than the usual one another length must promise. Alone a row loses little by trying. Of
+# several, one that drafts less than the others saves nothing, falls behind, and the batch ends with it (found on the
+# shipped pair by launch/studies/adaptive.py: with a fifth, batches of four were up to 46% slower than their usual length).
+MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.5
 PAUSE = 16  # rounds, for each row
 MOST_CERTAIN = 0.999  # acceptance from which on the sum of its powers is not told from that of ones
 
@@ -113,7 +114,7 @@ class Adaptive:
       trust: how many rejections' worth that expectation is.
       decay: what a round of drafting leaves of the weight of those before it.
       margin: the share by which another length must promise more tokens per time than the usual one. Default: a tenth,
-        and a fifth in batches, where each row pays with the time of all.
+        and a half in batches, where a row that drafts less than the others only falls behind.
       pause: rounds after which a row that wants 0 tries the shortest draft again; the pause doubles, up to eightfold, as
         long as that shows no reason to draft. Default: 16 for each row of the batch.
       widths: the lengths that rounds are compiled for: a round takes the next that is enough for all rows. Default: all
