@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import adaptive_points as adaptive
 import lossy_curve
 import results_compiled as compiled
 import results_drafters as drafted

@@ -36,8 +36,7 @@ Array = jax.Array
 LENGTHS = (0, 1, 2, 4, 8)
 LONGEST_PAUSE = 8  # times the first pause
 # How much more tokens per time than the usual one another length must promise. Alone a row loses little by trying. Of
-# several, one that drafts less than the others saves nothing, falls behind, and the batch ends with it (found on the
-# shipped pair by launch/studies/adaptive.py: with a fifth, batches of four were up to 46% slower than their usual length).
+# several, one that drafts less than the others saves nothing, falls behind, and the batch ends with it.
 MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.5
 PAUSE = 16  # rounds, for each row
 MOST_CERTAIN = 0.999  # acceptance from which on the sum of its powers is not told from that of ones
