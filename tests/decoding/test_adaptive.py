@@ -160,7 +160,7 @@ def test_the_length_has_the_most_tokens_per_time():
 
 def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
     """A round is as wide as the row that wants most: alone, the same row goes up as soon as that pays."""
-    adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.0, 3.0), usual=1, acceptance=0.6)
+    adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
     assert wanted_after(adaptive, accepted)[-1] == 4 and set(wanted_after(adaptive, accepted, rows=2)) == {1}
     alone, of_two = (wanted_after(adaptive, rejected, rows).index(0) for rows in (1, 2))
