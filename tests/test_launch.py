@@ -69,7 +69,10 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
     "argument, message",
     [
         ("--config.rule=lucky", "no rule 'lucky': choose one of token, block, coupled"),
-        ("--config.drafter=lm", "no drafter 'lm': choose one of model, beam, head, early_exit, ngram, chosen, voting, none"),
+        (
+            "--config.drafter=lm",
+            "no drafter 'lm': choose one of model, beam, head, early_exit, ngram, chosen, voting, none",
+        ),
         ("--config.drafter=early_exit", "exit_layer must be an integer >= 1 .*; got None"),
         ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
         ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),

@@ -58,7 +58,7 @@ class Draft:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meter:
-    """What a lossy rule costs and buys, for each emitted token; both are 0 where nothing was drafted.
+    """Holds what a lossy rule costs and buys, for each emitted token; both are 0 where nothing was drafted.
 
     The rule gives a token another distribution than the target does, given the tokens before it: ``variation`` is the
     total variation between the two. Summed over a text and averaged over texts it bounds the total variation between

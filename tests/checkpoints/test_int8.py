@@ -32,7 +32,7 @@ def stored(params):
 
 @pytest.mark.parametrize("model", [None, 4], ids=["one device", "mesh"])
 def test_a_checkpoint_is_quantised_while_it_is_read(original, stored, model, monkeypatch):
-    """In blocks of a kilobyte: no more is ever in float."""
+    """Reads blocks of a kilobyte: no more is ever in float."""
     most = []
     monkeypatch.setattr(int8_reading, "BLOCK_BYTES", 1024)
     quantise = int8_reading.quantise
@@ -68,7 +68,7 @@ def test_both_sides_of_a_pair(original, stored):
 
 
 def test_an_export_is_read_again_unchanged(original, stored, tokenizer, tmp_path):
-    """In int8 without being asked for; a model of it may be on a mesh; and it is damaged where a tensor is not int8."""
+    """Reads int8 without being asked for it; a model of it may be on a mesh; and it is damaged where a tensor is not int8."""
     config = open_checkpoint(original, dtype="float32", weight_dtype="int8").config
     export(tmp_path, config, stored, tokenizer)
     file = tmp_path / "model.safetensors"

@@ -100,7 +100,7 @@ def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
 
 
 def test_a_row_paces_itself_alone():
-    """Beside others, however many, and under other widths a row drafts the same lengths, and writes the same text.
+    """Checks that beside others, and under other widths, a row drafts the same lengths and writes the same text.
 
     So it is where all that depends on the number of rows is given.
     """
@@ -172,7 +172,7 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
 
 
 def test_lengths_suit_the_rows_that_are_decoded_together():
-    """Of a thousand prompts over two rows, as of one request in a service of eight."""
+    """Counts the rows of many prompts over two rows, and of one request in a service of eight."""
     adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
     many = Job.create(table_pair(), [[1]] * 5, 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=2)
     one = Job.create(table_pair(), [[1]], 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=8)

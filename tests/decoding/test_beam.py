@@ -97,7 +97,7 @@ def certain(logits, text):
     ids=["one beam", "full", "nucleus", "penalties", "greedy"],
 )
 def test_a_draft_is_what_a_search_by_hand_finds(sampling, warp, beams):
-    """In every row of a ragged batch, with the draft's warped log-probabilities; one beam is the greedy chain."""
+    """Searches every row of a ragged batch, with the draft's warped log-probabilities; one beam is the greedy chain."""
     draft, logits, differ = first_draft(BeamDrafter(TableLM(SIZE), K, beams=beams), TABLE, TEXTS, sampling), LOGITS, 0
     assert draft.num_drafted_B.tolist() == [K] * len(TEXTS) and draft.log_probs_BRV is None
     for row, prompt in enumerate(TEXTS):
@@ -130,7 +130,7 @@ def test_the_text_has_the_distribution_of_the_target():
 
 
 def test_the_joint_ratio_decides():
-    """How many tokens stay of each prompt's draft, by the probabilities of the target and of the draft."""
+    """Counts how many tokens stay of each prompt's draft, by the probabilities of the target and of the draft."""
     drafter, target, counts = BeamDrafter(TableLM(SIZE), K, beams=3), np.asarray(OTHER, np.float64), []
     loop, weights, state = first_state(drafter, TABLE, PAIRS, FULL, JointThreshold(TAU), OTHER)
     state = loop.run(weights, state, 1)
@@ -149,7 +149,7 @@ def test_the_joint_ratio_decides():
 
 @pytest.mark.parametrize("beam", [BeamDrafter, BeamThatForgets])
 def test_its_cache_holds_the_text(beam):
-    """After rounds of every length all but the last two tokens, which the next round reads; a `TableLM` caches tokens."""
+    """Holds, after rounds of every length, all but the last two tokens, which the next round reads; a `TableLM` caches tokens."""
     loop, weights, state = first_state(beam(TableLM(SIZE), K, beams=3), TABLE, PAIRS, FULL, JointThreshold(TAU), OTHER)
     knows_all = True
     for _ in range(4):
@@ -160,7 +160,7 @@ def test_its_cache_holds_the_text(beam):
 
 
 def test_a_row_searches_alone():
-    """Where lengths adapt, a round may be wider than a row wants: it searches as it would in a round of its own width."""
+    """Drafts alike where lengths adapt: a round may be wider than a row wants: it searches as it would in a round of its own width."""
     drafter = BeamDrafter(TableLM(SIZE), K, beams=4)
     _, weights, state = first_state(drafter, TABLE, TEXTS, FULL)
     wanted = [K - 1, 1, K - 1, 2, K]

@@ -42,7 +42,7 @@ def run(case):
 
 @functools.cache
 def enumerated(case):
-    """For each prompt the joint distribution, the mean sum of meters, and the target's own joint distribution."""
+    """Returns for each prompt the joint distribution, the mean sum of meters, and the target's own joint distribution."""
     rule, draft, sampling = CASES[case]
     told = []
     for prompt in PROMPTS:
@@ -101,7 +101,7 @@ def test_statistics_and_meter_tell_one_story(case):
 
 
 def test_the_token_rules_acceptance_is_told():
-    """At first tokens, where both rules verify the same: what is accepted, less what was bought, is ``sum min(p, q)``."""
+    """Compares first tokens, where both rules verify the same: what is accepted, less what was bought, is ``sum min(p, q)``."""
     emitted, _, extra, found = run("EARS")
     from_draft = np.take_along_axis(np.asarray(found.state.from_draft_BS), found.prompt_lengths[:, None], axis=1)
     for prompt in range(len(PROMPTS)):

@@ -169,7 +169,7 @@ def test_joint_distributions_of_choices_are_the_targets(rule, costs):
 
 
 def first_token(drafter, weights, rule=TokenRule()):
-    """How often token 0 is written first, and how often what was drafted."""
+    """Counts how often token 0 is written first, and how often what was drafted."""
     tables = [jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in ((0.7, 0.3), (0.5, 0.5))]
     loop = table_loop(rule, drafter, vocab_size=2)
     run = decode(loop, tables[0], (tables[1],) * weights if weights else tables[1], [[0]], 1, FULL, samples=40_000)
@@ -252,7 +252,7 @@ class ReadsAllAnew(ModelDrafter):
 
 
 def of_the_second_part(drafter, first, second):
-    """How many tokens of the second part were written per proposal."""
+    """Counts how many tokens of the second part were written per proposal."""
     run = decode(table_loop(TokenRule(), drafter), TARGET, (first, second), PROMPTS[1:], 60, FULL, samples=50)
     state = run.state.drafter_state
     assert state.rounds_BP.min() > 5
@@ -296,7 +296,7 @@ def test_what_a_part_knows_grows_without_holes():
 
 
 def test_prompts_over_few_rows_write_the_same():
-    """Beside others, or put in after them, a row chooses as it would alone."""
+    """Checks that beside others, or put in after them, a row chooses as it would alone."""
     pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
     asked = dict(drafter=ChoosingDrafter([NgramDrafter(2), ModelDrafter(pair.draft, 2)]), sampling=temperature(1.0))
     together = generate(pair, prompts, 20, **asked)

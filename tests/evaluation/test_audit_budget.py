@@ -60,7 +60,7 @@ def shifted(by):
 
 
 def rejected(variation, seed):
-    """How often a rule of this total variation is rejected."""
+    """Counts how often a rule of this total variation is rejected."""
     rng, count, cells = np.random.default_rng(seed), 0, Cells(prompt_id=0, index={}, probs_C=PROBS)
     for _ in range(TURNS):
         halves = rng.multinomial(SAMPLES // 2, shifted(variation), size=2)
@@ -74,7 +74,7 @@ def test_false_alarms_are_as_rare_as_stated():
 
 
 def test_the_power_is_the_one_stated():
-    """With the cells that an error of this kind raises; the control sees half of the excess far less often."""
+    """Tests the cells that an error of this kind raises; the control sees half of the excess far less often."""
     seen_from = budget.smallest_seen(SAMPLES // 2, 0.5, ALLOWED)
     assert 0.07 < seen_from < 0.12
     assert rejected(seen_from, 1) > 0.97

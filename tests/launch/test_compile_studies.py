@@ -140,7 +140,7 @@ def test_what_drafts_inside_the_target_costs_less_than_a_draft_model():
 
 
 def test_kernels_bring_calls_to_their_floor():
-    """Beside the same calls without them; what is further off has its reason in the page of results."""
+    """Compares them with the same calls without kernels; what is further off has its reason in the page of results."""
     without = {(cell["name"]["topology"], cell["name"]["batch"]): cell["programs"] for cell in answers("slices")}
     far = []
     for cell in answers("kernels"):

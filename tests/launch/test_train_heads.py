@@ -108,7 +108,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
 @pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
 def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
-    """With no field to be set; what is exported drafts by the same word, and is what training begins with again."""
+    """Sets no field; what is exported drafts by the same word, and is what training begins with again."""
     fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
     train.start(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]

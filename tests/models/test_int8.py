@@ -55,7 +55,7 @@ def rounded(params):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_scale_multiplies_sums_in_float32(spec, dtype):
-    """Of operands as they are, the sums are exact; the controls round them first, or scale another axis."""
+    """Takes operands as they are: the sums are exact; the controls round them first, or scale another axis."""
     x_shape, y_shape, axes = SPECS[spec]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(-8, 9, x_shape), dtype)
@@ -163,7 +163,7 @@ def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
 
 
 def test_the_time_of_streaming_alone_is_of_the_int8_matrices(pair):
-    """What benchmarks take for a lower bound of a call runs with them too."""
+    """Runs what benchmarks take for a lower bound of a call with them too."""
     loop = Loop(target=pair.target, drafter=NoDrafter(), rule=TokenRule(), window=1)
     matrices = phases.matrices_of(pair.target, pair.target.prepare(pair.target_params))
     assert any(map(is_int8, matrices)) and np.isfinite(phases.stream(loop, matrices, 2, rows=1))

@@ -66,7 +66,7 @@ def attended(cache, q_BNTH, start_B):
 
 
 def test_scales_are_folded_into_scores_and_probabilities():
-    """As a plain cache of what the int8 values stand for; with scales of keys and values exchanged it is not."""
+    """Compares it with a plain cache of what the int8 values stand for; with scales of keys and values exchanged it is not."""
     rng = np.random.default_rng(0)
     ours, plain, start_B = written(rng)
     q_BNTH = jnp.asarray(rng.normal(size=(BATCH, HEADS, 5, SIZE)), jnp.float32)

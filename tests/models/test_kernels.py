@@ -93,7 +93,7 @@ def test_trees_equal_the_plain_form(window):
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_only_blocks_that_are_seen_are_fetched(window):
-    """What is not fetched may be anything, even NaN, which a weight of zero would spread."""
+    """Shows that what is not fetched may be anything, even NaN, which a weight of zero would spread."""
     slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
     _, block = block_shape(4, slots, SIZE, 4)
     assert block == 256

@@ -98,7 +98,7 @@ def test_golden_joint_ratios():
 
 @tokenwise_rules
 def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
-    """Of every token of a round, given those before it: the left side never asks the rule for its meter."""
+    """Enumerates every token of a round, given those before it: the left side never asks the rule for its meter."""
     num_tokens = 2
     for one_hot in (False, True):
         names, target, draft = one_hots(*grid(3)) if one_hot else grid(3)
@@ -142,7 +142,7 @@ def test_the_mean_of_summed_meters_bounds_the_total_variation_of_texts(rule):
 
 
 def test_the_sum_of_one_text_bounds_nothing():
-    """After A nothing is lost and after B everything: texts that begin with A report 0, and the texts' variation is 1/2."""
+    """Shows that after A nothing is lost and after B everything: texts that begin with A report 0, and the texts' variation is 1/2."""
     half, a, b = [0.5, 0.5], [1.0, 0.0], [0.0, 1.0]
     target = [log([[half]]), log([[a, a]]), log([[a] * 4]), log([[a] * 8])]
     draft = [log([[half]]), log([[a, b]]), log([[a] * 4]), log([[a] * 8])]
@@ -157,7 +157,7 @@ def test_the_sum_of_one_text_bounds_nothing():
 @pytest.mark.parametrize("rule", [EARS(1.0), Lenience(0.05), Typical()])
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.2])
 def test_a_budget_is_kept_and_spent(rule, budget):
-    """On all kinds of pairs; that the meter is right about budgets, too, is tested above."""
+    """Tries all kinds of pairs; that the meter is right about budgets, too, is tested above."""
     names, target, draft = grid(3)
     with jax.enable_x64(True):
         log_q, log_p = jnp.asarray(target[2]), jnp.asarray(draft[2])

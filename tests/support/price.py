@@ -1,4 +1,4 @@
-"""What lossy rules cost by enumeration: of each token, from what is emitted alone, and of texts, by the rule's meter."""
+"""Computes what lossy rules cost by enumeration: of each token, from what is emitted alone, and of texts, by the rule's meter."""
 
 import functools
 import itertools
@@ -93,7 +93,7 @@ def text_variation(joint, target, length):
 
 
 def prefix_tables(table, warp, prompt, depth):
-    """What a `TableLM` says after every continuation of ``prompt`` shorter than ``depth``: `Distributions`."""
+    """Returns what a `TableLM` says after every continuation of ``prompt`` shorter than ``depth``: `Distributions`."""
     vocab_size = table.shape[-1]
     warped = np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64).reshape(table.shape)
     found = []

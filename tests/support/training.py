@@ -1,4 +1,4 @@
-"""What tests of launch/train.py share: small configurations, and what a run logged."""
+"""Holds what tests of launch/train.py share: small configurations, and what a run logged."""
 
 import io
 import json

@@ -61,7 +61,7 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
 
 
 def test_a_cache_in_int8_is_read_as_it_is():
-    """Of eight rows: half the bytes of the bfloat16 one and the scales, which are stored without padding."""
+    """Reads, of eight rows, half the bytes of the bfloat16 one and the scales, which are stored without padding."""
     shape = dict(width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8")
     config = dataclasses.replace(PLAIN, **shape)
     batch, slots = 8, 8192
