@@ -62,6 +62,7 @@ class Job:
         return_log_probs: bool = False,
         prompt_ids: Sequence[int] | None = None,
         batch: int | None = None,
+        spare: int = 0,
         slots: int | None = None,
         keep_rounds: bool = False,
     ) -> Job:
@@ -69,6 +70,7 @@ class Job:
 
         Args:
           batch: rows that are decoded at a time; default all of them.
+          spare: rows that are read beside them, to take the places of those that end; only memory counts them.
           slots: of the caches; default as many as prompts and budgets take.
           keep_rounds: the loop records rounds even if no string ends a text, so that all jobs share one.
 
@@ -91,7 +93,7 @@ class Job:
         if slots is None:
             budget = max(limit - length for limit, length in zip(limits, lengths))
             slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
-        checks.memory(loop, rows=len(lengths) * num_samples if batch is None else batch, slots=slots)
+        checks.memory(loop, rows=(len(lengths) * num_samples if batch is None else batch) + spare, slots=slots)
         request = Request.create(
             sampling=method.sampling,
             draft_sampling=method.draft_sampling,

@@ -98,7 +98,8 @@ def generate_many(
         num_samples=num_samples,
         return_log_probs=return_log_probs,
         prompt_ids=prompt_ids,
-        batch=min(rows, _rows_asked(prompts, num_samples)) + refill * pair.shards.count,
+        batch=min(rows, _rows_asked(prompts, num_samples)),
+        spare=refill * pair.shards.count,
     )
     if arrivals is not None:
         arrivals = _checked_arrivals(arrivals, len(prompts))

@@ -94,7 +94,8 @@ class Service:
         self._stop_ids = sorted(checks.stops(pair, None).ids)
         loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
         slots = max(self.context + loop.headroom, loop.window)
-        self._fixed = {"batch": rows + pair.shards.count, "slots": -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE}
+        slots = -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+        self._fixed = {"batch": rows, "spare": pair.shards.count, "slots": slots}
         self.batch = Batch(self._template(), rows=rows, refill=1, schedule=schedule)
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards what follows

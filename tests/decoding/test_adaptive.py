@@ -27,6 +27,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
+from specsamp.serving.service import Service
 from support import mutants
 from support.coupled_split import CoupledSplit
 from support.enumeration import autoregressive, joint_distribution
@@ -180,6 +181,23 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     policies = [job.request.adaptive for job in (many, one, alone)]
     assert [policy.pause_B.tolist() for policy in policies] == [[32] * 5, [128], [16]]
     assert [policy.longest_B.tolist() for policy in policies] == [[0] * 5, [0], [1]]  # none goes up by itself
+
+
+def test_one_row_of_a_queue_or_a_service_is_alone():
+    """Counts no row that is only read beside it, to follow it."""
+    adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 1.2, 1.9), usual=1)
+    pair, made, for_rows = table_pair(), [], Adaptive.for_rows
+
+    def counted(self, count, batch=None):
+        made.append(batch)
+        return for_rows(self, count, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Adaptive, "for_rows", counted)
+        asked = dict(rows=1, drafter=NgramDrafter(4), draft_length=adaptive)
+        assert len(list(generate_many(pair, [[1, 2], [3]], 4, **asked))) == 2
+        Service(pair, Method(drafter=NgramDrafter(4), adaptive=adaptive), rows=1, context=32)
+    assert len(made) == 2 and set(made) == {1}
 
 
 @dataclasses.dataclass(frozen=True)
