@@ -152,9 +152,12 @@ def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Target:
     if run.is_trained_here(name):
         return run.open_target(name)
     try:
-        return open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
+        target = open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no training run at {str(name)!r}, no pair and no public model: {error}") from error
+    for note in target.checkpoint.notes:
+        console.print(entry.visible(note), markup=False, soft_wrap=True)
+    return target
 
 
 def make_task(config: ConfigDict, model: TransformerLM, target: Target | None) -> Task:
