@@ -31,7 +31,7 @@ from config_file import ConfigFlag, require
 from drafters import word_of
 from experiment import EXPERIMENT_FIELDS, make_sampling
 from rules import make_rule
-from shapes import first_layers, head_of, int8_of, known_models
+from shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
@@ -56,12 +56,6 @@ _TOPOLOGY = flags.DEFINE_string(
 _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
 )
-_WEIGHTS = flags.DEFINE_enum(
-    "weights",
-    None,
-    ["int8"],
-    "Give the matrices of the layers this dtype, as shapes alone: scales are left out. Default: the config's dtype.",
-)
 _ACCEPTANCE = flags.DEFINE_multi_float(
     "acceptance",
     [0.6, 0.7, 0.8, 0.9],
@@ -84,12 +78,6 @@ def main() -> None:
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
     word = word_of(config)
-    if _WEIGHTS.value and word.draft == "head":
-        raise ValueError(
-            f"--weights={_WEIGHTS.value} is not known of a head: leave it out, or give --config.drafter=model"
-        )
-    if _WEIGHTS.value and int8_of(config).weights:
-        raise ValueError(f"--weights={_WEIGHTS.value} is of shapes alone: leave it out beside --config.int8.weights")
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = (model and with_kernels(model, config) for model in models_of(config))
@@ -123,7 +111,6 @@ def main() -> None:
         sampling=make_sampling(config.sampling),
         batch=config.batch,
         slots=_SLOTS.value,
-        weight_dtype=_WEIGHTS.value,
         exit_layer=config.exit_layer if word.inside else None,
         head=head,
     )
@@ -142,8 +129,6 @@ def main() -> None:
             names=[name for name in NAMES if name != "draft prefill" or word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),
         )
-    if _WEIGHTS.value:
-        console.print(f"{_WEIGHTS.value} weights are shapes alone: their scales are left out, and nothing is quantised")
     shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value, own)
     entry.show(shown, console)
     document = {

@@ -56,9 +56,10 @@ def main() -> None:
 
 def compiled(model: str, weights: str, topology: str, data: int, batch: int) -> list[float]:
     """Compiles a step, and returns the bytes in flight at each of its collectives."""
-    config = dataclasses.replace(published_config(model), num_layers=LAYERS)
+    weight_dtype = None if weights == "bfloat16" else weights
+    config = dataclasses.replace(published_config(model), num_layers=LAYERS, weight_dtype=weight_dtype)
     mesh = described_mesh(topology, data, num_kv_heads=config.num_kv_heads, rows=batch // data)
-    stack = Stack(config, mesh, topology, batch=batch, weight_dtype=None if weights == "bfloat16" else weights)
+    stack = Stack(config, mesh, topology, batch=batch)
     programs = stack.programs(LAYERS)
     lowered = programs.call(programs.target, WINDOW if batch == data else 1)
     return in_flight(lowered.compile(compiler_options=dict(FEWEST_COLLECTIVES)).as_text())

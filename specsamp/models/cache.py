@@ -8,6 +8,7 @@ back moves lengths only; stale slots are masked by position and overwritten late
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models.products import contract, soft_cap
-from specsamp.models.slots import SLOTS_AXIS, move_slots, write_slots
+from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_pair, write_slots
 from specsamp.models.visibility import Visibility
 
 Array = jax.Array
@@ -59,7 +60,7 @@ class LayerCache(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """A `LayerCache` of keys and values as they are.
+    """A `LayerCache` of keys and values as they are; ``write`` is what writes both, see `write_pair`.
 
     Layout ``[B, M, S, H]``: for a TPU the compiler estimates six times the cycles and twice the traffic
     for ``[B, S, M, H]``.
@@ -84,17 +85,16 @@ class KVCache:
     def num_slots(self) -> int:
         return self.values_BMSH.shape[SLOTS_AXIS]
 
-    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        return type(self)(
-            keys_BMSH=write_slots(self.keys_BMSH, k_BMTH, start_B),
-            values_BMSH=write_slots(self.values_BMSH, v_BMTH, start_B),
-        )
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array, write: Callable = write_pair) -> Self:
+        keys_BMSH, values_BMSH = write((self.keys_BMSH, self.values_BMSH), (k_BMTH, v_BMTH), start_B)
+        return type(self)(keys_BMSH=keys_BMSH, values_BMSH=values_BMSH)
 
     def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
         return attend_to_slots(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap)
 
-    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        return jax.tree.map(lambda array: move_slots(array, start_B, rows_BT, num_rows), self)
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int, write: Callable = write_pair) -> Self:
+        moved = (read_moved(x, start_B, rows_BT, num_rows) for x in (self.keys_BMSH, self.values_BMSH))
+        return self.append(*moved, start_B, write)
 
 
 @jax.tree_util.register_dataclass

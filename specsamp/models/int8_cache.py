@@ -8,6 +8,7 @@ and a call attends to its own tokens as they are stored: else a distribution wou
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from specsamp.models.cache import attend_to_slots
 from specsamp.models.int8 import quantise
-from specsamp.models.slots import SLOTS_AXIS, move_slots, write_slots
+from specsamp.models.slots import SLOTS_AXIS, read_moved, write_pair, write_slots
 
 Array = jax.Array
 SLOTS_OF_SCALES = 3
@@ -25,7 +26,10 @@ SLOTS_OF_SCALES = 3
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8KVCache:
-    """A `LayerCache` in int8, of either layout of a model; scales ``[B, M, 1, S]`` are float32."""
+    """A `LayerCache` in int8, of either layout of a model; scales ``[B, M, 1, S]`` are float32.
+
+    What writes keys and values is ``write``, as for a `KVCache`.
+    """
 
     keys_BMSH: Array
     values_BMSH: Array
@@ -54,30 +58,36 @@ class Int8KVCache:
     def num_slots(self) -> int:
         return self.values_BMSH.shape[SLOTS_AXIS]
 
-    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
+    @property
+    def scales_BM1S(self) -> tuple[Array, Array]:
+        """Returns the scales of keys and of values."""
+        return self.key_scales_BM1S, self.value_scales_BM1S
+
+    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array, write: Callable = write_pair) -> Self:
         keys, values = quantise(k_BMTH, (3,)), quantise(v_BMTH, (3,))
-
-        def write_scales(scales_BM1S, new_BMT1):
-            return write_slots(scales_BM1S, new_BMT1.swapaxes(2, 3), start_B, axis=SLOTS_OF_SCALES)
-
-        return type(self)(
-            keys_BMSH=write_slots(self.keys_BMSH, keys.values, start_B),
-            values_BMSH=write_slots(self.values_BMSH, values.values, start_B),
-            key_scales_BM1S=write_scales(self.key_scales_BM1S, keys.scale),
-            value_scales_BM1S=write_scales(self.value_scales_BM1S, values.scale),
-        )
+        new_scales_BM1T = [new.scale.swapaxes(2, 3) for new in (keys, values)]
+        return self._write((keys.values, values.values), new_scales_BM1T, start_B, write)
 
     def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        scales = self.key_scales_BM1S, self.value_scales_BM1S
-        return attend_to_slots(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap, scales)
+        keys, values = self.keys_BMSH, self.values_BMSH
+        return attend_to_slots(q_BNTH, keys, "BMSH", values, visible, scale, bias_BNTS, cap, self.scales_BM1S)
 
-    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        def move(array, axis):
-            return move_slots(array, start_B, rows_BT, num_rows, axis=axis)
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int, write: Callable = write_pair) -> Self:
+        def moved(arrays, axis):
+            return tuple(read_moved(array, start_B, rows_BT, num_rows, axis) for array in arrays)
 
+        rows = moved((self.keys_BMSH, self.values_BMSH), SLOTS_AXIS)
+        return self._write(rows, moved(self.scales_BM1S, SLOTS_OF_SCALES), start_B, write)
+
+    def _write(
+        self, new_BMTH: tuple[Array, Array], new_scales_BM1T: Sequence[Array], start_B: Array, write: Callable
+    ) -> Self:
+        """Writes tokens that are in int8 already, and their scales."""
+        keys_BMSH, values_BMSH = write((self.keys_BMSH, self.values_BMSH), new_BMTH, start_B)
+        key_scales, value_scales = (
+            write_slots(scales, new, start_B, SLOTS_OF_SCALES)
+            for scales, new in zip(self.scales_BM1S, new_scales_BM1T, strict=True)
+        )
         return type(self)(
-            keys_BMSH=move(self.keys_BMSH, SLOTS_AXIS),
-            values_BMSH=move(self.values_BMSH, SLOTS_AXIS),
-            key_scales_BM1S=move(self.key_scales_BM1S, SLOTS_OF_SCALES),
-            value_scales_BM1S=move(self.value_scales_BM1S, SLOTS_OF_SCALES),
+            keys_BMSH=keys_BMSH, values_BMSH=values_BMSH, key_scales_BM1S=key_scales, value_scales_BM1S=value_scales
         )

@@ -35,10 +35,6 @@ WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not
 class Programs:
     """The programs of one pair, batch and mesh.
 
-    ``weight_dtype`` changes shapes alone: matrices of the layers get this dtype, and products convert them. Their
-    scales, one number per output channel, are left out, so "int8" shows the traffic and the conversions of quantised
-    weights and not a quantised model: nothing like it could run.
-
     With an ``exit_layer`` the target drafts with its first layers. Calls of a draft are then those of ``draft``, a model
     of these layers alone; a round has no weights and no cache but the target's. With a ``head``, ``draft`` is a step of
     it, see `specsamp.tpu.head_step`; a round has the head's weights and its state.
@@ -50,7 +46,6 @@ class Programs:
     sampling: Warp | None
     batch: int
     slots: int
-    weight_dtype: str | None = None  # None: the compute dtype
     exit_layer: int | None = None  # None: the draft is a model beside the target, or a head
     head: FeatureHead | None = None
 
@@ -73,15 +68,6 @@ class Programs:
             return model.model.fit_slots(model.model.prepare(model.model.init(key)), self.slots)
 
         shapes = jax.eval_shape(prepare, jax.random.key(0))
-        if self.weight_dtype:
-
-            def of_layer(path):
-                return any(str(part).startswith("['layer_") for part in path)
-
-            def store(path, x):
-                return x.update(dtype=self.weight_dtype) if x.ndim > 1 and of_layer(path) else x
-
-            shapes = shapes | {"params": jax.tree_util.tree_map_with_path(store, shapes["params"])}
         return _placed(shapes, model.weight_shardings(shapes))
 
     def floor(self, model: ShardedModel, live: float = 1.0) -> float:

@@ -40,7 +40,6 @@ class Stack:
     topology: str
     batch: int = 1
     slots: int = 2048
-    weight_dtype: str | None = None  # see `Programs`
     kernels: Kernels | None = None  # of attention over the caches
     live: float = 0.5  # see `specsamp.tpu.report.measure`
 
@@ -57,7 +56,6 @@ class Stack:
             sampling=sampling,
             batch=self.batch,
             slots=self.slots,
-            weight_dtype=self.weight_dtype,
         )
 
     def call(self, tokens: int) -> Program:

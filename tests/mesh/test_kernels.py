@@ -13,7 +13,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.config import tiny
-from specsamp.models.kernels.cache import KernelKVCache, Kernels
+from specsamp.models.kernels.cache import KernelCache, Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
@@ -46,7 +46,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         return output.logits_BTV, output.cache
 
     (layer,) = cache.layers
-    layer = KernelKVCache(keys_BMSH=layer.keys_BMSH, values_BMSH=layer.values_BMSH, kernels=sharded.model.kernels)
+    layer = KernelCache(cache=layer, kernels=sharded.model.kernels)
     split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
     placed = jax.device_put(weights, sharded.weight_shardings(weights))
     made = jax.jit(split, compiler_options=COMPILE_FAST)(

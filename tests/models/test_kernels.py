@@ -12,10 +12,11 @@ from absl import logging
 from models.test_blocks import block_of
 from specsamp.models.cache import KVCache
 from specsamp.models.config import tiny
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block
 from specsamp.models.kernels import cache as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
-from specsamp.models.kernels.cache import KernelKVCache, Kernels, choose_kernels
+from specsamp.models.kernels.cache import KernelCache, Kernels, choose_kernels
 from specsamp.models.kernels.decode_attention import block_shape, decode_attention, fetched_share
 from specsamp.models.kernels.seen_slots import SeenSlots
 from specsamp.models.slots import write_slots
@@ -37,12 +38,15 @@ def starts_of(batch, slots, length):
     return jnp.asarray([slots - length, 31, 0, 250][:batch], jnp.int32).clip(0, slots - length)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "cap"), compiler_options=COMPILE_FAST)
-def both(q, keys, values, start, bias=None, block=None, *, window=None, cap=None):
+@functools.partial(jax.jit, static_argnames=("window", "cap", "int8"), compiler_options=COMPILE_FAST)
+def both(q, keys, values, start, bias=None, block=None, *, window=None, cap=None, int8=False):
     """Attention by the kernel, and the plain form that is its reference."""
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
-    kernel = decode_attention(q, keys, values, SeenSlots.of(visible), bias, scale=0.1, cap=cap, interpret=True)
-    plain = KVCache(keys_BMSH=keys, values_BMSH=values)
+    plain, scales = KVCache(keys_BMSH=keys, values_BMSH=values), None
+    if int8:
+        plain = Int8KVCache.zeros(*keys.shape, keys.dtype).append(keys, values, jnp.zeros_like(start))
+        keys, values, scales = plain.keys_BMSH, plain.values_BMSH, plain.scales_BM1S
+    kernel = decode_attention(q, keys, values, SeenSlots.of(visible), bias, scales, scale=0.1, cap=cap, interpret=True)
     return kernel, plain.attend(q, visible, scale=0.1, bias_BNTS=bias, cap=cap)
 
 
@@ -89,6 +93,18 @@ def test_trees_equal_the_plain_form(window):
     later = Block(start_B=block.start_B, positions_BT=block.positions_BT[:, 3:], visible_BTR=block.visible_BTR[:, 3:])
     ours, plain = both(q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window)
     np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+@pytest.mark.parametrize("call", ["grouped", "windowed"])
+def test_attention_over_int8_caches_equals_the_plain_form(call):
+    length, slots, kv_heads, group, window, biased, cap = CALLS[call]
+    q = drawn(3, kv_heads * group, length, SIZE, seed=1)
+    keys, values = (drawn(3, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
+    bias = drawn(3, kv_heads * group, length, slots) if biased else None
+    given, options = (q, keys, values, starts_of(3, slots, length), bias), dict(window=window, cap=cap)
+    ours, plain = both(*given, **options, int8=True)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+    assert jnp.abs(ours - both(*given, **options)[0]).max() > 1e-4, "the control: a cache as it is"
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -139,6 +155,7 @@ def test_the_share_that_is_fetched():
 SCHEMES = {
     "relative": dict(positions="relative", num_kv_heads=2),
     "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
+    "in int8": dict(positions="rotary", num_kv_heads=2, cache_dtype="int8"),
 }
 PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
 
@@ -161,7 +178,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         scored = call(model, weights, nodes, start, cache, block=block)
         kept = compact(model, scored.cache, start, rows, 6)
         results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
-    assert isinstance(kept.layers[0], KernelKVCache)
+    assert isinstance(kept.layers[0], KernelCache)
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)

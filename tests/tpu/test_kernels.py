@@ -78,7 +78,9 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
 
 SHAPES = {
     "float32": dict(dtype="float32", num_kv_heads=2),
-    "windowed, capped": dict(dtype="bfloat16", num_kv_heads=1, window=100, attention_cap=50.0),
+    "windowed, capped, in int8": dict(
+        dtype="bfloat16", num_kv_heads=1, window=100, attention_cap=50.0, cache_dtype="int8"
+    ),
 }
 
 
@@ -107,7 +109,7 @@ def test_a_tree_compiles_within_data_shards(shape):
     compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
     text = compiled.as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 3, "rows, attention, rows that are moved"
-    cache = 2 * batch * config.num_kv_heads * slots * 128 * config.compute_dtype.itemsize
+    cache = 2 * batch * config.num_kv_heads * slots * 128 * (1 if config.cache_dtype else 4)
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
     assert traffic_of(text).copies == []

@@ -11,13 +11,14 @@ import jax
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from specsamp.models.cache import KVCache
+from specsamp.models.cache import KVCache, LayerCache
+from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import MeshLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
 from specsamp.models.kernels.seen_slots import SeenSlots
-from specsamp.models.slots import read_moved
+from specsamp.models.slots import write_pair
 
 Array = jax.Array
 
@@ -36,15 +37,12 @@ class Kernels:
     layout: MeshLayout | None = None
     interpret: bool = False
 
-    def wrap(self, cache: KVCache, head_size: int) -> KVCache:
+    def wrap(self, cache: LayerCache, head_size: int) -> LayerCache:
         """Returns the cache (or the names of its axes) with kernels; itself if they do not take such heads."""
-        if type(cache) is not KVCache:
-            _say_once(f"attention is not a kernel: a {type(cache).__name__} is none that kernels read")
-            return cache
         if head_size % LANES:
             _say_once(f"attention is not a kernel: heads of {head_size} entries are no multiple of {LANES}")
             return cache
-        return KernelKVCache(keys_BMSH=cache.keys_BMSH, values_BMSH=cache.values_BMSH, kernels=self)
+        return KernelCache(cache=cache, kernels=self)
 
     def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns ``function`` applied on each device, within `jax.shard_map` over data shards too."""
@@ -99,44 +97,47 @@ def _say_once(text: str) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelKVCache(KVCache):
-    """A `KVCache` that is read as far as it is alive and written where it lies.
+class KernelCache:
+    """A `LayerCache` that is read as far as it is alive and written where it lies.
 
-    Calls of many tokens, which read prompts, are those of `KVCache`; so are all calls of a cache whose slots are no
-    multiple of 128.
+    Calls of many tokens, which read prompts, are those of the cache within; so are all calls of a cache whose slots
+    are no multiple of 128.
     """
 
+    cache: KVCache | Int8KVCache
     kernels: Kernels = dataclasses.field(metadata=dict(static=True))
 
+    @property
+    def num_slots(self) -> int:
+        return self.cache.num_slots
+
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        if not self._takes(k_BMTH.shape[2]):
-            plain = self._plain.append(k_BMTH, v_BMTH, start_B)
-            return dataclasses.replace(self, keys_BMSH=plain.keys_BMSH, values_BMSH=plain.values_BMSH)
-        split = (self.kernels.kv_heads_spec(k_BMTH.shape[1]),) * 2
-        append = self.kernels.per_device(append_rows, (split, split, PartitionSpec()), split)
-        keys_BMSH, values_BMSH = append((self.keys_BMSH, self.values_BMSH), (k_BMTH, v_BMTH), start_B)
-        return dataclasses.replace(self, keys_BMSH=keys_BMSH, values_BMSH=values_BMSH)
+        write = self._write if self._takes(k_BMTH.shape[2]) else write_pair
+        return dataclasses.replace(self, cache=self.cache.append(k_BMTH, v_BMTH, start_B, write))
 
     def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        (_, heads, length, _), kv_heads = q_BNTH.shape, self.keys_BMSH.shape[1]
+        (_, heads, length, _), cache = q_BNTH.shape, self.cache
+        kv_heads = cache.keys_BMSH.shape[1]
         if not self._takes(length) or heads // kv_heads * length > MAX_ROWS:
-            return self._plain.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=cap)
+            return cache.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=cap)
         of_heads, of_cache = self.kernels.heads_spec(heads, kv_heads), self.kernels.kv_heads_spec(kv_heads)
         attend = functools.partial(decode_attention, scale=scale, cap=cap)
-        in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads)
+        in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads, of_cache)
         attend = self.kernels.per_device(attend, in_specs, of_heads)
-        return attend(q_BNTH, self.keys_BMSH, self.values_BMSH, SeenSlots.of(visible), bias_BNTS)
+        scales_BM1S = cache.scales_BM1S if isinstance(cache, Int8KVCache) else None
+        return attend(q_BNTH, cache.keys_BMSH, cache.values_BMSH, SeenSlots.of(visible), bias_BNTS, scales_BM1S)
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        moved = (read_moved(x, start_B, rows_BT, num_rows) for x in (self.keys_BMSH, self.values_BMSH))
-        return self.append(*moved, start_B)
+        write = self._write if self._takes(rows_BT.shape[1]) else write_pair
+        return dataclasses.replace(self, cache=self.cache.compact(start_B, rows_BT, num_rows, write))
+
+    def _write(self, caches: tuple[Array, Array], new: tuple[Array, Array], start_B: Array) -> tuple[Array, Array]:
+        """Writes keys and values as `write_pair` does, in place."""
+        split = (self.kernels.kv_heads_spec(new[0].shape[1]),) * 2
+        return self.kernels.per_device(append_rows, (split, split, PartitionSpec()), split)(caches, new, start_B)
 
     def _takes(self, length: int) -> bool:
         """Returns whether calls of ``length`` tokens are those of kernels."""
         if self.num_slots % LANES:
             _say_once(f"attention is not a kernel: {self.num_slots} slots are no multiple of {LANES}")
         return self.num_slots % LANES == 0 and length <= MAX_TOKENS
-
-    @property
-    def _plain(self) -> KVCache:
-        return KVCache(keys_BMSH=self.keys_BMSH, values_BMSH=self.values_BMSH)

@@ -15,10 +15,9 @@ def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes ``einsum(spec, x, y)`` of one dtype, summed in float32, of integers in int32.
+    """Computes ``einsum(spec, x, y)`` of one floating dtype, summed in float32.
 
     Of float32 it keeps every bit. Matrix units have no more to give to bfloat16, and refuse to be asked.
     """
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.int32 if is_integer else jnp.float32, precision=precision)
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)

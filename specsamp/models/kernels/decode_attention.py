@@ -35,6 +35,7 @@ def decode_attention(
     values_BMSH: Array,
     seen: SeenSlots,
     bias_BNTS: Array | None = None,
+    scales_BM1S: tuple[Array, Array] | None = None,
     *,
     scale: float,
     cap: float | None = None,
@@ -46,6 +47,7 @@ def decode_attention(
       keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
       seen: every query sees a slot.
       scale, bias_BNTS, cap: see `LayerCache.attend`.
+      scales_BM1S: float32, that keys and values in int8 have still to be multiplied by; None: they are what they are.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, keys_BMSH.shape
@@ -83,6 +85,8 @@ def decode_attention(
     if bias_BNTS is not None:
         bias_BMRS = bias_BNTS.reshape(batch, kv_heads, rows, num_slots)
         operands["bias"] = bias_BMRS, spec(of_heads, rows, block, heads_axis=True, slots_axis=3)
+    for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
+        operands[name] = keep(scales), spec(of_heads, 1, block, heads_axis=True, slots_axis=3)
     out_BMRH = pl.pallas_call(
         functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, size), q_BNTH.dtype),
@@ -147,8 +151,10 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
         total[...] = jnp.zeros(total.shape, jnp.float32)
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
-    keys, values = operands["keys"][0], operands["values"][0]
-    scores = product("mrh,msh->mrs", operands["q"][0], keys)
+    queries, keys, values = (operands[name][0] for name in ("q", "keys", "values"))
+    scores = product("mrh,msh->mrs", queries, keys.astype(queries.dtype))
+    if "key_scales" in operands:
+        scores = scores * operands["key_scales"][0]
     if "bias" in operands:
         scores = scores + operands["bias"][0]
     scores = scores * scale
@@ -164,7 +170,9 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
     kept = jnp.exp(before - after)
     maximum[...] = after
     total[...] = total[...] * kept + weights.sum(axis=-1, keepdims=True)
-    mean[...] = mean[...] * kept + product("mrs,msh->mrh", weights.astype(values.dtype), values)
+    if "value_scales" in operands:
+        weights = weights * operands["value_scales"][0]
+    mean[...] = mean[...] * kept + product("mrs,msh->mrh", weights.astype(queries.dtype), values.astype(queries.dtype))
 
     @pl.when(block == last_B[row])
     def _():
