@@ -3,7 +3,6 @@
     slices    the pair of the paper on four slices, by batch, sampling and rule
     scoring   tokens per call, from one to the ridge of each chip: where does verification stop being free?
     shapes    drafts of 4B parameters from 4 to 40 layers, and a 7B of ordinary shape, on 1, 4, 8 and 16 chips
-    weights   bfloat16 and int8 weights; multi-head, grouped and multi-query attention: what complements what
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. compile_study.py
 writes the answers.
@@ -12,6 +11,7 @@ writes the answers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +40,12 @@ class Cell:
 
     name: dict[str, Any]
     answer: Callable[[], dict[str, Any]]
+
+
+@functools.cache
+def at(stack: Stack, layers: int, tokens: int) -> Program:
+    """Compiles a call at a depth, once for all that ask."""
+    return stack.at(layers, tokens)
 
 
 def first_devices(topology: str, count: int) -> Mesh:
@@ -159,27 +165,4 @@ def shapes() -> list[Cell]:
     ]
 
 
-def weights() -> list[Cell]:
-    """Asks what int8 weights and fewer kv heads save, alone and with the paper's draft, on TPU v4 where all fit.
-
-    Int8 weights are shapes alone, without their scales, see `Programs`.
-    """
-
-    def answer(dtype: str, num_kv_heads: int, batch: int) -> dict[str, Any]:
-        topology = "v4:2x2x4"
-        config = chinchilla_70b(num_kv_heads=num_kv_heads)
-        mesh = described_mesh(topology, num_kv_heads=num_kv_heads, rows=batch)
-        stack = Stack(config, mesh, topology, batch, weight_dtype=None if dtype == "bfloat16" else dtype)
-        draft = dataclasses.replace(stack, config=draft_4b())
-        calls = {"step": stack.step(), "score": stack.call(K + 1), "draft step": draft.call(WINDOW)}
-        return {"programs": {name: facts(program, topology, sequences=batch) for name, program in calls.items()}}
-
-    return [
-        Cell({"weights": dtype, "key_heads": heads, "batch": batch}, lambda d=dtype, h=heads, b=batch: answer(d, h, b))
-        for batch in (1, 16)
-        for heads in (64, 8, 1)
-        for dtype in ("bfloat16", "int8")
-    ]
-
-
-STUDIES = {study.__name__: study for study in (slices, scoring, shapes, weights)}
+STUDIES = {study.__name__: study for study in (slices, scoring, shapes)}

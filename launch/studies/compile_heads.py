@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from compile_cells import DISTRIBUTIONS, RULES, Cell, K
+from compile_cells import DISTRIBUTIONS, RULES, Cell, K, at
 from shapes import EAGLE3_VOCABULARY
 from specsamp.checkpoints.published import published_config
 from specsamp.mesh.layout import Layout
@@ -67,7 +67,8 @@ def answer(target: str, topology: str, drafter: str) -> dict[str, Any]:
     step = continued(*(at(stack, layers, WINDOW) for layers in (FEW, MANY)), stack.config.num_layers)
     more = stack.config.num_layers - FEW
     if drafter == HEAD:
-        draft_step, small = with_head(stack)
+        small_pair = with_head(stack)
+        draft_step, small = head_step(stack, small_pair), round_of(stack, small_pair)
         drafting = []
     elif drafter == EXIT:
         draft_step = continued(*(at(stack, layers, WINDOW) for layers in (FEW, MANY)), EXIT_LAYER)
@@ -95,30 +96,28 @@ def stack_of(target: str, topology: str) -> Stack:
     return Stack(config, described_mesh(topology, num_kv_heads=config.num_kv_heads, rows=1), topology)
 
 
-@functools.cache
-def at(stack: Stack, layers: int, tokens: int) -> Program:
-    """Compiles a call at a depth, once."""
-    return stack.at(layers, tokens)
-
-
 def slope(layers: int, few: Program, many: Program) -> list[tuple[float, Program]]:
     """Returns what so many more layers add, as terms of `linear`."""
     each = layers / (MANY - FEW)
     return [(each, many), (-each, few)]
 
 
-def with_head(stack: Stack) -> tuple[Program, Program]:
-    """Compiles a step of a head, and the round of a target of `FEW` layers with it."""
-    programs = small_programs(stack, head=FeatureHead(head_of(stack.config)))
-    floor, live = (programs.floor(programs.draft, live) for live in (1.0, 0.5))
-    made = measure("step", WINDOW, floor, live, lambda: programs.call(programs.draft, WINDOW), stack.capacity)
-    return dataclasses.replace(made, layers=1), round_of(stack, programs)
+def with_head(stack: Stack) -> Programs:
+    """Returns the programs of a target of `FEW` layers with a head."""
+    return small_programs(stack, head=FeatureHead(head_of(stack.config)))
+
+
+def head_step(stack: Stack, programs: Programs, tokens: int = WINDOW) -> Program:
+    """Compiles a step of a head."""
+    floors = [programs.floor(programs.draft, live) for live in (1.0, stack.live)]
+    made = measure("step", tokens, *floors, lambda: programs.call(programs.draft, tokens), stack.capacity, stack.live)
+    return dataclasses.replace(made, layers=1)
 
 
 def head_of(target: TransformerConfig) -> Eagle3Config:
     """Returns a head of EAGLE-3's shape for a target of `FEW` layers: three streams are read, whichever they are."""
     return Eagle3Config(
-        layer=dataclasses.replace(target, num_layers=1, tied=False),
+        layer=dataclasses.replace(target, num_layers=1, tied=False, positions="rotary"),
         target_layers=FEW,
         hidden_layers=(0, 1, FEW),
         draft_vocab_size=EAGLE3_VOCABULARY,
@@ -132,8 +131,10 @@ def small_programs(stack: Stack, *, head: FeatureHead | None = None, exit_layer:
     layout = draft_layout(stack.mesh)
     first = dataclasses.replace(target, num_layers=exit_layer or FEW)
     return Programs(
-        target=shard_model(TransformerLM(target), Layout.tensor_parallel(stack.mesh)),
-        draft=shard_model(TransformerLM(first), layout) if head is None else shard_head_step(target, head, layout),
+        target=shard_model(TransformerLM(target, kernels=stack.kernels), Layout.tensor_parallel(stack.mesh)),
+        draft=shard_model(TransformerLM(first, kernels=stack.kernels), layout)
+        if head is None
+        else shard_head_step(target, head, layout),
         mesh=stack.mesh,
         sampling=DISTRIBUTIONS["top-p"],
         batch=stack.batch,
@@ -145,7 +146,7 @@ def small_programs(stack: Stack, *, head: FeatureHead | None = None, exit_layer:
 
 def round_of(stack: Stack, programs: Programs) -> Program:
     """Compiles a round and counts what it moves."""
-    floors = [programs.floor_of_round(K, live) for live in (1.0, 0.5)]
+    floors = [programs.floor_of_round(K, live) for live in (1.0, stack.live)]
     layers = programs.target.config.num_layers + K * programs.draft.config.num_layers
-    made = measure("round", K + 1, *floors, lambda: programs.round(K, RULES["token"]), stack.capacity)
+    made = measure("round", K + 1, *floors, lambda: programs.round(K, RULES["token"]), stack.capacity, stack.live)
     return dataclasses.replace(made, layers=layers)

@@ -3,16 +3,17 @@
     kernels   the pair of the paper at 2048 slots; Llama 3.3 70B at 32,768; slices of 64 and 256 chips
 
 Each program is stated twice: with all slots of the caches alive, and with as many as ``live``. Programs of Llama have
-slots for 32,768 tokens, of which a text of 8,192 reads a quarter. At most forty programs are compiled.
+slots for 32,768 tokens, of which a text of 8,192 reads a quarter.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from compile_cells import DISTRIBUTIONS, RULES, SLICES, Cell, K, small_round, whole_round
+from compile_cells import DISTRIBUTIONS, RULES, SLICES, Cell, K, at, small_round, whole_round
 from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.cache import Kernels
@@ -24,27 +25,48 @@ from specsamp.tpu.topology import described_mesh
 
 LLAMA = "meta-llama/Llama-3.3-70B-Instruct"
 PAPER = "v4:2x2x4"
+LENGTHS = (WINDOW, K + 1, 17)  # tokens of a call
 LARGER = {"v5e:8x8": 4, "v5e:16x16": 16}  # slices, and their data shards
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Names two models, the slots of their caches, and how many of them are alive."""
+
+    name: str
+    target: Callable[[], TransformerConfig]
+    draft: Callable[[], TransformerConfig]
+    slots: int
+    live: int
+
+
+PAIRS = {
+    "paper": Pair("Chinchilla 70B + 4B", chinchilla_70b, draft_4b, 2048, 256),
+    "llama": Pair(
+        "Llama 3.3 70B + 3.2 1B",
+        functools.partial(published_config, LLAMA),
+        functools.partial(published_config, "meta-llama/Llama-3.2-1B"),
+        32_768,
+        8192,
+    ),
+}
+
+
 def kernels() -> list[Cell]:
-    """Asks for calls of both targets, for rounds of the paper's pair, and for a call on larger slices."""
+    """Asks for calls and rounds of both pairs, and for a call on larger slices."""
     cells = []
-    for batch, lengths in ((1, (WINDOW, K + 1)), (8, (WINDOW, K + 1)), (32, (K + 1,))):
+    for batch, lengths in ((1, LENGTHS), (8, LENGTHS), (32, (K + 1,))):
         cells += [_call(PAPER, batch, tokens) for tokens in lengths]
-    cells += [_round(batch) for batch in (1, 8)]
+    cells += [_round(PAIRS["paper"], PAPER, batch) for batch in (1, 8)]
+    for topology in SLICES[1:]:
+        cells += [_call(topology, 8, tokens) for tokens in LENGTHS]
+        cells += [_round(PAIRS["paper"], topology, 8)]
     for topology in SLICES:
-        lengths = (WINDOW, K + 1) if topology.startswith("v5p") else (WINDOW, K + 1, 17)
         # Sixteen v5e chips have no room for more than four such texts: eight are asked for once.
-        rows = [8, 4, 4] if topology.startswith("v5e") else [8] * len(lengths)
-        cells += [_call(topology, batch, tokens, LLAMA) for batch, tokens in zip(rows, lengths, strict=True)]
+        rows = [8, 4, 4] if topology.startswith("v5e") else [8] * len(LENGTHS)
+        cells += [_call(topology, batch, tokens, LLAMA) for batch, tokens in zip(rows, LENGTHS, strict=True)]
+    cells += [_round(PAIRS["llama"], topology, 4 if topology.startswith("v5e") else 8) for topology in SLICES]
     return cells + [_larger(topology, data) for topology, data in LARGER.items()]
-
-
-@functools.cache
-def at(stack: Stack, layers: int, tokens: int) -> Program:
-    """Compiles a call once: a round has the same."""
-    return stack.at(layers, tokens)
 
 
 def stack_of(config: TransformerConfig, topology: str, batch: int, slots: int, live: int) -> Stack:
@@ -80,20 +102,21 @@ def _call(topology: str, batch: int, tokens: int, model: str | None = None) -> C
     return Cell({"model": name, "topology": topology} | asked, answer)
 
 
-def _round(batch: int) -> Cell:
-    slots, live = 2048, 256
-
+def _round(pair: Pair, topology: str, batch: int) -> Cell:
     def answer() -> dict[str, Any]:
-        target, draft = (stack_of(config(), PAPER, batch, slots, live) for config in (chinchilla_70b, draft_4b))
+        target, draft = (
+            stack_of(dataclasses.replace(config(), dtype="bfloat16"), topology, batch, pair.slots, pair.live)
+            for config in (pair.target, pair.draft)
+        )
         small = small_round(target, draft, DISTRIBUTIONS["top-p"], RULES["token"])
         score, draft_step = (
             {layers: at(stack, layers, tokens) for layers in (FEW, MANY)}
             for stack, tokens in ((target, K + 1), (draft, WINDOW))
         )
-        return stated(whole_round(target, draft, small, score, draft_step), PAPER, batch, calls=K + 1)
+        return stated(whole_round(target, draft, small, score, draft_step), topology, batch, calls=K + 1)
 
-    asked = {"program": f"round, K = {K}", "batch": batch, "slots": slots, "live": live}
-    return Cell({"model": "Chinchilla 70B + 4B", "topology": PAPER} | asked, answer)
+    asked = {"program": f"round, K = {K}", "batch": batch, "slots": pair.slots, "live": pair.live}
+    return Cell({"model": pair.name, "topology": topology} | asked, answer)
 
 
 def _larger(topology: str, data: int) -> Cell:

@@ -3,7 +3,7 @@
     python launch/studies/compile_study.py --study=slices  --output=runs/compile_slices.json
     python launch/studies/compile_study.py --study=scoring --output=runs/compile_scoring.json --figure=scoring.png
     python launch/studies/compile_study.py --study=shapes  --output=runs/compile_shapes.json --figure=shapes.png
-    python launch/studies/compile_study.py --study=weights --output=runs/compile_weights.json
+    python launch/studies/compile_study.py --study=complements --output=runs/compile_complements.json
     python launch/studies/compile_study.py --study=variants --output=runs/compile_variants.json
     python launch/studies/compile_study.py --study=heads --output=runs/compile_heads.json
     python launch/studies/compile_study.py --study=kernels --output=runs/compile_kernels.json
@@ -25,6 +25,7 @@ from rich.progress import Progress
 import _launch  # noqa: F401, the folder of entry
 import compile_cells
 import entry
+from compile_complements import complements
 from compile_figures import PICTURES
 from compile_heads import heads
 from compile_kernels import kernels
@@ -34,9 +35,7 @@ from specsamp.analysis import report as tables
 from specsamp.tpu.calibration import estimate
 from specsamp.tpu.work import Work
 
-CAVEATS = {"weights": "; int8 weights are shapes alone, without their scales"}
-
-STUDIES = compile_cells.STUDIES | {"variants": variants, "heads": heads, "kernels": kernels}
+STUDIES = compile_cells.STUDIES | {study.__name__: study for study in (complements, variants, heads, kernels)}
 
 _STUDY = flags.DEFINE_enum("study", None, sorted(STUDIES), "Study to run.", required=True)
 _OUTPUT = flags.DEFINE_string(
@@ -130,7 +129,7 @@ def table(document: dict) -> tables.Table:
             rows.append((name, program, *line(facts, cell["name"].get("topology", "v4:2x2x4"))))
             name = ""
     return tables.Table(
-        title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']}{CAVEATS.get(document['study'], '')})",
+        title=f"{document['study']} (compiler estimate, libtpu {document['libtpu']})",
         header=(
             "",
             "program",

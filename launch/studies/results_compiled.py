@@ -84,22 +84,29 @@ def shapes(documents: Documents) -> str:
     return table(("a step, ms", *(f"{n} chip{'s' * (n > 1)}" for n in chips)), rows)
 
 
-def weights(documents: Documents) -> str:
-    """Returns what int8 weights and fewer kv heads save, alone and with a draft."""
-    cells = {tuple(c["name"].values()): c for c in documents["compile_weights"]["cells"]}
+def complements(documents: Documents) -> str:
+    """Returns what int8, fewer kv heads and drafting save together."""
     kinds = {64: "64 (Chinchilla)", 8: "8 (grouped)", 1: "1 (multi-query)"}
     rows = []
-    for heads, kind in kinds.items():
-        for dtype in ("bfloat16", "int8"):
-            row = [f"{kind}, {dtype}"]
-            for batch in (1, 16):
-                works = {name: Work(**facts["work"]) for name, facts in cells[dtype, heads, batch]["programs"].items()}
-                alone = estimate("v4", works["step"]) / batch
-                drafted = estimate("v4", works["score"], *[works["draft step"]] * K) / EMITTED / batch
-                row += [alone, drafted, faster(ratio(alone, drafted))]
-            rows.append(row)
-    sides = [f"{'batch ' + str(batch)}: {side}" for batch in (1, 16) for side in ("alone", "with the draft", "speedup")]
-    return table(("kv heads, weights", *sides), rows)
+    for cell in documents["compile_complements"]["cells"]:
+        (form, kv_heads, batch), programs = cell["name"].values(), cell["programs"]
+        works = {name: Work(**facts["work"]) for name, facts in programs.items()}
+        alone, row = estimate("v4", works["step"]), []
+        for drafter in ("draft", "head"):
+            whole = works.get(f"round with the {drafter}")
+            if whole is None:  # the sum of its calls
+                round_ = estimate("v4", works["score"], *[works[f"{drafter} step"]] * K)
+            else:
+                round_ = estimate("v4", *calls_of_round(whole, works[f"{drafter} step"], K))
+            row += [f"{ratio(round_, alone)}", faster(ratio(alone, round_ / EMITTED))]
+        step = programs["step"]
+        traffic = f"{step['hbm_bytes'] / 1e9:.2f}", f"{step['over_floor']:.3f}"
+        rows.append((batch, kinds[kv_heads], form, *traffic, alone / batch, *row))
+    sides = [
+        f"{name}: {side}" for name in ("draft model", "EAGLE-3") for side in ("a round, in steps", "speedup at 0.8")
+    ]
+    header = ("batch", "kv heads", "form", "a step moves, GB", "over the floor", "alone, ms per token")
+    return table((*header, *sides), rows)
 
 
 def forecast(cell: Mapping[str, Any]) -> tuple[Band, Band]:

@@ -49,6 +49,9 @@ class HeadStep(LanguageModel):
     def prepare(self, params: Any) -> Any:
         return {"head": self.head.prepare(params["head"]), "target": self.target.prepare(params["target"])}
 
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return weights | {"target": self.target.fit_slots(weights["target"], slots)}
+
     def streamed(self, weights: Any) -> list[Array]:
         """Returns the matrices of a step: what only `FeatureHead.fuse` reads is read once a round."""
         params, of_target = weights["head"]["params"], weights["target"]["params"]

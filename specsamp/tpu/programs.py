@@ -84,7 +84,7 @@ class Programs:
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
         """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""
         fused = [] if self.head is None else self.draft.model.fused(self.weights(self.draft))
-        drafts = draft_length * self.floor(self.draft, live) + sum(map(_bytes_per_device, fused))
+        drafts = draft_length * self.floor(self.draft, live) + sum(map(_bytes_per_device, jax.tree.leaves(fused)))
         return self.floor(self.target, live) + drafts
 
     def bytes_of_state(self) -> tuple[int, int]:

@@ -7,10 +7,12 @@ import pytest
 
 import compile_cells
 from compile_cells import K
+from compile_complements import FORMS, complements, stack_of
 from compile_figures import PICTURES, calibrated
-from compile_heads import EXIT, HEAD, heads
+from compile_heads import EXIT, HEAD, heads, with_head
 from compile_kernels import kernels
 from compile_variants import variants
+from specsamp.models.config import chinchilla_70b
 from specsamp.tpu.work import Work
 from support import extras
 
@@ -68,7 +70,7 @@ def test_straight_lines_agree_with_the_whole(whole):
 
 
 @pytest.mark.parametrize(
-    "cells", [*compile_cells.STUDIES.values(), variants, heads, kernels], ids=lambda cells: cells.__name__
+    "cells", [*compile_cells.STUDIES.values(), complements, variants, heads, kernels], ids=lambda cells: cells.__name__
 )
 def test_every_answer_is_there(cells):
     """And its milliseconds are made of its work, with the calibration of today."""
@@ -159,3 +161,14 @@ def test_kernels_bring_calls_to_their_floor():
         if name["model"].startswith("Chinchilla") and name["topology"] == "v4:2x2x4":
             assert cell["over_floor"] < programs[plain[name["program"]]]["over_floor"] - 0.03
     assert far == [("v5p:2x2x4", "5 tokens", 8)]
+
+
+@extras.needs("libtpu")
+def test_floors_of_the_grid_are_of_int8_as_far_as_the_form_says():
+    """The target's, a head's step and a round's with the head."""
+    floors = []
+    for form in FORMS:
+        programs = with_head(stack_of(chinchilla_70b(), form, batch=16))
+        floors.append((programs.floor(programs.target), programs.floor(programs.draft), programs.floor_of_round(K)))
+    for plain, weights, caches in zip(*floors, strict=True):
+        assert plain > 1.2 * weights > 1.2 * 1.2 * caches, (plain, weights, caches)
