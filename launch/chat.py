@@ -21,8 +21,9 @@ import entry
 from colours import DRAFTED, own
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse
+from rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
-from specsamp.decoding.checks import Prompt, encode
+from specsamp.decoding.checks import Prompt, check_exact, encode
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.results import Chunk
 from specsamp.decoding.text import Continuation
@@ -30,6 +31,7 @@ from specsamp.decoding.text import Continuation
 _CONFIG = ConfigFlag("configs/trained_pair.py")
 _SYSTEM = flags.DEFINE_string("system", None, "What the model is told before the first turn.")
 _TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=2)
+_REQUIRE_EXACT = define_require_exact()
 
 COMMANDS = {"/new", "/undo", "/quit"}
 
@@ -40,6 +42,8 @@ def main() -> None:
         raise ValueError("a chat is one process's, which has a keyboard: leave out --distributed and --coordinator")
     config = _CONFIG.value
     refuse(config, "draft_temperature", "synthetic_acceptance")
+    if _REQUIRE_EXACT.value:
+        check_exact(make_rule(config.rule))
     with entry.progress(console, "reading the pair"):
         experiment = build(config, ["def main():"], mesh=config_mesh(config))
     tokenizer = experiment.pair.tokenizer

@@ -37,7 +37,7 @@ from config_file import ConfigFlag, choose
 from drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
 from evaluation_tables import tables
 from experiment import Experiment, build, config_mesh, headline
-from rules import LOSSY, RULES, make_rule
+from rules import LOSSY, RULES, define_require_exact, make_rule
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
@@ -73,7 +73,7 @@ _LEAVE_OUT_LONG = flags.DEFINE_bool(
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
-_REQUIRE_EXACT = flags.DEFINE_bool("require_exact", False, "Refuse ways to decode that are lossy.")
+_REQUIRE_EXACT = define_require_exact()
 _CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 

@@ -5,6 +5,8 @@ A lossy rule's constants follow its name, in the order of its fields; those that
 
 from __future__ import annotations
 
+from absl import flags
+
 from config_file import choose
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
@@ -15,6 +17,11 @@ RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 BOUNDED = "bounded"
 LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, "joint": JointThreshold, BOUNDED: Bounded}
 CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
+
+
+def define_require_exact() -> flags.FlagHolder:
+    """Defines --require_exact."""
+    return flags.DEFINE_bool("require_exact", False, "Refuse rules that are lossy.")
 
 
 def make_rule(word: str) -> Rule:

@@ -27,8 +27,10 @@ from rich.console import Console
 import entry
 from config_file import ConfigFlag
 from experiment import Experiment, build, config_mesh, headline, refuse, rule_name
+from rules import define_require_exact, make_rule
 from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
+from specsamp.decoding.checks import check_exact
 from specsamp.decoding.method import Method
 from specsamp.serving.openai_requests import OPTIONAL_WARPS, make_warp
 from specsamp.serving.service import Service
@@ -61,6 +63,7 @@ _TIMEOUT = flags.DEFINE_float(
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, f"A file with the key that requests must bring; default the environment variable {KEY}."
 )
+_REQUIRE_EXACT = define_require_exact()
 
 
 def main() -> None:
@@ -77,6 +80,8 @@ def main() -> None:
         raise ValueError(f"--warps: no {', '.join(unknown)}; choose of {', '.join(OPTIONAL_WARPS)}")
     config, key = _CONFIG.value, read_key()
     refuse(config, "draft_temperature", "synthetic_acceptance")
+    if _REQUIRE_EXACT.value:
+        check_exact(make_rule(config.rule))
     if "pair" not in config and "hugging_face" not in config:
         raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
