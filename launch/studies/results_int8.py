@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from results_tables import Documents, table
+from results_tables import Documents, ratio, table
 
 
 def int8_error(documents: Documents) -> str:
@@ -43,3 +43,21 @@ def int8_stored(documents: Documents) -> str:
         acceptance = sides["draft"]["acceptance (temperature 1)"]
         rows.append((precision, f"{sides['target']['loss']:.5f}", f"{sides['draft']['loss']:.5f}", f"{acceptance:.5f}"))
     return table(("stored in", "held-out loss of the target", "of the draft", "acceptance at T = 1"), rows)
+
+
+def int8_speed(documents: Documents) -> str:
+    """Returns the milliseconds of a call by what is in int8, beside float32 in the same turns."""
+    document, rows = documents["int8_speed_cpu"], []
+    lengths = list(document["models"]["random"]["settings"]["float32"]["calls"])
+    for model, found in document["models"].items():
+        for setting, measured in found["settings"].items():
+            calls = [measured["calls"][length] for length in lengths]
+            row = [model, setting, f"{measured['streamed, MB']:.0f}"]
+            row += [f"{call['temporaries, MB']:.1f}" for call in calls]
+            for call in calls:
+                row += [f"{call['ms']['median']:.1f}", ratio(call["over float32"])]
+            rows.append(row)
+    header = ["model", "in", "streamed, MB"] + [f"temporaries, MB, tokens: {length}" for length in lengths]
+    for length in lengths:
+        header += [f"ms, tokens: {length}", "over float32"]
+    return table(header, rows)

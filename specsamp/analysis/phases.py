@@ -33,8 +33,9 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.models import compiling
-from specsamp.models.int8 import Int8Weight, is_int8
+from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 from specsamp.models.interface import LanguageModel, Output
+from specsamp.models.products import contract
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import chain
@@ -191,16 +192,24 @@ def stream(loop: Loop, matrices: list[Array | Int8Weight], iterations: Array | i
 
     def step(_: Any, x: Array) -> Array:
         for matrix in matrices:
-            dtype = jnp.float32 if is_int8(matrix) else matrix.dtype
-            rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, dtype)
-            if is_int8(matrix):  # converted in every iteration, as a call does
-                rows_in, values = jax.lax.optimization_barrier((rows_in, matrix.values))
-                matrix = values.astype(dtype)
-            rows_out = jax.lax.optimization_barrier(rows_in @ matrix)
+            rows_out = jax.lax.optimization_barrier(_multiply(x, matrix, rows))
             x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
         return x
 
     return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
+
+
+def _multiply(x: Array, matrix: Array | Int8Weight, rows: int) -> Array:
+    """Multiplies ``rows`` rows that are ``x`` everywhere; of int8 matrices each is widened anew, as a call does it."""
+    if isinstance(matrix, Int8Blocks):
+        matrix = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), matrix)
+        return contract("TD,DF->TF", jnp.full((rows, matrix.shape[0]), x), matrix)
+    dtype = jnp.float32 if is_int8(matrix) else matrix.dtype
+    rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, dtype)
+    if is_int8(matrix):
+        rows_in, values = jax.lax.optimization_barrier((rows_in, matrix.values))
+        matrix = values.astype(dtype)
+    return rows_in @ matrix
 
 
 def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:

@@ -91,6 +91,12 @@ class Int8Weight:
         return self.values.nbytes + self.scale.nbytes
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Blocks(Int8Weight):
+    """An int8 matrix whose product widens some rows at a time, see `specsamp.models.cpu_layout`."""
+
+
 def is_int8(x: Any) -> bool:
     """Returns whether ``x`` is an `Int8Weight`, which is a leaf wherever weights are walked by their names."""
     return isinstance(x, Int8Weight)

@@ -13,9 +13,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specsamp.models.int8 import Int8Weight, is_int8
+from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 
 Array = jax.Array
+
+# Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
+WIDENED_ENTRIES = 2**19
 
 
 def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None) -> Array:
@@ -27,10 +30,7 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if is_int8(y):
-        # Tied to x, so that the compiler of a loop does not convert the matrix ahead of it and keep both.
-        x, values = jax.lax.optimization_barrier((x, y.values))
-        sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
-        return (sums * _scale_of_output(spec, y.scale)).astype(dtype)
+        return (_int8_sums(spec, x, y) * _scale_of_output(spec, y.scale)).astype(dtype)
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
@@ -55,6 +55,29 @@ def _backward(spec, dtype, precision, operands, cotangent):
 
 
 _contract.defvjp(_forward, _backward)
+
+
+def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
+    # Tied to x, so that the compiler of a loop does not convert the matrix ahead of it and keep both.
+    x, values = jax.lax.optimization_barrier((x, y.values))
+
+    def multiply(x: Array, values: Array) -> Array:
+        return _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
+
+    if not isinstance(y, Int8Blocks) or y.size <= WIDENED_ENTRIES:
+        return multiply(x, values)
+    summed, outputs = values.shape
+    count = -(-y.size // WIDENED_ENTRIES)
+    rows = max(summed // count, 1)
+
+    def add_block(i: Array, sums: Array) -> Array:
+        x_block, block = (jax.lax.dynamic_slice_in_dim(z, i * rows, rows, axis) for z, axis in ((x, -1), (values, 0)))
+        return sums + multiply(x_block, block)
+
+    sums = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
+    sums = jax.lax.fori_loop(0, summed // rows, add_block, sums)
+    rest = summed // rows * rows
+    return sums if rest == summed else sums + multiply(x[..., rest:], values[rest:])
 
 
 def _einsum(spec, precision, x, y, dtype):
