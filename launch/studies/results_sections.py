@@ -329,9 +329,10 @@ SECTIONS = (
         "by their own index maps. Traffic per chip and call, over the floor of as many slots: all of them alive, and as many "
         "as the column says. Programs of two and four layers, continued in a straight line to all of them, those of more "
         "than sixteen chips with two; a call of one new token carries two. Cycles of the kernels are not known to the "
-        "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p the "
-        "compiler leaves activations of forty rows in HBM, which it keeps on chip elsewhere: the one call here that is more than "
-        "5% beyond its floor. On 256 chips the 64 heads take `--config.mesh.data=4` at least, with a draft of 48 heads 16.",
+        "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p it leaves in HBM "
+        "what it keeps on chip elsewhere, scores of distances above all, so that calls with many rows are far beyond their floor: it "
+        "fetches matrices of 34 MB whole there, and not in slices of 4 MB as on v6e, which probably leaves no room. "
+        "On 256 chips the 64 heads take `--config.mesh.data=4` at least, with a draft of 48 heads 16.",
         compiled.kernels,
         ["compile_kernels"],
     ),
