@@ -286,7 +286,7 @@ SECTIONS = (
         "What is prefetched while collectives run?",
         ESTIMATE
         + "Why collectives on v5e are taken to be hidden as far as the streaming lasts: at each all-reduce of a "
-        "compiled step more is on its way to the chip than arrives while it runs. Their time is that of the traced all-reduces. "
+        "compiled step more is on its way to the chip than arrives while it runs, but for the first of the first row. Their time is that of the traced all-reduces. "
         "The last one, of the logits, has no layer after it and is left out.",
         compiled.in_flight,
         ["compile_in_flight"],
@@ -331,7 +331,8 @@ SECTIONS = (
         "than sixteen chips with two; a call of one new token carries two. Cycles of the kernels are not known to the "
         "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p it leaves in HBM "
         "what it keeps on chip elsewhere, scores of distances above all, so that calls with many rows are far beyond their floor: it "
-        "fetches matrices of 34 MB whole there, and not in slices of 4 MB as on v6e, which probably leaves no room. "
+        "fetches matrices of 34 MB whole there, and not in slices of 4 MB as on v6e, which probably leaves no room. The draft of Llama's round has heads of 64 entries, which kernels do not take: its caches are "
+        "read whole. "
         "On 256 chips the 64 heads take `--config.mesh.data=4` at least, with a draft of 48 heads 16.",
         compiled.kernels,
         ["compile_kernels"],

@@ -8,8 +8,8 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
 - **added**: programs of 2022 and 2023 on TPU v4. Collectives and streaming add up: the overlap is 0. Fitted are the
   efficiency, the fixed time of a call and the time of a hop.
 - **hidden**: programs on TPU v5e, 24 steps of JAX of 2025 and one of PyTorch/XLA of 2023. Links and memory work side by
-  side: at every collective between layers of our own compiled steps more weights are in flight than arrive while it
-  runs (launch/studies/in_flight.py). So collectives show only as far as they outlast the streaming: the overlap is 1,
+  side: at every collective between layers of our own compiled steps but the first of one of them more weights are in
+  flight than arrive while it runs (launch/studies/in_flight.py). So collectives show only as far as they outlast the streaming: the overlap is 1,
   no fitted number. Their time comes from profiler traces. Fitted are the efficiency, the fixed time of a call, and the
   time of a layer's attention and cache update per sequence. Smaller overlaps explain the steps nearly as well, down to
   `least_overlap`: the upper edge of a band takes that one. (A trace of one of the programs shows 40 of the 67 us that
