@@ -56,7 +56,7 @@ def test_draft_model(rule, K, draft, sampling):
 
 @pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
 def test_autoregressive(rule, sampling):
-    assert distribution_test(table_loop(rule, NoDrafter()), None, sampling) > FALSE_ALARM
+    assert distribution_test(table_loop(rule, NoDrafter()), None, sampling, length=3) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule, adaptive", [(TokenRule(), STOPPED), (BlockRule(), RESTLESS)])

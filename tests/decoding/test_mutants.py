@@ -31,19 +31,19 @@ from support.loop_distributions import (
     distribution_test,
 )
 
-OPTIMISED = True
-
 K = 3
 # The statistic is astronomically far out for real mistakes; a factor of 1e6 keeps luck out of it.
 CAUGHT = FALSE_ALARM * 1e-6
 
 
-# What is caught with so many samples is caught with the more of test_loop_distribution.py.
-FEWER = 50_000
+# What is caught with so many samples is caught with the more of test_loop_distribution.py. So few take less time in
+# quick machine code than good machine code takes to be made.
+FEWER = 20_000
+HARMLESS = 50_000  # samples of what must pass
 
 
 def caught(loop, draft=FAR, sampling=FULL):
-    return distribution_test(loop, draft, sampling, samples=FEWER, powered=False) < CAUGHT
+    return distribution_test(loop, draft, sampling, length=3, samples=FEWER, powered=False) < CAUGHT
 
 
 def model_loop(rule, **options):
@@ -101,7 +101,9 @@ def test_noise_by_absolute_position_biases_the_block_rule():
 
 def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
     """It never looked at what came after the refusal: the control of the test above."""
-    assert distribution_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=FEWER, powered=False) > FALSE_ALARM
+    assert (
+        distribution_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=HARMLESS, powered=False) > FALSE_ALARM
+    )
 
 
 def test_draft_log_probs_before_warping():
@@ -119,8 +121,8 @@ def test_stop_token_ignored_inside_a_block():
             return dataclasses.replace(after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B))
 
     def p_of(loop):
-        run = decode(loop, TARGET, NEAR, [[1, 2]], 4, FULL, samples=FEWER, stop_ids=(0,))
-        samples, distribution = cut_at_stop(run, joint_distribution(TARGET, FULL, [1, 2], 4), 0)
+        run = decode(loop, TARGET, NEAR, [[1, 2]], 3, FULL, samples=FEWER, stop_ids=(0,))
+        samples, distribution = cut_at_stop(run, joint_distribution(TARGET, FULL, [1, 2], 3), 0)
         return p_value([(samples, distribution)], powered=False)
 
     assert p_of(model_loop(TokenRule(), loop=Mutant)) < CAUGHT
@@ -140,7 +142,7 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
     assert acceptance(mutants.HoleInTheCache(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
     assert (
         distribution_test(
-            table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL, samples=FEWER, powered=False
+            table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL, samples=HARMLESS, powered=False
         )
         > FALSE_ALARM
     )
@@ -155,9 +157,9 @@ def test_an_early_exit_that_writes_over_what_was_scored():
         return dataclasses.replace(table_loop(TokenRule(), drafter(target, 1, K)), target=target)
 
     wrong = loop(mutants.WritesOverWhatWasScored)
-    assert distribution_test(wrong, None, FULL, target=layers, samples=FEWER, powered=False) < CAUGHT
+    assert distribution_test(wrong, None, FULL, target=layers, length=3, samples=FEWER, powered=False) < CAUGHT
     right = loop(EarlyExitDrafter)
-    assert distribution_test(right, None, FULL, target=layers, samples=FEWER, powered=False) > FALSE_ALARM
+    assert distribution_test(right, None, FULL, target=layers, samples=HARMLESS, powered=False) > FALSE_ALARM
 
 
 def test_length_of_a_neighbour_while_scoring():
@@ -242,5 +244,4 @@ def test_no_token_decides_whether_it_is_submitted():
 
 def test_a_stop_that_cancels_the_token_itself_is_caught():
     loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.most))
-    few = dict(samples=50_000, powered=False)
-    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=STOPPED, **few) < FALSE_ALARM * 1e-6
+    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=STOPPED, samples=FEWER, powered=False) < CAUGHT
