@@ -63,6 +63,7 @@ def test_an_installed_command_says_so_in_its_result(site, tmp_path):
 # One process imports JAX, and forks for each command: flags of two commands would meet.
 EVERY = """
 import json, os, sys
+import optax, scipy.stats  # as many commands do, a second each time
 import specsamp.__main__ as program
 sys.path.insert(0, str(program.folder()))
 import entry
