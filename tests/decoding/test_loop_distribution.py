@@ -43,15 +43,16 @@ OPTIMISED = True
 
 
 @pytest.mark.parametrize(
-    "rule, K, draft, sampling",
+    "rule, K, draft, sampling, length",
     [
-        (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2))),
-        (BlockRule(), 3, NEAR, NUCLEUS),
+        (TokenRule(), 4, FAR, chain(temperature(1.5), top_k(2)), 4),
+        (BlockRule(), 3, NEAR, NUCLEUS, 3),
     ],
 )
-def test_draft_model(rule, K, draft, sampling):
+def test_draft_model(rule, K, draft, sampling, length):
     """Other K, drafts and warps are below; the coupled rule's texts are those of no draft (test_pathwise.py)."""
-    assert distribution_test(table_loop(rule, ModelDrafter(TableLM(V), K)), draft, sampling) > FALSE_ALARM
+    loop = table_loop(rule, ModelDrafter(TableLM(V), K))
+    assert distribution_test(loop, draft, sampling, length=length) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
