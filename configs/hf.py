@@ -48,6 +48,14 @@ PAIRS = {
         target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", model_parallelism=4, draft_model_parallelism=1
     ),
     "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", model_parallelism=8),
+    # 4 kv heads; 128 experts of a layer, of which a token reads 8.
+    "qwen-30b-a3b": PublicPair(
+        target="Qwen/Qwen3-30B-A3B",
+        draft="Qwen/Qwen3-0.6B",
+        model_parallelism=8,
+        num_kv_heads=4,
+        draft_length=2,  # longer ones read more experts
+    ),
     "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4),
     "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4),
 }

@@ -220,6 +220,8 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
         told = f"{human_count(stored)} parameters"
         if looked_up:
             told += f" (a step streams {human_count(stored - looked_up)}: the rest are tables of n-grams)"
+        if model.config.experts:
+            told += f" (a token uses {human_count(model.config.num_active_parameters)}: it chooses experts)"
         return told
 
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1

@@ -3,6 +3,7 @@
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --by_position=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
     python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
+    python launch/plan.py --acceptance=0.8 --config=configs/hf.py:qwen-30b-a3b --chip=v5e --devices=8
     python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 
@@ -103,6 +104,7 @@ _CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
+EXPERTS = ". Of experts those are read that the tokens of a call choose, if they choose independently and all alike"
 MIRRORED = (
     ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
     "column is its tokens per round if target and draft exchange the chances of two tokens"
@@ -278,18 +280,18 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         own = own_calibration(_CALIBRATION.value, report["topology"])
         return compiled_costs(report, _LATENCY.value, own)
     config = _CONFIG.value
-    if "target" not in config:
+    models, inside = known_models(config), word_of(config).inside
+    if "target" not in models or "draft" not in models and not inside and word_of(config).planned:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
     if not word_of(config).planned:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
-    models, inside = known_models(config), word_of(config).inside
     target = models["target"]
     draft = first_layers(target, config.exit_layer) if inside else models["draft"]
     check_devices([target.config] if inside else [target.config, draft.config])
     return Roofline(
-        target=roofline_model(target.config),
-        draft=roofline_model(draft.config),
+        target=ModelSize.of(target.config),
+        draft=ModelSize.of(draft.config),
         bytes_per_second=chip.hbm_bytes_per_second,
         flops_per_second=chip.flops_per_second,
         devices=_DEVICES.value,
@@ -326,15 +328,6 @@ def check_devices(held: Sequence[TransformerConfig]) -> None:
         raise ValueError(f"--chip={_CHIP.value} needs --devices, how many chips hold the models together: {told}")
     if size > _DEVICES.value * capacity:
         raise ValueError(f"--devices={_DEVICES.value} cannot hold the models: {told}")
-
-
-def roofline_model(config) -> ModelSize:
-    """Returns a model for the roofline: all its parameters are streamed, in the compute dtype."""
-    return ModelSize(
-        weight_bytes=config.weight_bytes,
-        parameters=config.num_parameters,
-        kv_bytes_per_token=config.kv_bytes_per_token,
-    )
 
 
 def best_length(accepted: Profiles, costs: Costs, plan: Plan) -> int:
@@ -376,7 +369,8 @@ def plan_table(plan: Plan, costs: Costs) -> report.Table:
         "behind the costs"
         + (f". Milliseconds: {measured_by(costs)}" if costs.edges else "")
         + (MIRRORED if rate else "")
-        + (ROOFLINE if _CHIP.value else ""),
+        + (ROOFLINE if _CHIP.value else "")
+        + (EXPERTS if isinstance(costs, Roofline) and costs.target.experts else ""),
     )
 
 

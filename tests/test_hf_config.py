@@ -30,6 +30,7 @@ PUBLISHED = {  # parameters, of their model cards and safetensors indices
     "Qwen/Qwen2.5-3B": 3.0859e9,
     "Qwen/Qwen2.5-0.5B": 494.03e6,
     "Qwen/Qwen3-32B": 32.762e9,
+    "Qwen/Qwen3-30B-A3B": 30.532e9,
     "Qwen/Qwen3-8B": 8.1907e9,
     "Qwen/Qwen3-0.6B": 596.05e6,
     "XiaomiMiMo/MiMo-7B-RL": 7.8334e9 - 210.79e6,  # without its module

@@ -13,6 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
+from specsamp.models.config import TransformerConfig
+from specsamp.models.experts_config import ExpertsConfig
+
 # Relative standard error that a clock has from one session to the next, whatever the errors of the medians: other work on
 # the machine, temperature, memory. The least with which 95% bands hold 95% of the 52 points of
 # notebooks/results/python_pair_agreement.json; found on three of its four curves, it holds 50 of the 52 (tests).
@@ -144,9 +147,29 @@ class PerCall:
 class ModelSize:
     """Bytes that a call of a model reads and operations that it computes."""
 
-    weight_bytes: float  # read by a call
+    weight_bytes: float  # read by a call, whatever its tokens
     parameters: float  # two operations each, per token
     kv_bytes_per_token: float = 0.0  # of the cache, per row
+    experts: ExpertsConfig | None = None  # that tokens choose, in each of its layers that has any
+    expert_bytes: float = 0.0  # of one expert of all these layers
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> ModelSize:
+        """Takes the numbers of a transformer: all its parameters are streamed, but for experts that no token chose."""
+        bytes_per_parameter = config.weight_bytes / config.num_parameters
+        in_experts = config.num_expert_parameters
+        return cls(
+            weight_bytes=(config.num_parameters - in_experts) * bytes_per_parameter,
+            parameters=config.num_active_parameters,
+            kv_bytes_per_token=config.kv_bytes_per_token,
+            experts=config.experts,
+            expert_bytes=in_experts * bytes_per_parameter / config.experts.num_experts if config.experts else 0.0,
+        )
+
+    def read_bytes(self, tokens: int) -> float:
+        """Returns the bytes of weights that a call of so many tokens, of all rows, is expected to read."""
+        touched = self.experts.expected_touched(tokens) if self.experts else 0.0
+        return self.weight_bytes + touched * self.expert_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +177,8 @@ class Roofline:
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic, plus a constant.
 
     ``max((W + B S kv) / (n bandwidth), 2 N B T / (n flops)) + call_ms``: weights W are read once for all B rows and all T
-    tokens of a row, the cache of S slots once per row (the model of Pope et al., arXiv 2211.05102).
+    tokens of a row, the cache of S slots once per row (the model of Pope et al., arXiv 2211.05102). Of experts those are
+    read that B T tokens are expected to choose (`ExpertsConfig.expected_touched`), so that longer drafts read more.
     """
 
     target: ModelSize
@@ -176,7 +200,8 @@ class Roofline:
 
     def call_time_ms(self, model: ModelSize, tokens: int, batch: int, context: int) -> float:
         """Returns the milliseconds of one call with ``tokens`` tokens in each row."""
-        streamed = (model.weight_bytes + batch * context * model.kv_bytes_per_token) / self.bytes_per_second
+        read = model.read_bytes(batch * tokens) + batch * context * model.kv_bytes_per_token
+        streamed = read / self.bytes_per_second
         computed = 2 * model.parameters * batch * tokens / self.flops_per_second
         return max(streamed, computed) / self.devices * 1e3 + self.call_ms
 

@@ -15,6 +15,7 @@ from specsamp.checkpoints import tensor_names
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.models.config import TransformerConfig
+from specsamp.models.experts_config import ExpertsConfig
 
 # What GPT-2 calls its sizes, and what the other families do.
 GPT2_ALIASES = {
@@ -131,9 +132,9 @@ def _arcee(fields: Fields) -> dict:
     )
 
 
-def _mistral(fields: Fields) -> dict:
-    """Reads a MistralForCausalLM."""
-    window = fields.or_null("sliding_window", 4096)
+def _mistral(fields: Fields, window: int | None = 4096) -> dict:
+    """Reads a MistralForCausalLM; ``window`` is that of a file that says none."""
+    window = fields.or_null("sliding_window", window)
     kinds = ["full_attention" if window is None else "sliding_attention"] * fields.count("num_hidden_layers")
     no_biases = dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # whatever the file says
     return (
@@ -144,10 +145,10 @@ def _mistral(fields: Fields) -> dict:
     )
 
 
-def _qwen2(fields: Fields) -> dict:
-    """Reads a Qwen2ForCausalLM, whose window holds from a layer on."""
+def _qwen2(fields: Fields, first: int | None = None) -> dict:
+    """Reads a Qwen2ForCausalLM, whose window holds from layer ``first`` on, by default that of the file."""
     window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
-    first = fields("max_window_layers", 28)
+    first = fields("max_window_layers", 28) if first is None else first
     kinds = [
         "full_attention" if window is None or i < first else "sliding_attention"
         for i in range(fields.count("num_hidden_layers"))
@@ -160,12 +161,53 @@ def _qwen2(fields: Fields) -> dict:
     )
 
 
-def _qwen3(fields: Fields) -> dict:
-    """Reads a Qwen3ForCausalLM."""
+def _qwen3(fields: Fields, first: int | None = None) -> dict:
+    """Reads a Qwen3ForCausalLM; see `_qwen2` for ``first``."""
     bias = fields("attention_bias", False)
-    return _qwen2(fields) | dict(
+    return _qwen2(fields, first) | dict(
         attention_bias=bias, output_bias=bias, query_key_norm=True, head_size=fields("head_dim", 128)
     )
+
+
+def _qwen3_moe(fields: Fields) -> dict:
+    """Reads a Qwen3MoeForCausalLM, whose layers choose experts unless the file says that they are dense."""
+    num_layers, every = fields.count("num_hidden_layers"), fields("decoder_sparse_step", 1)
+    dense = fields("mlp_only_layers", [])
+    if not isinstance(dense, list) or not isinstance(every, int) or every < 1:
+        raise ValueError(
+            f"{fields.path} says mlp_only_layers = {dense!r} and decoder_sparse_step = {every!r}; a list of layers and a "
+            "positive integer are wanted"
+        )
+    dense = tuple(i for i in range(num_layers) if i in dense or (i + 1) % every)
+    return _qwen3(fields, first=0) | dict(
+        head_size=fields("head_dim", None),
+        num_kv_heads=fields.or_null("num_key_value_heads", 4),
+        experts=_experts(
+            fields,
+            num_experts=fields("num_experts", fields("num_local_experts", 128)),  # as transformers 5 writes it
+            width=fields("moe_intermediate_size", 768),
+            experts_per_token=fields("num_experts_per_tok", 8),
+            normalised=fields("norm_topk_prob", False),
+            dense_layers=dense,
+        ),
+    )
+
+
+def _mixtral(fields: Fields) -> dict:
+    """Reads a MixtralForCausalLM, whose experts have the width that other models' only feed-forward part has."""
+    experts = _experts(
+        fields,
+        num_experts=fields("num_local_experts", 8),
+        width=fields("intermediate_size"),
+        experts_per_token=fields("num_experts_per_tok", 2),
+    )
+    return _mistral(fields, window=None) | dict(norm_epsilon=fields("rms_norm_eps", 1e-5), experts=experts)
+
+
+def _experts(fields: Fields, **shape: Any) -> ExpertsConfig | None:
+    """Returns what experts a model has, None if all of its layers are dense."""
+    experts = ExpertsConfig(**shape)
+    return experts if experts.num_sparse_layers(fields.count("num_hidden_layers")) else None
 
 
 def _gpt2(fields: Fields) -> dict:
@@ -308,6 +350,8 @@ FAMILIES = {
     "MistralForCausalLM": Family(model_type="mistral", names=tensor_names.LLAMA, read=_mistral),
     "Qwen2ForCausalLM": Family(model_type="qwen2", names=tensor_names.LLAMA, read=_qwen2),
     "Qwen3ForCausalLM": Family(model_type="qwen3", names=tensor_names.LLAMA, read=_qwen3),
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", names=tensor_names.QWEN_EXPERTS, read=_qwen3_moe),
+    "MixtralForCausalLM": Family(model_type="mixtral", names=tensor_names.MIXTRAL, read=_mixtral),
     "MiMoForCausalLM": Family(
         model_type="mimo", names=tensor_names.LLAMA, read=_qwen2, head_prefix="model.mtp_layers."
     ),

@@ -99,7 +99,7 @@ def _medusa(
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     bias = tensor_names.find_source("head_0/bias", layout.names).tensor
     return layout, MedusaConfig(
-        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype),
+        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype, experts=None),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,

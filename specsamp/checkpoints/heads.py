@@ -151,7 +151,7 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         if name == DRAFT_IDS:
             return checkpoint.draft_ids[index]
-        return read_piece(sources[name], checkpoint.tensors[sources[name].tensor], there, here, dtype, index)
+        return read_piece(sources[name], checkpoint.tensors, there, here, dtype, index)
 
     places = flatten_dict(jax.tree.map(place, shapes, shardings), sep="/")
     return unflatten_dict(read_leaves(places, read, progress), sep="/")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -107,13 +107,12 @@ class Checkpoint:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found, self.described)
 
     def _check(self, found: Mapping[str, Tensor], config: TransformerConfig) -> None:
-        sources, in_int8 = self.sources(config), set()
-        wanted = {source.tensor: source.shape(sizes(config)) for source in sources.values()}
+        sources, in_int8 = self.sources(config), ()
+        wanted = _tensors_of([(source, {}) for source in sources.values()], sizes(config))
         if self.in_int8:
             names = [name for name in sources if is_stored_in_int8(name)]
-            in_int8 = {sources[name].tensor for name in names}
-            scales = [scale_source(name, sources[name]) for name in names]
-            wanted |= {source.tensor: source.shape(sizes(config) | ones) for source, ones in scales}
+            in_int8 = _tensors_of([(sources[name], {}) for name in names], sizes(config)).keys()
+            wanted |= _tensors_of([scale_source(name, sources[name]) for name in names], sizes(config))
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if config.tied else set()
         of_head = self.family.head_prefix
@@ -240,7 +239,7 @@ def read_params(
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         source, ones = scales[name] if name in scales else (sources[name], {})
         dtype = np.float32 if is_int8(places[name]) else places[name].dtype
-        return read_piece(source, tensors[source.tensor], there | ones, here | ones, dtype, index)
+        return read_piece(source, tensors, there | ones, here | ones, dtype, index)
 
     return unflatten_dict(together(read_leaves(places, read, progress)), sep="/")
 
@@ -309,7 +308,7 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
 
 def read_piece(
     source: Source,
-    tensor: Tensor,
+    tensors: Mapping[str, Tensor],
     there: Mapping[str, int],
     here: Mapping[str, int],
     dtype: np.dtype,
@@ -320,16 +319,35 @@ def read_piece(
     What the model has beyond the checkpoint, rows of padding of its vocabulary, is zero.
 
     Args:
+      tensors: of the checkpoint, by name.
       there, here: the size of every letter in the checkpoint and in the model.
     """
+    if source.is_stacked:
+        members = source.members(here)[index[0]]
+        shape = [len(range(*part.indices(here[letter]))) for part, letter in zip(index, source.axes)]
+        stacked = np.empty(shape, dtype)
+        for place, member in zip(stacked, members, strict=True):
+            place[...] = read_piece(member, tensors, there, here, dtype, index[1:])
+        return stacked
     full = [piece.indices(here[letter])[:2] for letter, piece in zip(source.axes, index)]
     inside = [(min(first, there[x]), min(last, there[x])) for x, (first, last) in zip(source.axes, full)]
-    values = source.read(tensor.read, there, [slice(*span) for span in inside])
+    values = source.read(tensors[source.tensor].read, there, [slice(*span) for span in inside])
     if full == inside:
         return np.array(values, dtype, order="C")
     padded = np.zeros([last - first for first, last in full], dtype)
     padded[tuple(slice(0, n) for n in values.shape)] = values
     return padded
+
+
+def _tensors_of(
+    sources: Iterable[tuple[Source, Mapping[str, int]]], sizes: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor that sources name, by its name.
+
+    Args:
+      sources: each with the sizes of letters that it has otherwise.
+    """
+    return {member.tensor: member.shape(sizes | other) for source, other in sources for member in source.members(sizes)}
 
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:

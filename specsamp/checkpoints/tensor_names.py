@@ -2,7 +2,8 @@
 
 A line such as ``"NH D -> NDH"`` reads: the tensor has two axes, the first of them N heads of H entries; the
 parameter has the axes N, D, H. C is the three of queries, keys and values in one tensor, of which a line names
-one: ``"NCH D -> NDH: C=0"``. For the letters see `sizes`.
+one: ``"NCH D -> NDH: C=0"``. Of E experts, each in a tensor of its own, a line names all: ``"x.{e}.y  F D -> EDF"``.
+For the letters see `sizes`.
 """
 
 from __future__ import annotations
@@ -33,20 +34,34 @@ def sizes(config: TransformerConfig) -> dict[str, int]:
         H=config.head_size,
         P=config.max_positions,
         C=3,
+        E=0 if config.experts is None else config.experts.num_experts,
+        I=0 if config.experts is None else config.experts.width,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """The tensor that holds a parameter."""
+    """The tensor that holds a parameter, or the tensors of all experts."""
 
-    tensor: str  # its name
+    tensor: str  # its name; of experts one with the place of their number, "{e}"
     tensor_axes: tuple[str, ...]  # each a product of letters, the outermost first
     axes: str  # of the parameter
     part: int | None = None  # of C
 
+    def members(self, sizes: Mapping[str, int]) -> list[Source]:
+        """Returns the sources of the experts that a parameter stacks along its first axis; of any other, itself."""
+        if not self.is_stacked:
+            return [self]
+        tensors = [self.tensor.format(e=expert) for expert in range(sizes["E"])]
+        return [dataclasses.replace(self, tensor=tensor, axes=self.axes[1:]) for tensor in tensors]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Returns whether a parameter stacks what is a tensor for each expert."""
+        return "{e}" in self.tensor
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor."""
+        """Returns the shape of the tensor, or of each expert's."""
         return tuple(math.prod(sizes[letter] for letter in axis) for axis in self.tensor_axes)
 
     def read(self, read: ReadTensor, sizes: Mapping[str, int], index: Sequence[slice]) -> np.ndarray:
@@ -84,7 +99,7 @@ def find_source(parameter: str, names: Mapping[str, str]) -> Source:
     line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
     return Source(
-        tensor=match["tensor"].format(i=layer and layer[1]),
+        tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),
         tensor_axes=tuple(match["axes"].split()),
         axes=match["ours"],
         part=None if match["part"] is None else int(match["part"]),
@@ -118,6 +133,18 @@ GEMMA = LLAMA | {
     "layer/attention_post_norm/scale": "model.layers.{i}.post_attention_layernorm.weight  D -> D",
     "layer/mlp_norm/scale": "model.layers.{i}.pre_feedforward_layernorm.weight  D -> D",
     "layer/mlp_post_norm/scale": "model.layers.{i}.post_feedforward_layernorm.weight  D -> D",
+}
+QWEN_EXPERTS = LLAMA | {
+    "layer/experts/router": "model.layers.{i}.mlp.gate.weight  E D -> DE",
+    "layer/experts/gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight  I D -> EDI",
+    "layer/experts/up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight  I D -> EDI",
+    "layer/experts/down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight  D I -> EID",
+}
+MIXTRAL = LLAMA | {
+    "layer/experts/router": "model.layers.{i}.block_sparse_moe.gate.weight  E D -> DE",
+    "layer/experts/gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight  I D -> EDI",
+    "layer/experts/up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight  I D -> EDI",
+    "layer/experts/down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight  D I -> EID",
 }
 GPT2 = {
     "embedding": "transformer.wte.weight  V D -> VD",

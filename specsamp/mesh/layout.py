@@ -25,10 +25,12 @@ REPLICA, MODEL = "replica", "model"
 ROWS = "rows"
 
 # Tensor parallelism (Shoeybi et al., arXiv 1909.08053) splits the first of these; every device has all of the second.
-SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", "features", ROWS)
+SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", "experts", "expert_mlp", "features", ROWS)
 WHOLE_AXES = ("embed", "head", "slots")
 # These are split over as many devices as divide them; the other devices hold replicas.
 AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
+# Arrays of experts are split by expert, or where these do not divide, by the width of each.
+EXPERTS, EXPERT_WIDTH = "experts", "expert_mlp"
 
 
 def make_mesh(
@@ -151,6 +153,10 @@ class Layout:
             if name in AS_FAR_AS_POSSIBLE:
                 while size % self._num_devices(over):
                     over = over[:-1]
+            if name == EXPERTS and size % self._num_devices(over) or name == EXPERT_WIDTH and EXPERTS in used.values():
+                over = ()
+            if name == EXPERT_WIDTH and size % self._num_devices(over):
+                raise self._indivisible_experts(dict(zip(axes, shape))[EXPERTS], size, over)
             if size % self._num_devices(over):
                 raise ValueError(
                     f"{name!r} has {size} entries, which do not divide over the {self._num_devices(over)} devices of "
@@ -234,6 +240,14 @@ class Layout:
 
         axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.constrain(axes, cache)
+
+    def _indivisible_experts(self, count: int, width: int, over: Sequence[str]) -> ValueError:
+        devices = self._num_devices(over)
+        best = max((count, width), key=lambda size: math.gcd(size, devices))
+        return ValueError(
+            f"neither {count} experts nor their width of {width} divide over the {devices} devices of "
+            f"{' x '.join(over)}: {self._advice(best, over)}"
+        )
 
     def _advice(self, size: int, over: Sequence[str]) -> str:
         """Names the largest number of devices that ``size`` divides over, and the flags that choose it."""

@@ -182,6 +182,9 @@ class ShardedModel(LayeredModel):
     def streamed(self, weights: Any) -> list[jax.Array] | None:
         return self.model.streamed(weights)
 
+    def chosen(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]]:
+        return self.model.chosen(weights, tokens)
+
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._place_cache(self.model.init_cache(batch, slots))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specsamp.models.experts_config import ExpertsConfig
 from specsamp.models.positions import Rotary, RotaryScaling
 
 POSITIONS = ("relative", "rotary", "learned")
@@ -60,6 +61,7 @@ class TransformerConfig:
     # Feed-forward.
     gated: bool = False  # activation(gate x) * (up x)
     feedforward_bias: bool = False
+    experts: ExpertsConfig | None = None  # of layers that choose experts for each token; None: there are none
     # Attention.
     attention_bias: bool = False  # of Q, K and V
     output_bias: bool = False
@@ -93,6 +95,8 @@ class TransformerConfig:
 
         if isinstance(self.rotary_scaling, Mapping):  # from JSON
             set_default("rotary_scaling", RotaryScaling(**self.rotary_scaling))
+        if isinstance(self.experts, Mapping):
+            set_default("experts", ExpertsConfig(**self.experts))
         set_default("global_layers", tuple(self.global_layers))
         optional = ("num_kv_heads", "head_size", "feedforward_width", "num_real_tokens", "window", "rotary_size")
         for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions") + optional:
@@ -145,12 +149,18 @@ class TransformerConfig:
         for layer in self.global_layers:
             if not 0 <= layer < self.num_layers:
                 raise ValueError(f"global_layers names layer {layer}; there are layers 0 to {self.num_layers - 1}")
+        if self.experts is not None and (self.feedforward_bias or not self.gated):
+            raise ValueError("experts have a gate and no biases: set gated=True and feedforward_bias=False")
         if self.window is None and (self.global_layers or self.window_rotary_base is not None):
             raise ValueError("global_layers and window_rotary_base say what differs from a window: set window")
 
     def window_of(self, layer: int) -> int | None:
         """Returns how many tokens a layer sees, None for all."""
         return None if layer in self.global_layers else self.window
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether the feed-forward part of a layer is made of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def rotary_of(self, window: int | None) -> Rotary | None:
         """Returns the rotary embedding of layers with this window; None without rotary positions."""
@@ -193,11 +203,33 @@ class TransformerConfig:
         attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
         attention += self.query_key_norm * 2 * norm // width * size
         feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * ((1 + self.gated) * inner + width)
-        layer = attention + feedforward + (4 if self.post_norms else 2) * norm
+        layer = attention + (4 if self.post_norms else 2) * norm
+        dense = self.num_layers - self.num_sparse_layers
+        router = 0 if self.experts is None else width * self.experts.num_experts
+        feedforwards = dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
         positions = self.max_positions * width if self.positions == "learned" else 0
         ngrams = self.num_ngram_tables * self.ngram_rows * width
         embeddings = (1 if self.tied else 2) * self.vocab_size * width
-        return self.num_layers * layer + embeddings + norm + positions + ngrams
+        return self.num_layers * layer + feedforwards + embeddings + norm + positions + ngrams
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """The number of layers with experts."""
+        return 0 if self.experts is None else self.experts.num_sparse_layers(self.num_layers)
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """The number of parameters of all experts, of which a call reads those that its tokens choose."""
+        of_layer = 0 if self.experts is None else 3 * self.width * self.experts.width * self.experts.num_experts
+        return self.num_sparse_layers * of_layer
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The number of parameters that one token uses: all but those of experts that it did not choose."""
+        if self.experts is None:
+            return self.num_parameters
+        left_out = self.experts.num_experts - self.experts.experts_per_token
+        return self.num_parameters - self.num_expert_parameters * left_out // self.experts.num_experts
 
     @property
     def weight_bytes(self) -> int:

@@ -16,9 +16,10 @@ from specsamp.models import ngrams
 from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
+from specsamp.models.experts import Experts
 from specsamp.models.feedforward import FeedForward
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, Output
+from specsamp.models.interface import Block, MeshLayout, Output
 from specsamp.models.norm import Norm
 from specsamp.models.parameters import weight
 from specsamp.models.products import contract, soft_cap
@@ -35,6 +36,8 @@ class Layer(nn.Module):
     config: TransformerConfig
     window: int | None  # see `Attention`
     attention: type[Attention]
+    has_experts: bool = False
+    layout: MeshLayout | None = None  # see `Experts`
 
     @nn.compact
     def __call__(
@@ -58,14 +61,21 @@ class Layer(nn.Module):
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
             y_BTD = Norm(config, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
-            x_BTD = attended_BTD + post_norm("mlp", FeedForward(config, name="mlp")(y_BTD))
+            x_BTD = attended_BTD + post_norm("mlp", self.make_feedforward()(y_BTD))
         return x_BTD, cache
+
+    def make_feedforward(self) -> FeedForward | Experts:
+        """Returns the feed-forward part, which the names of its parameters tell from one of the other kind."""
+        if self.has_experts:
+            return Experts(self.config, self.layout, name="experts")
+        return FeedForward(self.config, name="mlp")
 
 
 class Decoder(nn.Module):
     """A call is `embed`, `run_layers`, `unembed`; each can be called by itself."""
 
     config: TransformerConfig
+    layout: MeshLayout | None = None  # over a mesh, see `Experts`
 
     attention: ClassVar[type[Attention]] = Attention
 
@@ -83,7 +93,10 @@ class Decoder(nn.Module):
         if config.positions == "learned":
             shape = (config.max_positions, config.width)
             self.position_embedding = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
-        self.layer = [Layer(config, config.window_of(i), self.attention) for i in range(config.num_layers)]
+        self.layer = [
+            Layer(config, config.window_of(i), self.attention, config.has_experts(i), self.layout)
+            for i in range(config.num_layers)
+        ]
         self.final_norm = Norm(config)
         self.output_embedding = self.declare_output()
 

@@ -34,6 +34,9 @@ SUMMED_AXES = {
     "up": (0,),
     "gate": (0,),  # [D, F]
     "down": (0,),  # [F, D]
+    "experts/up": (1,),
+    "experts/gate": (1,),  # [E, D, F]
+    "experts/down": (1,),  # [E, F, D]
     "fc": (0,),
     "linear": (0,),  # [X, D], of a head
 }

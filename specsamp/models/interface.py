@@ -49,6 +49,9 @@ class MeshLayout(Protocol):
     def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
         """Maps the logical axes of an array of this shape to mesh axes."""
 
+    def shardings(self, axes: Any, shapes: Any) -> Any:
+        """Returns the `NamedSharding` of each array of a tree, from the tree of their logical axes."""
+
 
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays travel beside it.
@@ -127,6 +130,14 @@ class LanguageModel(abc.ABC):
     def streamed(self, weights: Any) -> list[Array] | None:
         """Returns the matrices that a call multiplies by, whatever its length, for cost forecasts; None: unknown."""
         return None
+
+    def chosen(self, weights: Any, tokens: int) -> list[tuple[Array, float]]:
+        """Returns the matrices of which a call reads what its tokens choose, each with the share that is expected.
+
+        Args:
+          tokens: of all rows of a call.
+        """
+        return []
 
     def param_axes(self) -> Any:
         """Returns the logical axis names of parameters, a tree of `PartitionSpec`; None: every device has all."""

@@ -34,6 +34,19 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
+def contract_slice(spec: str, x: Array, stacked: Array | Int8Weight, at: Array, *, dtype: jnp.dtype) -> Array:
+    """Computes `contract` with the entry ``at`` of the first axis of ``stacked``, which is read in place.
+
+    An int8 entry is not tied to x, as it is in `contract`: no compiler converts ahead what an index chooses, and a slice
+    that is tied is copied first. A CPU copies it anyway.
+    """
+    entry = jax.tree.map(lambda y: jax.lax.dynamic_index_in_dim(y, at, keepdims=False), stacked)
+    if not is_int8(entry) or isinstance(entry, Int8Blocks):
+        return contract(spec, x, entry, dtype=dtype)
+    sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, entry.values.astype(x.dtype), jnp.float32)
+    return (sums * _scale_of_output(spec, entry.scale)).astype(dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _contract(spec, dtype, precision, x, y):
     return _einsum(spec, precision, x, y.astype(x.dtype), dtype)

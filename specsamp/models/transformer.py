@@ -16,6 +16,7 @@ from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
+from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
 from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
@@ -36,11 +37,13 @@ class TransformerLM(LayeredModel):
       layout: of decode-time weights and caches: "default", head-major as the parameters are, what a TPU wants and
         what can be split over a mesh; or "cpu", see `specsamp.models.cpu_layout`. Results are the same.
       kernels: of attention over the caches, for TPUs; None: the plain form, for all backends.
+      over: how weights lie over a mesh, for layers with experts; None: they are on one device.
     """
 
     config: TransformerConfig
     layout: str = "default"
     kernels: Kernels | None = None
+    over: MeshLayout | None = None
 
     def __post_init__(self):
         if self.layout not in LAYOUTS:
@@ -89,7 +92,9 @@ class TransformerLM(LayeredModel):
         """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]`` float32."""
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
         with full_precision(self.config.dtype):
-            return Decoder(self.config).apply({"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers)
+            return Decoder(self.config, self.over).apply(
+                {"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers
+            )
 
     def forward_streams(
         self, params: Any, tokens_BT: Array, layers: tuple[int, ...], *, kept_BL: Array | None = None
@@ -107,12 +112,12 @@ class TransformerLM(LayeredModel):
             return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[2]
 
         with full_precision(self.config.dtype):
-            return Decoder(self.config).apply({"params": params}, method=run)
+            return Decoder(self.config, self.over).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
         """Returns what final norm and output make of a stream, logits ``[B, T, V]`` float32, for training."""
         with full_precision(self.config.dtype):
-            return Decoder(self.config).apply({"params": params}, x_BTD, method="unembed")
+            return Decoder(self.config, self.over).apply({"params": params}, x_BTD, method="unembed")
 
     # Decode-time weights.
 
@@ -142,7 +147,8 @@ class TransformerLM(LayeredModel):
     def for_mesh(self, layout: MeshLayout) -> TransformerLM:
         """Returns the model in the default layout: heads side by side in one matrix cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
-        return dataclasses.replace(self, layout="default", kernels=kernels)
+        over = None if self.config.experts is None else layout
+        return dataclasses.replace(self, layout="default", kernels=kernels, over=over)
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of `fit_slots`'s result, as a tree of `PartitionSpec`.
@@ -161,7 +167,10 @@ class TransformerLM(LayeredModel):
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
 
     def streamed(self, weights: Any) -> list[Array | Int8Weight]:
-        """Returns the matrices that a call multiplies by, whatever its length: not tables that rows are looked up in."""
+        """Returns the matrices that a call multiplies by, whatever its length.
+
+        These are no tables that rows are looked up in, and no experts, see `chosen`.
+        """
         named = jax.tree_util.tree_leaves_with_path(weights["params"], is_leaf=is_int8)
         looked_up = {POSITION_EMBEDDING}
         if UNEMBEDDING in weights["params"] or not self.config.tied:
@@ -170,7 +179,17 @@ class TransformerLM(LayeredModel):
         def is_table(name):
             return name in looked_up or name.startswith("ngrams")
 
-        return [leaf for path, leaf in named if leaf.ndim >= 2 and not is_table(path[-1].key)]
+        experts = {id(leaf) for leaf, _ in self.chosen(weights, 1)}
+        return [x for path, x in named if x.ndim >= 2 and not is_table(path[-1].key) and id(x) not in experts]
+
+    def chosen(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
+        """Returns the matrices of experts, see `LanguageModel.chosen` and `ExpertsConfig.expected_touched`."""
+        experts = self.config.experts
+        if experts is None:
+            return []
+        share = experts.expected_touched(tokens) / experts.num_experts
+        layers = [weights["params"][f"layer_{i}"] for i in range(self.num_layers) if self.config.has_experts(i)]
+        return [(layer["experts"][name], share) for layer in layers for name in STACKED_AXES]
 
     # Caches.
 
@@ -253,6 +272,6 @@ class TransformerLM(LayeredModel):
         return cache if self.kernels is None else self.kernels.wrap(cache, self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        decoder = (CPUDecoder if self.layout == "cpu" else Decoder)(self.config)
+        decoder = (CPUDecoder if self.layout == "cpu" else Decoder)(self.config, self.over)
         with full_precision(self.config.dtype):
             return decoder.apply({"params": weights["params"]}, *arguments, method=method)

@@ -70,22 +70,28 @@ class Programs:
         shapes = jax.eval_shape(prepare, jax.random.key(0))
         return _placed(shapes, model.weight_shardings(shapes))
 
-    def floor(self, model: ShardedModel, live: float = 1.0) -> float:
-        """Returns the bytes per device that a call reads at least.
+    def floor(self, model: ShardedModel, live: float = 1.0, *, tokens: int = 1) -> float:
+        """Returns the bytes per device that a call reads at least; of experts those that its tokens are expected to choose.
+
+        Experts are the mean of the devices; where each has whole ones, the others wait for one that reads more.
 
         Args:
           live: share of the slots of the cache that hold something, in [0, 1].
+          tokens: of each row, which only counts for experts.
         """
         weights = self.weights(model)
         streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
         read = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(weights) if id(leaf) in streamed)
+        rows = self.batch // DataShards(self.mesh).count
+        for matrix, share in model.chosen(weights, rows * tokens):
+            read += share * sum(map(_bytes_per_device, jax.tree.leaves(matrix)))
         return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
 
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
         """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""
         fused = [] if self.head is None else self.draft.model.fused(self.weights(self.draft))
         drafts = draft_length * self.floor(self.draft, live) + sum(map(_bytes_per_device, jax.tree.leaves(fused)))
-        return self.floor(self.target, live) + drafts
+        return self.floor(self.target, live, tokens=draft_length + 1) + drafts
 
     def bytes_of_state(self) -> tuple[int, int]:
         """Returns the bytes per device of weights, and of caches: of the target, and of what drafts beside it."""

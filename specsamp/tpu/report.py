@@ -5,7 +5,10 @@
 Six programs are compiled: one step of the draft and one of the target (the autoregressive baseline; each at the
 fastest of `STEP_WINDOWS`), the scoring of K+1 tokens, both prefills, and the loop of generation. For each of them:
 bytes through HBM (see `specsamp.tpu.traffic`) beside the floor, collectives, large copies, transfers to the host,
-cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once.
+cycles. The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once. Of
+experts it has those that the tokens of the call are expected to choose, never all, divided evenly among the devices;
+that of a step, those of its one new token, and not of one that it is fed again. What is counted of a program is the
+device that reads most of them: devices that have whole experts wait for it.
 What a call without kernels moves beyond is mostly caches that the compiler fetches whole, updates on chip and copies
 back whole. Kernels write caches in place and read what is alive of them: traffic and floor are stated for all slots and
 for half of them. A round can go below the floor of its calls: where on-chip memory holds weights of the draft from one step to the next,
@@ -136,7 +139,8 @@ def compile_report(
         floor()  # shapes that do not divide over the mesh are refused before anything is compiled
 
     of_round = functools.partial(programs.floor_of_round, draft_length)
-    windows = STEP_WINDOWS if programs.batch == shards.count else (1, *STEP_WINDOWS)
+    windows = {model: step_windows(programs, model) for model in (target, draft)}
+    prefilled = min(PREFILL, programs.slots)
 
     def call(model, tokens):
         return (tokens, lambda: programs.call(model, tokens))
@@ -145,11 +149,11 @@ def compile_report(
     deep = {"draft step": layers["draft"], "draft prefill": layers["draft"]}
     deep["round"] = layers["target"] + draft_length * layers["draft"]
     made = {
-        "draft step": (of_draft, [call(draft, window) for window in windows]),
-        "target step": (of_target, [call(target, window) for window in windows]),
-        "score": (of_target, [call(target, draft_length + 1)]),
-        "draft prefill": (of_draft, [call(draft, min(PREFILL, programs.slots))]),
-        "prefill": (of_target, [call(target, min(PREFILL, programs.slots))]),
+        "draft step": (of_draft, [call(draft, window) for window in windows[draft]]),
+        "target step": (of_target, [call(target, window) for window in windows[target]]),
+        "score": (functools.partial(of_target, tokens=draft_length + 1), [call(target, draft_length + 1)]),
+        "draft prefill": (functools.partial(of_draft, tokens=prefilled), [call(draft, prefilled)]),
+        "prefill": (functools.partial(of_target, tokens=prefilled), [call(target, prefilled)]),
         "round": (of_round, [(draft_length + 1, lambda: programs.round(draft_length, rule))]),
     }
     chip, _ = parse(topology)
@@ -173,6 +177,15 @@ def compile_report(
         draft_model_parallelism=model_parallelism(draft),
         programs=tuple(results),
     )
+
+
+def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
+    """Returns the numbers of tokens that are tried for a step: 1 with several rows, and where tokens choose experts.
+
+    One that is fed again chooses experts, too.
+    """
+    several = programs.batch > DataShards(programs.mesh).count
+    return (1, *STEP_WINDOWS) if several or model.model.config.experts else STEP_WINDOWS
 
 
 def model_parallelism(model: ShardedModel) -> int:

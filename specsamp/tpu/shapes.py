@@ -36,12 +36,21 @@ class Shape:
         """Takes the numbers of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
         tables = embeddings * (1 if config.tied else 2) + config.num_ngram_tables * config.ngram_rows * config.width
-        return cls(
+        shape = cls(
             layers=config.num_layers,
             width=config.width,
-            parameters=config.num_parameters - tables,
+            parameters=config.num_parameters - config.num_expert_parameters - tables,
             head_parameters=embeddings,
             cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
+        )
+        if config.experts is None:
+            return shape
+        return dataclasses.replace(
+            shape,
+            expert_parameters=3 * config.width * config.experts.width,
+            expert_layers=config.num_sparse_layers,
+            experts=config.experts.num_experts,
+            experts_per_token=config.experts.experts_per_token,
         )
 
     @classmethod

@@ -68,7 +68,7 @@ class Stack:
         model = programs.target
 
         def floor(live):
-            return programs.floor(model, live)
+            return programs.floor(model, live, tokens=tokens)
 
         name = f"{tokens} tokens, {layers} layers"
         floors = floor(1.0), floor(self.live)

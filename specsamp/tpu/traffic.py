@@ -7,13 +7,14 @@ its results, except that
 
 - asynchronous copies and slices (prefetches) move what they deliver; what a run fetches at its end for the next run of
   the program is counted there, and not where that run would begin with it;
-- a fusion that only slices or gathers from an operand reads what it takes, not the table;
+- a fusion that only slices or gathers from an operand, or a fusion within it, reads what it takes, not the table;
 - an update in place writes the update, not the buffer, and reads it only if the same fusion uses it further;
 - the kernels of `specsamp.models.kernels` move what they say they do, of caches that are alive to a given share;
 - what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves nothing.
 
-A loop body counts as often as it runs: its bound is read from its condition. A loop whose bound is data (that
-of decoding) counts once: what is reported is a round. Of branches the one that moves most counts, but copies and
+A loop body counts as often as it runs: its bound is read from its condition. A loop over the experts that tokens chose
+counts as often as is expected (`specsamp.models.experts.expected_steps`). Any other loop whose bound is data (that of
+decoding) counts once: what is reported is a round. Of branches the one that moves most counts, but copies and
 transfers to the host are looked for in all. A copy that passes through on-chip memory is a copy too. ``bytes
 accessed`` of XLA's own cost analysis counts on-chip reads too, and every body once.
 
@@ -28,6 +29,7 @@ import dataclasses
 import functools
 import math
 
+from specsamp.models.experts import expected_steps
 from specsamp.tpu.hlo import Array, Instruction, Module
 from specsamp.tpu.kernels import kernel_of
 
@@ -47,6 +49,7 @@ FREE = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 HOST = ("infeed", "outfeed", "send", "recv")
 SLICES = ("slice", "dynamic-slice", "gather")
+VIEW = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion within another whose result is its operand
 LARGE = 1_000_000  # bytes; a copy worth the name
 
 
@@ -68,7 +71,7 @@ class Traffic:
         """Bytes from HBM and to it."""
         return self.read + self.written
 
-    def add(self, other: Traffic, times: int = 1) -> None:
+    def add(self, other: Traffic, times: float = 1) -> None:
         """Adds other traffic, as often as it happens; copies and loops are listed once."""
         self.read += other.read * times
         self.written += other.written * times
@@ -133,6 +136,7 @@ class Tally:
         total.cycles += op.cycles
         if op.opcode == "while":
             bound = self.module.trips(op)
+            bound = expected_steps(op.scope) if bound is None else bound
             total.open_loops += bound is None
             total.add(self.of(op.called("body")), bound or 1)
             asked = self.of(op.called("condition"))  # its bytes are a few numbers
@@ -187,28 +191,7 @@ class Tally:
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
         """Returns the bytes that a fusion reads from HBM, and those it writes there."""
         inner = self.module.computations[op.called("calls")]
-        parameters = {int(p.operands[0]): p for p in inner.values() if p.opcode == "parameter"}
-        users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
-        for user in inner.values():
-            for place, name in enumerate(user.operands):
-                users[name].append((user, place))
-
-        @functools.cache
-        def taken(name: str, updated: bool = False) -> float:
-            """Returns the bytes of a parameter (or of a bitcast or an update of it) that are read; inf if all may be."""
-            bytes_ = 0.0
-            for user, place in users[name]:
-                if user.opcode in SLICES and place == 0:
-                    bytes_ += user.bytes
-                elif user.opcode == "bitcast":
-                    bytes_ += taken(user.name, updated)
-                elif user.opcode == "dynamic-update-slice" and place == 0:
-                    bytes_ += taken(user.name, True)
-                elif not (updated and user.opcode == "tuple"):  # a result
-                    return math.inf
-            return bytes_
-
-        read = sum(min(taken(parameters[i].name), x.hbm_bytes) for i, x in enumerate(operands) if i in parameters)
+        read = sum(min(taken, x.hbm_bytes) for taken, x in zip(self.taken(op.called("calls")), operands))
         root = next(x for x in inner.values() if x.is_root)
         results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(results) != len(op.arrays):
@@ -222,6 +205,34 @@ class Tally:
             in_place = updates > 0 and result.opcode == "parameter"  # an update of anything else writes all of it
             written += (updates if in_place else array.bytes) * array.in_hbm
         return read, written
+
+    def taken(self, computation: str) -> list[float]:
+        """Returns how many bytes of each parameter a fused computation reads; inf of one of which it may read all."""
+        inner = self.module.computations[computation]
+        users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
+        for user in inner.values():
+            for place, name in enumerate(user.operands):
+                users[name].append((user, place))
+
+        @functools.cache
+        def bytes_of(name: str, updated: bool = False) -> float:
+            """Returns the bytes of a parameter (or of a bitcast or an update of it) that are read."""
+            bytes_ = 0.0 if updated or not inner[name].is_root else math.inf
+            for user, place in users[name]:
+                if user.opcode in SLICES and place == 0:
+                    bytes_ += user.bytes
+                elif user.opcode == "bitcast" or VIEW in user.attributes:
+                    bytes_ += bytes_of(user.name, updated)
+                elif user.opcode == "fusion":
+                    bytes_ += self.taken(user.called("calls"))[place]
+                elif user.opcode == "dynamic-update-slice" and place == 0:
+                    bytes_ += bytes_of(user.name, True)
+                elif not (updated and user.opcode == "tuple"):  # a result
+                    return math.inf
+            return bytes_
+
+        parameters = {int(x.operands[0]): x.name for x in inner.values() if x.opcode == "parameter"}
+        return [bytes_of(parameters[i]) if i in parameters else 0.0 for i in range(max(parameters, default=-1) + 1)]
 
 
 def _delivered(op: Instruction, operands: list[Instruction]) -> Array:

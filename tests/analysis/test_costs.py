@@ -9,6 +9,8 @@ import pytest
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, ModelSize, PerCall, Roofline, Round
 from specsamp.analysis.planner import make_plan
+from specsamp.checkpoints.published import published_config
+from specsamp.models.experts_config import ExpertsConfig
 from specsamp.tpu.costs import compiled_costs
 
 
@@ -19,6 +21,28 @@ def test_milliseconds_of_a_call_serve_any_batch_and_context():
     for calls in ((0, 1), (1, -1), (math.inf, 1), (1, math.nan)):
         with pytest.raises(ValueError, match="calls take time: target"):
             PerCall(*calls)
+
+
+def test_longer_drafts_read_more_experts():
+    """A dense target that reads as much for one token takes longer drafts, at the same acceptance."""
+    experts = ExpertsConfig(num_experts=128, experts_per_token=8, width=768)
+    sparse = published_config("Qwen/Qwen3-30B-A3B")
+    assert sparse.experts == experts and 3.3e9 < sparse.num_active_parameters < 3.4e9
+    chosen = ModelSize.of(sparse)
+    assert chosen.read_bytes(1) == pytest.approx(2 * sparse.num_active_parameters)
+    assert chosen.read_bytes(10_000) == pytest.approx(sparse.weight_bytes)
+    dense = dataclasses.replace(chosen, weight_bytes=chosen.read_bytes(1), experts=None)
+    draft = ModelSize(weight_bytes=1e8, parameters=5e7)
+    best = {}
+    for name, target in (("sparse", chosen), ("dense", dense)):
+        costs = Roofline(target=target, draft=draft, bytes_per_second=1e12, flops_per_second=2e14)
+        best[name] = make_plan(Profile.of_rate(0.8), costs).best
+        assert make_plan(Profile.of_rate(0.8), costs)[0].round_ms == pytest.approx(7.2, rel=0.1)
+    assert 1 <= best["sparse"].draft_length < best["dense"].draft_length / 2
+    assert best["sparse"].speedup.value < best["dense"].speedup.value / 2
+    # A batch that reads all experts anyway reads no more of them for a draft.
+    large = make_plan(Profile.of_rate(0.8), dataclasses.replace(costs, target=chosen), batch=64).best
+    assert large.draft_length > best["sparse"].draft_length
 
 
 def test_lines_between_known_rounds():

@@ -11,6 +11,7 @@ import pytest
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.models.experts_config import ExpertsConfig
 from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.enumeration import COMPILE_FAST
@@ -94,6 +95,7 @@ def test_all_golden_files_are_small_and_no_family_is_missing():
     assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == set(FAMILIES)
 
 
+QWEN_EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=3, width=20, normalised=False, dense_layers=(1,))
 MISTAKES = [
     ("llama3", dict(rotary_scaling=None)),
     ("llama_yarn", dict(rotary_scaling=None)),
@@ -111,6 +113,9 @@ MISTAKES = [
     ("gpt_neox", dict(rotary_size=None)),
     ("gpt2", dict(activation="gelu_exact")),
     ("llama2", dict(rotary_base=9000.0)),
+    ("qwen3_moe", dict(experts=dataclasses.replace(QWEN_EXPERTS, normalised=True))),
+    ("mixtral", dict(experts=ExpertsConfig(num_experts=4, experts_per_token=1, width=48))),
+    ("mixtral", dict(window=4)),
 ]
 
 

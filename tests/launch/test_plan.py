@@ -11,6 +11,7 @@ CALLS = ("--target_ms=14.1", "--draft_ms=1.8")
 RATE, HISTOGRAM = "--acceptance=0.8", "--histogram=40,25,15,20"
 ROOFLINE = ("--config=configs/chinchilla.py", "--chip=v4", "--devices=16", "--context=2048")
 EARLY_EXIT = (*ROOFLINE, "--config.drafter=early_exit", "--config.exit_layer=10")
+EXPERTS = ("--config=configs/hf.py:qwen-30b-a3b", "--chip=v5e", "--devices=8")
 REPORT = "--compile_report=notebooks/results/compile_chinchilla_v4.json"
 MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature=0.8")
 
@@ -22,6 +23,7 @@ MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature
         (("--by_position=0.85,0.8,0.7", *CALLS, "--new_tokens=128", "--batch=8"), ["batch 8, 128 tokens each"]),
         ((HISTOGRAM, *ROOFLINE), ["batch 1, 2048 slots, rows that never end: K =", "at the full rate of the chip"]),
         ((RATE, *EARLY_EXIT), ["batch 1, 2048 slots, rows that never end: K = 5, 2.25x"]),
+        ((RATE, *EXPERTS), ["batch 1, rows that never end: K = 1, 1.06x", "Of experts those are read that the tokens"]),
         ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
         (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
         (MEASURED, ["batch 1, rows that never end: K ="]),

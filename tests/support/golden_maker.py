@@ -29,6 +29,8 @@ LLAMA3 = dict(
 )
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=8)
 GEMMA = TINY | dict(head_dim=16, num_key_value_heads=2, query_pre_attn_scalar=24, sliding_window=5, pad_token_id=0)
+QWEN_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, norm_topk_prob=False)
+QWEN_EXPERTS |= dict(num_key_value_heads=2, head_dim=16)
 GPT2 = dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
 GPT2 |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -55,6 +57,8 @@ def configs() -> dict[str, transformers.PreTrainedConfig]:
         ),
         "mimo": t.Qwen2Config(**TINY, **grouped, rms_norm_eps=1e-5, rope_parameters=dict(rope_theta=64e4)),
         "qwen3": t.Qwen3Config(**TINY, **grouped, head_dim=16, tie_word_embeddings=True),
+        "qwen3_moe": t.Qwen3MoeConfig(**TINY | dict(num_hidden_layers=3), **QWEN_EXPERTS, mlp_only_layers=[1]),
+        "mixtral": t.MixtralConfig(**TINY, **grouped, num_local_experts=4, sliding_window=5),
         "gpt2": t.GPT2Config(**GPT2),
         "gpt_neox": t.GPTNeoXConfig(**TINY, rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.25)),
         "gpt_neox_serial": t.GPTNeoXConfig(

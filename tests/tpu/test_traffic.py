@@ -136,6 +136,36 @@ def test_updates_in_a_fusion(inner, result, read, written):
     assert (traffic.read, traffic.written) == (read, written)
 
 
+@pytest.mark.parametrize(
+    "view", ["bitcast(%a)", "fusion(%a), kind=kLoop, calls=%view, output_to_operand_aliasing={{}: (0, {})}"]
+)
+def test_a_slice_in_a_fusion_within_a_fusion_is_what_is_read(view):
+    """So the TPU compiler reads one expert of many; the control reads the whole table."""
+    view_of = fused("view", "ROOT %w = f32[1000,1000]{1,0} copy(%a)")
+    slicing = [f"%v = f32[1000,1000]{{1,0}} {view}", "ROOT %s = f32[1,1000]{1,0} dynamic-slice(%v, %c, %c)"]
+    line = "ROOT %f = f32[1,1000]{1,0:S(1)} fusion(%p0, %p1, %p2), kind=kOutput, calls=%outer"
+
+    def read(*inner):
+        nested = "%f = f32[1,1000]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%inner"
+        outer = fused("outer", nested, "ROOT %n = f32[1,1000]{1,0} negate(%f)")
+        return traffic_of(entry(line, before=view_of + fused("inner", *inner) + outer)).read
+
+    assert read(*slicing) == 4_000
+    assert read("ROOT %s = f32[1,1000]{1,0} reduce(%a, %c), dimensions={0}") == 4_000_000
+    assert read("ROOT %s = f32[1000,1000]{1,0} bitcast(%a)") == 4_000_000
+
+
+def test_a_loop_over_experts_runs_as_often_as_is_expected():
+    scope = 'metadata={op_name="jit(f)/experts_3_tokens_2_of_8_here_8_blocks_of_3/while"}'
+    loop = "condition=%condition, body=%body"
+    by_data = PROGRAM.replace("constant(5)", "parameter(1)")
+    once, named = traffic_of(by_data), traffic_of(by_data.replace(loop, f"{loop}, {scope}"))
+    times = 8 * (1 - (1 - 2 / 8) ** 3)
+    assert named.open_loops == 0 and once.open_loops == 1
+    assert named.cycles == pytest.approx(100 * times) and once.cycles == 100
+    assert traffic_of(PROGRAM.replace(loop, f"{loop}, {scope}")).cycles == 500  # a bound that is known counts
+
+
 def test_an_asynchronous_collective_carries_what_its_end_delivers():
     """The type of its start holds what it reads and two flags beside."""
     both = "f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}"

@@ -18,6 +18,7 @@ from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
 from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.per_device import per_device
 from specsamp.models.slots import write_pair
 
 Array = jax.Array
@@ -46,16 +47,7 @@ class Kernels:
 
     def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns ``function`` applied on each device, within `jax.shard_map` over data shards too."""
-        function = functools.partial(function, interpret=self.interpret)
-        if self.layout is None:
-            return function
-        mesh, axes = self.layout.mesh, set(self.layout.mesh.axis_names)
-        outer = jax.sharding.get_abstract_mesh()
-        if not outer.empty:  # within data shards
-            mesh, axes = outer, axes - set(outer.manual_axes)
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
-        )
+        return per_device(functools.partial(function, interpret=self.interpret), self.layout, in_specs, out_specs)
 
     def heads_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
         """Returns how queries are split: as far as kv heads are, and further if a device has a single kv head."""

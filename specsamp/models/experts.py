@@ -1,0 +1,210 @@
+"""The feed-forward part of a layer as a choice of experts for each token (Shazeer et al., arXiv 1701.06538).
+
+A router chooses k experts for each token, and the share of each in the token's result. A call reads the experts that any
+of its tokens chose, and no others, one at each step of a loop: a gather would write their matrices to memory once more.
+
+- Few tokens: each expert that was chosen multiplies all of them; it has a share of zero in those that did not choose it.
+- Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block by its expert.
+
+Over a mesh each device has whole experts, or a part of the width of each (`specsamp.mesh.layout`). It sums what they make
+of all tokens, and one all-reduce sums over the devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.feedforward import ACTIVATIONS
+from specsamp.models.interface import MeshLayout
+from specsamp.models.parameters import weight
+from specsamp.models.per_device import per_device
+from specsamp.models.products import contract, contract_slice
+
+Array = jax.Array
+
+STACKED_AXES = {
+    "gate": ("experts", "embed", "expert_mlp"),
+    "up": ("experts", "embed", "expert_mlp"),
+    "down": ("experts", "expert_mlp", "embed"),
+}
+FEW = 64  # tokens of a call (of all rows) that every chosen expert multiplies; beyond, tokens are sorted
+BLOCKS = (8, 256)  # fewest and most tokens of a block
+
+# Names the loop in a compiled program: what is needed to say how often it is expected to run.
+SCOPE = "experts_{tokens}_tokens_{chosen}_of_{total}_here_{here}_blocks_of_{block}"
+_SCOPE = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>\\d+)", SCOPE))
+
+
+class Experts(nn.Module):
+    """Experts with a gate, chosen for each token, ``[B, T, D] -> [B, T, D]``."""
+
+    config: TransformerConfig
+    layout: MeshLayout | None = None  # over a mesh; None: one device
+
+    @nn.compact
+    def __call__(self, x_BTD: Array) -> Array:
+        config, experts = self.config, self.config.experts
+        width, inner, total = config.width, experts.width, experts.num_experts
+        router_DE = weight(self, "router", (width, total), ("embed", None), fan_in=width)
+        shapes = {"gate": (total, width, inner), "up": (total, width, inner), "down": (total, inner, width)}
+        fan_in = {"gate": width, "up": width, "down": 2 * config.num_layers * inner}
+        stacked = {
+            name: weight(self, name, shape, STACKED_AXES[name], fan_in=fan_in[name]) for name, shape in shapes.items()
+        }
+        x_RD = x_BTD.reshape(-1, width)
+        shares_RE = route(contract("RD,DE->RE", x_RD, router_DE, dtype=jnp.float32), experts)
+        return self._mix(x_RD, shares_RE, stacked).astype(x_BTD.dtype).reshape(x_BTD.shape)
+
+    def _mix(self, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+        """Sums what the experts of all devices make of the tokens, float32."""
+        mix = functools.partial(mix_experts, self.config)
+        if self.layout is None:
+            return mix(x_RD, shares_RE, stacked)
+        axes = {name: PartitionSpec(*names) for name, names in STACKED_AXES.items()}
+        specs = jax.tree.map(lambda sharding: sharding.spec, self.layout.shardings(axes, stacked))
+        of_gate = self.layout.spec(axes["gate"], stacked["gate"].shape)
+        over = tuple(axis for axis in jax.tree.leaves(tuple(of_gate)) if axis is not None)
+        of_shares = PartitionSpec(None, *of_gate[:1])
+
+        def mix_and_add(x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+            y_RD = mix(x_RD, shares_RE, stacked)
+            return jax.lax.psum(y_RD, over) if over else y_RD
+
+        in_specs = (PartitionSpec(), of_shares, specs)
+        return per_device(mix_and_add, self.layout, in_specs, PartitionSpec())(x_RD, shares_RE, stacked)
+
+
+def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
+    """Returns the share of each expert in each token's result, float32, 0 for those that are not chosen.
+
+    Args:
+      logits_RE: float32, of the router. Of equal ones the first experts are chosen.
+    """
+    chosen_Rk, ids_Rk = jax.lax.top_k(jax.nn.softmax(logits_RE, axis=-1), experts.experts_per_token)
+    if experts.normalised:
+        chosen_Rk = chosen_Rk / chosen_Rk.sum(axis=-1, keepdims=True)
+    is_chosen_RkE = ids_Rk[:, :, None] == jnp.arange(experts.num_experts)[None, None]
+    return jnp.sum(jnp.where(is_chosen_RkE, chosen_Rk[:, :, None], 0.0), axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mix_experts(config: TransformerConfig, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+    """Sums what experts make of each token, times their shares, ``[R, D]`` float32.
+
+    JAX cannot differentiate a loop whose length is data: for gradients every expert multiplies every token.
+
+    Args:
+      x_RD: the tokens of a call.
+      shares_RE: of the experts that this device has.
+      stacked: their matrices, or a part of the width of each.
+    """
+    tokens, here = shares_RE.shape
+    block = block_size(tokens, config.experts)
+    make = functools.partial(_one_expert, stacked, config.activation)
+    scope = SCOPE.format(
+        tokens=tokens,
+        chosen=config.experts.experts_per_token,
+        total=config.experts.num_experts,
+        here=here,
+        block=block,
+    )
+    with jax.named_scope(scope):
+        if tokens <= block:
+            return _all_tokens(make, x_RD, shares_RE)
+        most = -(-tokens * min(config.experts.experts_per_token, here) // block) + here
+        return _in_blocks(make, x_RD, shares_RE, block, most)
+
+
+def _forward(config, *operands):
+    return mix_experts(config, *operands), operands
+
+
+def _backward(config, operands, cotangent_RD):
+    def mix_all(x_RD, shares_RE, stacked):
+        def add(y_RD, expert):
+            made_RD = _one_expert(stacked, config.activation, x_RD, expert)
+            return y_RD + shares_RE[:, expert][:, None] * made_RD, None
+
+        experts_E = jnp.arange(shares_RE.shape[1])
+        return jax.lax.scan(jax.checkpoint(add), jnp.zeros(x_RD.shape, jnp.float32), experts_E)[0]
+
+    return jax.vjp(mix_all, *operands)[1](cotangent_RD)
+
+
+mix_experts.defvjp(_forward, _backward)
+
+
+def block_size(tokens: int, experts: ExpertsConfig) -> int:
+    """Returns how many tokens an expert multiplies at once: all if they are few, else about twice those of an average one."""
+    if tokens <= FEW:
+        return max(tokens, 1)
+    mean = tokens * experts.experts_per_token / experts.num_experts
+    return min(max(1 << int(2 * mean).bit_length(), BLOCKS[0]), BLOCKS[1], tokens)
+
+
+def expected_steps(scope: str) -> float | None:
+    """Returns how often the loop of that scope is expected to run, None for a scope of none.
+
+    The assumptions are those of `ExpertsConfig.expected_touched`. Of devices that divide the experts among them it is the
+    one that has most of those chosen: the others wait for it.
+    """
+    found = _SCOPE.search(scope)
+    if found is None:
+        return None
+    said = {name: int(value) for name, value in found.groupdict().items()}
+    experts = ExpertsConfig(num_experts=said["total"], experts_per_token=said["chosen"], width=1)
+    return experts.expected_slowest(said["tokens"], said["block"], said["total"] // said["here"])
+
+
+def _one_expert(stacked: dict[str, Any], activation: str, x_RD: Array, expert: Array) -> Array:
+    """Returns what one expert makes of tokens, float32."""
+
+    def project(name):
+        return contract_slice("RD,DF->RF", x_RD, stacked[name], expert, dtype=jnp.float32)
+
+    inner_RF = (ACTIVATIONS[activation](project("gate")) * project("up")).astype(x_RD.dtype)
+    return contract_slice("RF,FD->RD", inner_RF, stacked["down"], expert, dtype=jnp.float32)
+
+
+def _all_tokens(make: Any, x_RD: Array, shares_RE: Array) -> Array:
+    """Lets each chosen expert multiply all tokens."""
+    is_touched_E = jnp.any(shares_RE != 0, axis=0)
+    experts_E = jnp.argsort(~is_touched_E)  # the touched ones first
+
+    def add(i: Array, y_RD: Array) -> Array:
+        expert = experts_E[i]
+        share_R1 = jax.lax.dynamic_slice_in_dim(shares_RE, expert, 1, axis=1)
+        return y_RD + jnp.where(share_R1 != 0, share_R1 * make(x_RD, expert), 0.0)
+
+    return jax.lax.fori_loop(0, is_touched_E.sum(), add, jnp.zeros(x_RD.shape, jnp.float32))
+
+
+def _in_blocks(make: Any, x_RD: Array, shares_RE: Array, block: int, most: int) -> Array:
+    """Lets each expert multiply the tokens that chose it, in blocks that are padded; there are at most so many."""
+    tokens = len(x_RD)
+    is_chosen_ER = (shares_RE != 0).T
+    blocks_E = -(-is_chosen_ER.sum(axis=1) // block)
+    last_E = jnp.cumsum(blocks_E)  # the first block behind each expert's
+    # The place of each token among the blocks; an expert's tokens begin where its first block does.
+    place_ER = ((last_E - blocks_E) * block)[:, None] + jnp.cumsum(is_chosen_ER, axis=1) - 1
+    place_ER = jnp.where(is_chosen_ER, place_ER, most * block)  # dropped
+    token_ER = jnp.broadcast_to(jnp.arange(tokens)[None], place_ER.shape)
+    token_P = jnp.full(most * block, tokens).at[place_ER].set(token_ER, mode="drop")  # padding names no token
+
+    def add(i: Array, y_RD: Array) -> Array:
+        expert = jnp.sum(last_E <= i)
+        token_b = jax.lax.dynamic_slice_in_dim(token_P, i * block, block)
+        share_b = shares_RE.at[token_b, expert].get(mode="fill", fill_value=0)
+        made_bD = make(x_RD.at[token_b].get(mode="fill", fill_value=0), expert)
+        return y_RD.at[token_b].add(share_b[:, None] * made_bD, mode="drop")
+
+    return jax.lax.fori_loop(0, last_E[-1], add, jnp.zeros(x_RD.shape, jnp.float32))

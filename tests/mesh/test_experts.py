@@ -1,0 +1,80 @@
+"""Experts over a mesh, whole ones on each device or a part of the width of each: the answer of one device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from specsamp import NgramDrafter, Pair, generate
+from specsamp.mesh.layout import Layout, make_mesh, put
+from specsamp.mesh.sharded import ShardedModel, shard, shard_model
+from specsamp.models.config import tiny
+from specsamp.models.experts import STACKED_AXES
+from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.transformer import TransformerLM
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+SLOTS = 48
+on_mesh = jax.jit(ShardedModel.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+on_one = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+
+
+def model_of(count, width, weight_dtype=None):
+    experts = ExpertsConfig(num_experts=count, experts_per_token=2, width=width)
+    shape = dict(num_layers=1, num_heads=8, positions="rotary", gated=True, activation="silu")
+    return TransformerLM(tiny(**shape, experts=experts, weight_dtype=weight_dtype))
+
+
+@pytest.mark.parametrize(
+    "count, width, weight_dtype, part, length",
+    [
+        (8, 12, None, (1, 32, 12), 5),
+        (16, 12, "int8", (2, 32, 12), 40),
+        (6, 16, None, (6, 32, 2), 40),
+        (6, 16, "int8", (6, 32, 2), 5),
+    ],
+)
+def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length):
+    """By expert, and by width where experts do not divide; one all-reduce sums over devices, and no weight moves.
+
+    Few tokens, and so many that they are sorted in blocks.
+    """
+    model = model_of(count, width, weight_dtype)
+    params, tokens_BT = drawn_params(model), np.arange(2 * length, dtype=np.int32).reshape(2, length) % 64
+    sharded = shard_model(model, Layout.tensor_parallel(make_mesh(1, 8)))
+    weights = sharded.fit_slots(sharded.prepare(put(params, sharded.param_shardings(params))), SLOTS)
+    gate = weights["params"]["layer_0"]["experts"]["gate"]
+    assert jax.tree.leaves(gate)[0].addressable_shards[0].data.shape == part
+    arguments = (tokens_BT, jnp.zeros(2, jnp.int32))
+    compiled = on_mesh.lower(sharded, weights, *arguments, sharded.init_cache(2, SLOTS)).compile()
+    found = compiled(weights, *arguments, sharded.init_cache(2, SLOTS)).logits_BTV
+    expected = on_one(model, model.prepare(params), *arguments, model.init_cache(2, SLOTS)).logits_BTV
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    collectives = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    assert sorted(collectives) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]  # embedding, layer, logits
+
+
+def test_rows_of_data_shards_choose_for_themselves():
+    """A mesh with both axes decodes the tokens of one device."""
+    model = model_of(4, 12)
+    pair = Pair(target=model, target_params=drawn_params(model))
+    call = dict(prompts=[[1, 2, 3, 1, 2], [4, 5, 4, 5]], max_new_tokens=6, drafter=NgramDrafter(K=2))
+    alone = generate(pair, **call)
+    assert [one.tokens for one in generate(shard(pair, make_mesh(2, 4)), **call)] == [one.tokens for one in alone]
+
+
+def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
+    model = model_of(6, 12)
+    layout = Layout.tensor_parallel(make_mesh(1, 8))
+    with pytest.raises(ValueError, match="neither 6 experts nor their width of 12 divide over the 8 devices") as error:
+        shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
+    assert "--config.mesh.data=2 --config.mesh.model=4" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_device_has_the_experts_of_a_draft_that_is_not_split():
+    layout = Layout.replicated(make_mesh(1, 8))
+    assert {layout.spec(P(*axes), (6, 5, 3)) for axes in STACKED_AXES.values()} == {P()}

@@ -1,0 +1,232 @@
+"""Experts chosen by each token: sums by NumPy, calls of any length, and matrices that nobody chose, which are not read."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Pair, generate
+from specsamp.decoding.drafters import EarlyExitDrafter
+from specsamp.models.config import TransformerConfig, tiny
+from specsamp.models.experts import STACKED_AXES, block_size, expected_steps, mix_experts, route
+from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.int8 import decode_weights, dequantise, is_int8
+from specsamp.models.transformer import TransformerLM
+from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
+
+EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_layers=(0,))
+CONFIG = tiny(positions="rotary", gated=True, activation="silu", experts=EXPERTS)
+MODEL = TransformerLM(CONFIG)
+LENGTH, CHUNK, SLOTS = 70, 5, 80
+
+call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
+forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
+mix = jax.jit(lambda *arrays: mix_experts(CONFIG, *arrays), compiler_options=COMPILE_FAST)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return drawn_params(MODEL)
+
+
+@pytest.fixture(scope="module")
+def stacked(params):
+    return {name: params["layer_1"]["experts"][name] for name in STACKED_AXES}
+
+
+def some_tokens(length, seed=0):
+    return np.random.default_rng(seed).normal(size=(length, CONFIG.width)).astype(np.float32)
+
+
+def by_numpy(x_RD, logits_RE, stacked, experts):
+    """Goes token by token, in float64: softmax over all experts, the first k of them, sorted by what they have."""
+    stacked = {name: np.asarray(matrix, np.float64) for name, matrix in stacked.items()}
+    rows = []
+    for x_D, logits_E in zip(x_RD.astype(np.float64), np.asarray(logits_RE, np.float64)):
+        shares_E = np.exp(logits_E - logits_E.max())
+        shares_E /= shares_E.sum()
+        chosen = sorted(range(len(shares_E)), key=lambda e: -shares_E[e])[: experts.experts_per_token]
+        total = shares_E[chosen].sum() if experts.normalised else 1.0
+        row_D = np.zeros_like(x_D)
+        for e in chosen:
+            gate_F, up_F = x_D @ stacked["gate"][e], x_D @ stacked["up"][e]
+            row_D += shares_E[e] / total * ((gate_F / (1 + np.exp(-gate_F)) * up_F) @ stacked["down"][e])
+        rows.append(row_D)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("tokens, liking", [(1, 0.0), (6, 0.0), (64, 5.0), (65, 0.0), (150, 0.0), (150, 9.0)])
+def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
+    """Few tokens and blocks of many; with a liking for the last experts, these have several blocks and others none."""
+    x_RD = some_tokens(tokens)
+    logits_RE = some_tokens(tokens, seed=1)[:, :8] + liking * (np.arange(8) >= 6)
+    experts = dataclasses.replace(EXPERTS, normalised=tokens % 2 == 0)
+    ours = mix(x_RD, route(jnp.asarray(logits_RE), experts), stacked)
+    np.testing.assert_allclose(ours, by_numpy(x_RD, logits_RE, stacked, experts), atol=1e-5)
+    other = dataclasses.replace(experts, experts_per_token=1)  # the control
+    assert np.abs(by_numpy(x_RD, logits_RE, stacked, other) - ours).max() > 1e-2
+
+
+def test_some_blocks_are_full_and_some_are_padded():
+    assert [block_size(tokens, EXPERTS) for tokens in (1, 64, 65, 150)] == [1, 64, 64, 128]
+    many = ExpertsConfig(num_experts=128, experts_per_token=8, width=1)
+    assert [block_size(tokens, many) for tokens in (64, 128, 2048, 1 << 20)] == [64, 32, 256, 256]
+
+
+@pytest.mark.parametrize("tokens", [20, 100])
+def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
+    """A product with all of them, of which most count for nothing, would spread what is no number.
+
+    Of an expert that some tokens chose only these have it, whatever other tokens are in the call.
+    """
+    logits_RE = some_tokens(tokens)[:, :8] + np.where(np.arange(8) == 3, -50.0, 0.0)
+    shares_RE = route(jnp.asarray(logits_RE, jnp.float32), EXPERTS)
+    spoilt = {name: matrix.at[3].set(jnp.nan) for name, matrix in stacked.items()}
+    x_RD = some_tokens(tokens, seed=1)
+    np.testing.assert_array_equal(mix(x_RD, shares_RE, spoilt), mix(x_RD, shares_RE, stacked))
+    without = np.isnan(mix(x_RD, shares_RE, {**stacked, "up": stacked["up"].at[4].set(jnp.nan)}))
+    np.testing.assert_array_equal(without.all(axis=1), np.asarray(shares_RE[:, 4]) != 0)
+    np.testing.assert_array_equal(without.any(axis=1), without.all(axis=1))
+
+
+def test_a_text_may_be_cut_into_calls(params):
+    """At once the text of both rows is sorted in blocks, in calls every expert multiplies all tokens; in both layouts."""
+    tokens_BT = np.random.default_rng(0).integers(0, 64, (2, LENGTH), dtype=np.int32)
+    at_once = forward(MODEL, params, tokens_BT).logits_BTV
+    for layout in ("default", "cpu"):
+        model = TransformerLM(CONFIG, layout)
+        weights, cache = model.prepare(params), model.init_cache(2, SLOTS)
+        for start in range(0, 20, CHUNK):
+            fed = tokens_BT[:, start : start + CHUNK]
+            output = call(model, weights, fed, jnp.full(2, start), cache)
+            cache = output.cache
+            np.testing.assert_allclose(output.logits_BTV, at_once[:, start : start + CHUNK], atol=1e-5)
+
+
+def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
+    stored = decode_weights(params, jnp.float32, "int8")["layer_1"]["experts"]
+    assert all(is_int8(stored[name]) == (name in STACKED_AXES) for name in stored)
+    assert stored["gate"].scale.shape == (8, 1, 12) and stored["down"].scale.shape == (8, 1, 32)
+    in_int8 = {name: stored[name] for name in STACKED_AXES}
+    for tokens in (5, 100):
+        x_RD = some_tokens(tokens)
+        shares_RE = route(jnp.asarray(some_tokens(tokens, seed=1)[:, :8]), EXPERTS)
+        ours = mix(x_RD, shares_RE, in_int8)
+        np.testing.assert_allclose(
+            ours, mix(x_RD, shares_RE, jax.tree.map(dequantise, in_int8, is_leaf=is_int8)), atol=1e-5
+        )
+        assert 1e-4 < np.abs(ours - mix(x_RD, shares_RE, stacked)).max() < 0.05
+
+
+def test_gradients_are_those_of_all_experts(stacked):
+    """As differences say, of tokens, of the router and of matrices."""
+    x_RD, logits_RE = some_tokens(70), some_tokens(70, seed=1)[:, :8]
+    operands, other_RD = (x_RD, logits_RE, stacked), some_tokens(70, seed=2)
+
+    def loss(x_RD, logits_RE, stacked):
+        return jnp.sum(mix_experts(CONFIG, x_RD, route(logits_RE, EXPERTS), stacked) * other_RD)
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=COMPILE_FAST)(*operands)
+    random = np.random.default_rng(3)
+    for part in range(3):
+        step = [jax.tree.map(lambda x: 0.0 * x, one) for one in operands]
+        step[part] = jax.tree.map(lambda x: 1e-3 * random.normal(size=x.shape).astype(np.float32), operands[part])
+        there, back = (
+            by_numpy_loss(
+                *jax.tree.map(lambda x, dx: np.asarray(x, np.float64) + way * dx, operands, tuple(step)), other_RD
+            )
+            for way in (1, -1)
+        )
+        along = sum(float(np.vdot(g, d)) for g, d in zip(jax.tree.leaves(gradients[part]), jax.tree.leaves(step[part])))
+        assert along == pytest.approx((there - back) / 2, rel=1e-3, abs=1e-4)
+
+
+def by_numpy_loss(x_RD, logits_RE, stacked, other_RD):
+    return np.vdot(by_numpy(x_RD, logits_RE, stacked, EXPERTS), other_RD)
+
+
+def test_drafts_are_verified_as_anywhere(params):
+    """Greedy text is what the target finds likeliest; here its first layer, which is dense, drafts."""
+    prompt = [1, 2, 3, 1, 2]
+    pair = Pair(target=MODEL, target_params=params)
+    (drafted,) = generate(pair, [prompt], 8, drafter=EarlyExitDrafter(MODEL, 1, 3))
+    text_BT = np.array([prompt + list(drafted.tokens)])
+    likeliest_BT = np.argmax(forward(MODEL, params, text_BT).logits_BTV, axis=-1)
+    assert list(drafted.tokens) == likeliest_BT[0, len(prompt) - 1 : -1].tolist()
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+
+
+def test_counts_axes_and_json():
+    shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
+    assert CONFIG.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert CONFIG.num_expert_parameters == sum(shapes["layer_1"]["experts"][name].size for name in STACKED_AXES)
+    assert CONFIG.num_parameters - CONFIG.num_active_parameters == CONFIG.num_expert_parameters * 6 // 8
+    jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), MODEL.param_axes(), shapes)
+    read = TransformerConfig.from_json(json.loads(json.dumps(dataclasses.asdict(CONFIG))))
+    assert read == CONFIG and hash(read) == hash(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(experts_per_token=9), "a token cannot have 9 experts of 8"),
+        (dict(num_experts=0), "num_experts of experts must be a positive integer; got 0"),
+        (dict(normalised=1), "normalised must be True or False; got 1"),
+        (dict(dense_layers=(-1,)), r"dense_layers must be numbers of layers; got \(-1,\)"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(EXPERTS, **changes)
+
+
+def test_experts_without_a_gate_are_refused():
+    with pytest.raises(ValueError, match="experts have a gate and no biases: set gated=True"):
+        tiny(experts=EXPERTS)
+
+
+# How many experts a call is expected to read.
+
+
+@pytest.mark.parametrize("tokens, block", [(1, 1), (3, 3), (17, 17), (40, 8)])
+def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
+    """Of a router whose choices are independent and alike; with favourites it is less."""
+    logits = np.random.default_rng(0).normal(size=(400 * tokens, 8)).astype(np.float32)
+
+    def count(logits):
+        counts = (np.asarray(route(jnp.asarray(logits), EXPERTS)) != 0).reshape(400, tokens, 8).sum(1)
+        return np.ceil(counts / block).sum(1)
+
+    counted, expected = count(logits), EXPERTS.expected_blocks(tokens, block)
+    assert counted.mean() == pytest.approx(expected, abs=5 * max(counted.std(), 0.01) / 20)
+    if tokens == block:
+        assert EXPERTS.expected_touched(tokens) == pytest.approx(expected)
+        assert tokens == 1 or count(logits + np.arange(8) / 3).mean() < 0.95 * expected
+
+
+def test_all_experts_may_be_chosen():
+    all_of_them = dataclasses.replace(EXPERTS, experts_per_token=8)
+    assert all_of_them.expected_touched(1) == 8 and all_of_them.expected_blocks(20, 8) == 24
+
+
+def test_devices_wait_for_the_one_with_most_experts():
+    """Two tokens of one expert each, of four on two devices: a quarter of them meets on one device, apart."""
+    few = ExpertsConfig(num_experts=4, experts_per_token=1, width=1)
+    assert few.expected_slowest(2, 2, 2) == pytest.approx(1.25, abs=0.03)
+    assert few.expected_slowest(2, 2, 1) == few.expected_touched(2) == 1.75
+    assert few.expected_slowest(2, 1, 2) == pytest.approx(1.5, abs=0.03)  # a block for each token
+
+
+def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
+    """On a device with a part of the experts, as many as its part; no other loop has such a name."""
+    half = {name: matrix[:4] for name, matrix in stacked.items()}
+    for tokens in (6, 150):
+        text = mix.lower(some_tokens(tokens), np.zeros((tokens, 4), np.float32), half).as_text(debug_info=True)
+        scope = next(line for line in text.splitlines() if "experts_" in line)
+        most = EXPERTS.expected_slowest(tokens, block_size(tokens, EXPERTS), 2)
+        assert expected_steps(scope) == most > EXPERTS.expected_blocks(tokens, block_size(tokens, EXPERTS)) / 2
+    assert expected_steps("jit(call)/Decoder/layer_0/experts/while") is None
