@@ -150,17 +150,20 @@ def test_kernels_bring_calls_to_their_floor():
         if not cell["fits"]:
             assert (name["topology"], name["batch"]) == ("v5e:4x4", 8) and "18.4 GiB" in cell["why"]
             continue
-        # Activations of many rows and wide vocabularies pass through HBM; caches are never copied.
-        assert cell["copies"] <= 4 and cell["host_transfers"] == 0
-        assert cell["copies"] == 0 or not name["model"].startswith("Chinchilla")
+        # Activations of many rows and wide vocabularies pass through HBM, on v5p scores of distances too.
+        assert cell["host_transfers"] == 0
+        if name["topology"] != "v5p:2x2x4":
+            assert cell["copies"] <= (0 if name["model"].startswith("Chinchilla") else 2)
         assert cell["live_hbm_bytes"] < cell["hbm_bytes"]
         if max(cell["over_floor"], cell["live_over_floor"]) > 1.05:
-            far.append((name["topology"], name["program"], name["batch"]))
+            far.append(name)
         programs = without.get((name["topology"], name["batch"]), {})
         plain = {f"{K + 1} tokens": "score", "2 tokens": "target step", f"round, K = {K}": "round, top-p, token"}
-        if name["model"].startswith("Chinchilla") and name["topology"] == "v4:2x2x4":
+        if name["topology"] == "v4:2x2x4" and name["model"].startswith("Chinchilla") and name["program"] in plain:
             assert cell["over_floor"] < programs[plain[name["program"]]]["over_floor"] - 0.03
-    assert far == [("v5p:2x2x4", "5 tokens", 8)]
+    # The draft of Llama's rounds has heads that kernels do not take.
+    rounds = {"model": "Llama 3.3 70B + 3.2 1B", "program": f"round, K = {K}"}
+    assert all(name["topology"] == "v5p:2x2x4" or rounds.items() <= name.items() for name in far)
 
 
 @extras.needs("libtpu")
