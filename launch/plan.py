@@ -104,7 +104,10 @@ _CHIP_HOUR = price.define_chip_hour()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip and take --call_ms besides: real ones take longer"
-EXPERTS = ". Of experts those are read that the tokens of a call choose, if they choose independently and all alike"
+EXPERTS = (
+    ". Of experts those are read that the tokens of a call choose, if they choose independently and all alike, divided "
+    "evenly over the devices"
+)
 MIRRORED = (
     ". A bare rate is taken for certain, and does not settle what the block rule gains: nothing at least; the last "
     "column is its tokens per round if target and draft exchange the chances of two tokens"

@@ -239,8 +239,8 @@ SECTIONS = (
         "Calls at batch 1 with caches of 2048 slots, of which a call reads all; medians over turns, other programs kept both cores "
         "busy, so compare ratios. Int8 weights take less time than float32, for one token and for five. XLA has no product of an "
         "int8 matrix on a CPU: it writes the matrix in float32 before it multiplies, nine bytes of traffic for each weight where "
-        "float32 has four. While that stays in the cache it costs little: so with the pair's matrices, 5 MB in float32. Those "
-        "of the random model, up to 34 MB, do not fit, and are slower than float32 when they are widened whole. Hence the CPU's layout widens "
+        "float32 has four. While that stays in the cache it costs little: so with the pair's matrices, 5 MB in float32, where both "
+        "ways are alike. Those of the random model, up to 34 MB, do not fit, and are slower than float32 when they are widened whole. Hence the CPU's layout widens "
         "2 MB at a time (`specsamp/models/cpu_layout.py`). Int8 caches gain no time here: they are widened too, and small beside "
         "the weights. In bfloat16 one token is slowest: the compiler holds a float32 copy of all matrices (temporaries); five "
         "tokens are multiplied in bfloat16, which this CPU can.",
@@ -331,7 +331,7 @@ SECTIONS = (
         "than sixteen chips with two; a call of one new token carries two. Cycles of the kernels are not known to the "
         "compiler. A round can go below its floor, because the compiler keeps weights of the draft on chip. On v5p it leaves in HBM "
         "what it keeps on chip elsewhere, scores of distances above all, so that calls with many rows are far beyond their floor: it "
-        "fetches matrices of 34 MB whole there, and not in slices of 4 MB as on v6e, which probably leaves no room. The draft of Llama's round has heads of 64 entries, which kernels do not take: its caches are "
+        "fetches matrices of 34 MB whole there, and not in slices of 4 MB as on v6e, which may leave no room; nor is it known why Llama's calls, without distances, are up to 17% beyond. The draft of Llama's round has heads of 64 entries, which kernels do not take: its caches are "
         "read whole. "
         "On 256 chips the 64 heads take `--config.mesh.data=4` at least, with a draft of 48 heads 16.",
         compiled.kernels,
@@ -367,7 +367,11 @@ SECTIONS = (
         "takes steps; the speedup is what an acceptance rate of 0.8 would give, for both alike. Every device has the only "
         "kv head of multi-query attention, so that its caches are no smaller than those of eight. Int8 halves what is "
         "streamed, and not the time: v4 has no int8 products, and converting weights takes more cycles than streaming them. "
-        "So drafting still pays at batch 1 in every form, but less, because scoring is bound by cycles then. Ranges as above.",
+        "With the draft model a round in int8 has 2.4 ms of cycles beyond its calls that one in bfloat16 has not: the compiler lays "
+        "its distributions out with the vocabulary outermost when they are sampled. So the speedups of these rows are too low, and what "
+        "int8 does to drafting is not settled here; the head's rounds have no such cycles. Cycles of the kernels are not known to the "
+        "compiler, and with int8 caches the conversions of keys and values are among them: these rows are too fast, most at "
+        "batch 16. Ranges as above.",
         compiled.complements,
         ["compile_complements"],
     ),
@@ -377,7 +381,8 @@ SECTIONS = (
         "program: caches in int8 too, and how full they are is not stated; ours reads all of its slots. Of experts (A3B) the "
         "floor has those that the tokens of a call are expected to choose if they choose independently, divided evenly "
         "among the chips; the program waits for the chip that has most of them, and a step that feeds two tokens reads "
-        "the experts of both.",
+        "the experts of both. Such a step is bound by cycles and not by streaming, so drafting looks better beside it than it "
+        "would beside a good one: `launch/plan.py`, which counts bytes, gives 1.06x, with K = 1.",
         compiled.public_pairs,
         ["compile_qwen_3b_v5e", "compile_qwen_30b_a3b_v5e", "compile_llama_70b_v5e", "compile_llama_70b_int8_v5e"],
     ),

@@ -215,7 +215,8 @@ def _multiply(x: Array, matrix: Array | Int8Weight, rows: int) -> Array:
 def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
     """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
 
-    On a mesh, the parts that one device holds: products of parts need no collective.
+    Of experts it is as many as one token chooses, whichever they are. On a mesh, the parts that one device holds:
+    products of parts need no collective.
     """
     said = model.streamed(weights)
     matrices = said if said is not None else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
@@ -223,4 +224,12 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
     def spread(leaf):
         return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
 
-    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, matrices)
+    def here(tree):
+        return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, tree)
+
+    matrices = here(matrices)
+    for stack, share in model.chosen(weights, 1):
+        stack = here(stack)
+        count = max(round(share * stack.shape[0]), 1)
+        matrices += [jax.tree.map(lambda y, i=i: y[i], stack) for i in range(count)]
+    return matrices

@@ -173,10 +173,11 @@ def _qwen3_moe(fields: Fields) -> dict:
     """Reads a Qwen3MoeForCausalLM, whose layers choose experts unless the file says that they are dense."""
     num_layers, every = fields.count("num_hidden_layers"), fields("decoder_sparse_step", 1)
     dense = fields("mlp_only_layers", [])
-    if not isinstance(dense, list) or not isinstance(every, int) or every < 1:
+    layers_listed = isinstance(dense, list) and all(isinstance(i, int) and 0 <= i < num_layers for i in dense)
+    if not layers_listed or not isinstance(every, int) or every < 1:
         raise ValueError(
-            f"{fields.path} says mlp_only_layers = {dense!r} and decoder_sparse_step = {every!r}; a list of layers and a "
-            "positive integer are wanted"
+            f"{fields.path} says mlp_only_layers = {dense!r} and decoder_sparse_step = {every!r}; a list of its "
+            f"{num_layers} layers, counted from 0, and a positive integer are wanted"
         )
     dense = tuple(i for i in range(num_layers) if i in dense or (i + 1) % every)
     return _qwen3(fields, first=0) | dict(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ Array = jax.Array
 
 # Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
 WIDENED_ENTRIES = 2**19
+# Outputs for each summed entry beyond which blocks are columns: the sums of a vocabulary are too many to go through often.
+WIDE = 16
 
 
 def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None) -> Array:
@@ -79,8 +82,14 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
 
     if not isinstance(y, Int8Blocks) or y.size <= WIDENED_ENTRIES:
         return multiply(x, values)
-    summed, outputs = values.shape
     count = -(-y.size // WIDENED_ENTRIES)
+    is_wide = values.shape[1] > WIDE * values.shape[0]
+    return (_by_columns if is_wide else _by_rows)(multiply, x, values, count)
+
+
+def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
+    """Adds up the products of blocks of rows; sums are read and written once for each."""
+    summed, outputs = values.shape
     rows = max(summed // count, 1)
 
     def add_block(i: Array, sums: Array) -> Array:
@@ -91,6 +100,21 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
     sums = jax.lax.fori_loop(0, summed // rows, add_block, sums)
     rest = summed // rows * rows
     return sums if rest == summed else sums + multiply(x[..., rest:], values[rest:])
+
+
+def _by_columns(multiply: Callable, x: Array, values: Array, count: int) -> Array:
+    """Puts the products of blocks of columns side by side: better for many outputs, such as a vocabulary."""
+    outputs = values.shape[1]
+    columns = max(outputs // count, 1)
+
+    def put_block(i: Array, sums: Array) -> Array:
+        block = jax.lax.dynamic_slice_in_dim(values, i * columns, columns, 1)
+        return jax.lax.dynamic_update_slice_in_dim(sums, multiply(x, block), i * columns, -1)
+
+    sums = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
+    sums = jax.lax.fori_loop(0, outputs // columns, put_block, sums)
+    rest = outputs // columns * columns
+    return sums if rest == outputs else sums.at[..., rest:].set(multiply(x, values[:, rest:]))
 
 
 def _einsum(spec, precision, x, y, dtype):

@@ -156,14 +156,19 @@ def test_kernels_bring_calls_to_their_floor():
             assert cell["copies"] <= (0 if name["model"].startswith("Chinchilla") else 2)
         assert cell["live_hbm_bytes"] < cell["hbm_bytes"]
         if max(cell["over_floor"], cell["live_over_floor"]) > 1.05:
-            far.append(name)
+            far.append(cell)
         programs = without.get((name["topology"], name["batch"]), {})
         plain = {f"{K + 1} tokens": "score", "2 tokens": "target step", f"round, K = {K}": "round, top-p, token"}
         if name["topology"] == "v4:2x2x4" and name["model"].startswith("Chinchilla") and name["program"] in plain:
             assert cell["over_floor"] < programs[plain[name["program"]]]["over_floor"] - 0.03
     # The draft of Llama's rounds has heads that kernels do not take.
     rounds = {"model": "Llama 3.3 70B + 3.2 1B", "program": f"round, K = {K}"}
-    assert all(name["topology"] == "v5p:2x2x4" or rounds.items() <= name.items() for name in far)
+    for cell in far:
+        assert rounds.items() <= cell["name"].items() or cell["name"]["topology"] == "v5p:2x2x4", cell["name"]
+        assert max(cell["over_floor"], cell["live_over_floor"]) < (
+            1.4 if rounds.items() <= cell["name"].items() else 1.85
+        )
+        assert cell["copies"] <= 160
 
 
 @extras.needs("libtpu")

@@ -23,8 +23,8 @@ def weight_and_rows(shape):
     return weight, jax.random.normal(jax.random.key(0), (2, 3, shape[0]))
 
 
-# Even blocks, a rest behind them, one row a block because a row is larger than a block, and one block.
-@pytest.mark.parametrize("shape", [(64, 8), (37, 11), (3, 100), (8, 8)])
+# Even blocks, a rest behind them, one row a block because a row is larger than a block, columns, and one block.
+@pytest.mark.parametrize("shape", [(64, 8), (37, 11), (8, 100), (3, 100), (8, 8)])
 def test_blocks_sum_to_the_product(shape, monkeypatch):
     monkeypatch.setattr(products, "WIDENED_ENTRIES", 64)
     weight, x_BTD = weight_and_rows(shape)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import Pair, generate
+from specsamp.analysis import phases
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.experts import STACKED_AXES, block_size, expected_steps, mix_experts, route
@@ -230,3 +231,13 @@ def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
         most = EXPERTS.expected_slowest(tokens, block_size(tokens, EXPERTS), 2)
         assert expected_steps(scope) == most > EXPERTS.expected_blocks(tokens, block_size(tokens, EXPERTS)) / 2
     assert expected_steps("jit(call)/Decoder/layer_0/experts/while") is None
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+def test_a_measurement_streams_the_experts_of_one_token(params, weight_dtype):
+    """Two of eight, of the one layer that has them; the others are not what a step reads."""
+    model = TransformerLM(dataclasses.replace(CONFIG, weight_dtype=weight_dtype), "cpu")
+    weights = model.prepare(params)
+    matrices = phases.matrices_of(model, weights)
+    assert len(matrices) == len(model.streamed(weights)) + 2 * len(STACKED_AXES)
+    assert [x.shape for x in matrices[-2:]] == [(12, CONFIG.width)] * 2
