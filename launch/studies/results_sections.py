@@ -382,7 +382,7 @@ SECTIONS = (
         "floor has those that the tokens of a call are expected to choose if they choose independently, divided evenly "
         "among the chips; the program waits for the chip that has most of them, and a step that feeds two tokens reads "
         "the experts of both. Such a step is bound by cycles and not by streaming, so drafting looks better beside it than it "
-        "would beside a good one: `launch/plan.py`, which counts bytes, gives 1.06x, with K = 1.",
+        "would beside a good one: `launch/plan.py`, which counts bytes, finds next to nothing to gain.",
         compiled.public_pairs,
         ["compile_qwen_3b_v5e", "compile_qwen_30b_a3b_v5e", "compile_llama_70b_v5e", "compile_llama_70b_int8_v5e"],
     ),
