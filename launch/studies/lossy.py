@@ -3,7 +3,8 @@
     python launch/studies/lossy.py --output=runs/python_lossy.json --figure=runs/python_lossy.png
     python launch/studies/lossy.py --rules=token,ears:0.3,bounded:0.01:ears:1 --prompts=2 --config.max_new_tokens=32
 
-All rules and plain decoding take turns on the same prompts, in one process; a speedup is the median over prompts of the
+All rules and plain decoding take turns on the same prompts, in one process, for one distribution after the other; each
+is written when it is done, and the same command goes on. A speedup is the median over prompts of the
 ratio within a turn. Temperature and top-p are numbers of one program: all rules are compiled once. Tokens per round and
 bias depend on no clock. Constants of rules follow their names after colons, see launch/rules.py.
 """
@@ -14,9 +15,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
-from rich.console import Console
 
 import _launch  # noqa: F401, the folder of entry
 import entry
@@ -26,6 +27,7 @@ from experiment import Experiment, build, headline, refuse
 from rules import make_rule
 from specsamp import TokenRule, chain, storage, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
+from specsamp.analysis.grid import Results
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.drafters import NoDrafter
@@ -70,21 +72,29 @@ def main() -> None:
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "prompts": _PROMPTS.value,
+        "machine": report.machine(),
+        "jax": jax.__version__,
     }
-    points = []
-    with entry.progress(console, "starting") as say:
+    results = Results.open(_OUTPUT.value, made_with, lambda text: console.print(text, style="yellow"))
+    kept = f"the distributions measured so far are in {_OUTPUT.value}; the same command goes on"
+    with entry.keeps(kept), entry.progress(console, "starting") as say:
         for heat, share in samplings:
-            points += measure(experiment, rules, heat, share, say)
-            entry.write_result(_OUTPUT.value, made_with | {"points": points}, Console(quiet=True))
-    for heat, share in samplings:
-        chosen = [point for point in points if (point["temperature"], point["top_p"]) == (heat, share)]
+            keys = [{"temperature": heat, "top_p": share, "rule": word} for word in rules]
+            if all(results.find(key) for key in keys):
+                continue
+            for key, made in zip(keys, measure(experiment, rules, heat, share, say), strict=True):
+                header = {"command": entry.command(), "environment": report.environment()}
+                results.add({"key": key, "result": made}, header)
+    curves = [
+        [results.find({"temperature": heat, "top_p": share, "rule": word})["result"] for word in rules]
+        for heat, share in samplings
+    ]
+    for (heat, share), points in zip(samplings, curves, strict=True):
         title = f"T = {heat:g}, top-p {share:g}, K = {experiment.drafter.K}"
-        rows = lossy_curve.rows(chosen)
+        rows = lossy_curve.rows(points)
         entry.show([report.Table(title=title, header=lossy_curve.HEADER, rows=rows, note=lossy_curve.NOTE)], console)
     if _FIGURE.value:
-        first = [point for point in points if (point["temperature"], point["top_p"]) == samplings[0]]
-        storage.write(_FIGURE.value, lossy_curve.draw(first))
-    entry.write_result(_OUTPUT.value, made_with | {"points": points}, console)
+        storage.write(_FIGURE.value, lossy_curve.draw(curves[0]))
 
 
 def measure(

@@ -45,7 +45,7 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
 
 def section(documents: Documents) -> str:
     """Returns the table of the committed study, one distribution after the other, for the page of results."""
-    points = documents["python_lossy"]["points"]
+    points = [cell["result"] for cell in documents["python_lossy"]["cells"]]
     samplings = dict.fromkeys((point["temperature"], point["top_p"]) for point in points)
     parts = []
     for heat, share in samplings:

@@ -103,7 +103,7 @@ def test_the_study_measures_and_draws(tmp_path):
     rules = "--rules=token,ears:1"
     done = call("studies/lossy", *few, rules, f"--output={output}", f"--figure={figure}", "--plain")
     assert done.returncode == 0, done.stderr
-    token, ears = json.loads(output.read_text(encoding="utf-8"))["points"]
+    token, ears = (cell["result"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"])
     assert token["exact"] and token["variation_per_token"] == 0 == token["bought"]
     assert not ears["exact"] and 0 < ears["variation_per_token"] < 1 and ears["bought"] > 0
     assert ears["variation_per_text"] == pytest.approx(4 * ears["variation_per_token"])
