@@ -180,8 +180,10 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
     assert isinstance(kept.layers[0], KernelCache)
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
+    # In int8 a key that lies between two numbers may be rounded to either, by programs that add in another order.
+    atol = 1e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
