@@ -126,8 +126,7 @@ SECTIONS = (
         "the rule from the target's. Its sums over texts, on average, bound the total variation between texts and the target's; "
         "a bound beyond 1 says nothing. Bought: the share of verified tokens that are accepted beyond what the token rule would "
         "accept there. Budgets (`bounded`) relax a token as far as the number says and no further. "
-        "This is a first, short run on a busy machine: tokens per round scatter by a tenth, speedups by more. Without `--rules` "
-        "and `--prompts` the command measures the whole study.",
+        "Sixteen texts a rule: differences of a few percent, such as between the exact rules, are chance.",
         lossy_curve.section,
         ["python_lossy"],
         ["python_lossy"],
@@ -236,14 +235,15 @@ SECTIONS = (
     ),
     Section(
         "Where int8 helps on a CPU",
-        "Calls at batch 1 with caches of 2048 slots, of which a call reads all; medians over turns, other programs kept both cores "
-        "busy, so compare ratios. Int8 weights take less time than float32, for one token and for five. XLA has no product of an "
-        "int8 matrix on a CPU: it writes the matrix in float32 before it multiplies, nine bytes of traffic for each weight where "
-        "float32 has four. While that stays in the cache it costs little: so with the pair's matrices, 5 MB in float32, where both "
-        "ways are alike. Those of the random model, up to 34 MB, do not fit, and are slower than float32 when they are widened whole. Hence the CPU's layout widens "
-        "2 MB at a time (`specsamp/models/cpu_layout.py`). Int8 caches gain no time here: they are widened too, and small beside "
-        "the weights. In bfloat16 one token is slowest: the compiler holds a float32 copy of all matrices (temporaries); five "
-        "tokens are multiplied in bfloat16, which this CPU can.",
+        "Calls at batch 1 with caches of 2048 slots, of which a call reads all; medians over turns. Int8 weights take less time "
+        "than float32, for one token and for five, if far from a quarter. XLA has no product of an int8 matrix on a CPU: it writes "
+        "the matrix in float32 before it multiplies, nine bytes of traffic for each weight where float32 has four. While that stays "
+        "in the cache it costs little: so with the pair's matrices, of at most 5 MB in float32 (both rows of it are one program: "
+        "their difference is chance). Those of the random model, up to 34 MB, do not fit, and are slower than float32 when they "
+        "are widened whole. Hence the CPU's layout widens larger ones 2 MB at a time (`specsamp/models/cpu_layout.py`). Vocabularies "
+        "far larger than these have not been measured here. Int8 caches gain no time: they are widened too, and small beside the "
+        "weights. In bfloat16 one token is slowest: the compiler holds a float32 copy of all matrices (temporaries); five tokens "
+        "are multiplied in bfloat16, which this CPU can.",
         int8.int8_speed,
         ["int8_speed_cpu"],
     ),

@@ -20,6 +20,7 @@ Array = jax.Array
 
 # Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
 WIDENED_ENTRIES = 2**19
+WHOLE = 4  # so many blocks stay there too, and are widened at once
 # Outputs for each summed entry beyond which blocks are columns: the sums of a vocabulary are too many to go through often.
 WIDE = 16
 
@@ -80,7 +81,7 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
     def multiply(x: Array, values: Array) -> Array:
         return _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
 
-    if not isinstance(y, Int8Blocks) or y.size <= WIDENED_ENTRIES:
+    if not isinstance(y, Int8Blocks) or y.size <= WHOLE * WIDENED_ENTRIES:
         return multiply(x, values)
     count = -(-y.size // WIDENED_ENTRIES)
     is_wide = values.shape[1] > WIDE * values.shape[0]
