@@ -5,7 +5,7 @@ are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`)
 ``[D, N, H]`` in every call. Such weights cannot be split over a mesh: their axes hold several things.
 
 Nor has that backend a product of a matrix in int8: it writes the matrix in float32 first, and a large one goes to memory
-and back. Widened some rows at a time (`Int8Blocks`) it stays in the cache, and memory gives a quarter.
+and back. Widened a block at a time (`Int8Blocks`) it stays in the cache, and memory gives a quarter.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Array = jax.Array
 
 # Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
 WIDENED_ENTRIES = 2**19
-WHOLE = 4  # so many blocks stay there too, and are widened at once
+WHOLE = 4  # a matrix of so many blocks stays there too, and is widened at once
 # Outputs for each summed entry beyond which blocks are columns: the sums of a vocabulary are too many to go through often.
 WIDE = 16
 
