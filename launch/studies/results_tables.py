@@ -5,6 +5,7 @@ Every function takes the documents by name and returns Markdown. Milliseconds pe
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -14,8 +15,21 @@ from typing import Any
 
 Documents = Mapping[str, Any]
 
+ESTIMATE = "A compiler estimate: nothing ran on a TPU. "
+
 MS = ("mean", "p90")
 EMITTED = sum(0.8**i for i in range(5))  # tokens of a round at an acceptance rate of 0.8 and K = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table with what must be known to read it."""
+
+    title: str
+    text: str
+    make: Callable[[Documents], str]
+    files: Sequence[str] = ()  # without .json: the first is where the numbers come from
+    figures: Sequence[str] = ()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -39,7 +39,7 @@ def model_of(count, width, weight_dtype=None):
     ],
 )
 def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length):
-    """By expert, and by width where experts do not divide; one all-reduce sums over devices, and no weight moves.
+    """Splits by expert, and by width where experts do not divide; one all-reduce sums over devices, and no weight moves.
 
     Few tokens, and so many that they are sorted in blocks.
     """

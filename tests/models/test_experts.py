@@ -95,7 +95,7 @@ def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
 
 
 def test_a_text_may_be_cut_into_calls(params):
-    """At once the text of both rows is sorted in blocks, in calls every expert multiplies all tokens; in both layouts."""
+    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all tokens; in both layouts."""
     tokens_BT = np.random.default_rng(0).integers(0, 64, (2, LENGTH), dtype=np.int32)
     at_once = forward(MODEL, params, tokens_BT).logits_BTV
     for layout in ("default", "cpu"):
@@ -124,7 +124,7 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
 
 
 def test_gradients_are_those_of_all_experts(stacked):
-    """As differences say, of tokens, of the router and of matrices."""
+    """Compares gradients with differences, by tokens, the router and matrices."""
     x_RD, logits_RE = some_tokens(70), some_tokens(70, seed=1)[:, :8]
     operands, other_RD = (x_RD, logits_RE, stacked), some_tokens(70, seed=2)
 
@@ -195,7 +195,7 @@ def test_experts_without_a_gate_are_refused():
 
 @pytest.mark.parametrize("tokens, block", [(1, 1), (3, 3), (17, 17), (40, 8)])
 def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
-    """Of a router whose choices are independent and alike; with favourites it is less."""
+    """Counts what a router chooses whose choices are independent and alike; with favourites it is less."""
     logits = np.random.default_rng(0).normal(size=(400 * tokens, 8)).astype(np.float32)
 
     def count(logits):
@@ -215,7 +215,7 @@ def test_all_experts_may_be_chosen():
 
 
 def test_devices_wait_for_the_one_with_most_experts():
-    """Two tokens of one expert each, of four on two devices: a quarter of them meets on one device, apart."""
+    """Takes two tokens of one expert each, of four on two devices: a quarter of them meets on one device, apart."""
     few = ExpertsConfig(num_experts=4, experts_per_token=1, width=1)
     assert few.expected_slowest(2, 2, 2) == pytest.approx(1.25, abs=0.03)
     assert few.expected_slowest(2, 2, 1) == few.expected_touched(2) == 1.75
@@ -223,7 +223,7 @@ def test_devices_wait_for_the_one_with_most_experts():
 
 
 def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
-    """On a device with a part of the experts, as many as its part; no other loop has such a name."""
+    """Expects of a device with a part of the experts as many steps as its part; no other loop has such a name."""
     half = {name: matrix[:4] for name, matrix in stacked.items()}
     for tokens in (6, 150):
         text = mix.lower(some_tokens(tokens), np.zeros((tokens, 4), np.float32), half).as_text(debug_info=True)
@@ -235,7 +235,7 @@ def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
 
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 def test_a_measurement_streams_the_experts_of_one_token(params, weight_dtype):
-    """Two of eight, of the one layer that has them; the others are not what a step reads."""
+    """Takes two of eight, of the one layer that has them; the others are not what a step reads."""
     model = TransformerLM(dataclasses.replace(CONFIG, weight_dtype=weight_dtype), "cpu")
     weights = model.prepare(params)
     matrices = phases.matrices_of(model, weights)

@@ -96,7 +96,7 @@ def test_a_round_holds_the_collectives_of_its_calls_alone():
 
 
 def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
-    """Two layers, the first of which drafts: one step of it (more: test_compiled.py), and nothing is copied or kept twice.
+    """Compiles two layers, the first of which drafts: one step of it (more: test_compiled.py); nothing is copied or kept twice.
 
     Two shares of rows agree on when to end: one collective more than the calls have; nothing else passes between them.
     """
