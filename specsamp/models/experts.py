@@ -144,7 +144,10 @@ mix_experts.defvjp(_forward, _backward)
 
 
 def block_size(tokens: int, experts: ExpertsConfig) -> int:
-    """Returns how many tokens an expert multiplies at once: all if they are few, else two to four times those of an average one."""
+    """Returns how many tokens an expert multiplies at once.
+
+    All if they are few, else two to four times as many as choose an expert on average, so that most need one block.
+    """
     if tokens <= FEW:
         return max(tokens, 1)
     mean = tokens * experts.experts_per_token / experts.num_experts

@@ -220,6 +220,10 @@ def test_devices_wait_for_the_one_with_most_experts():
     assert few.expected_slowest(2, 2, 2) == pytest.approx(1.25, abs=0.03)
     assert few.expected_slowest(2, 2, 1) == few.expected_touched(2) == 1.75
     assert few.expected_slowest(2, 1, 2) == pytest.approx(1.5, abs=0.03)  # a block for each token
+    qwen = ExpertsConfig(num_experts=128, experts_per_token=8, width=768)  # as launch/README.md says
+    for tokens, over_mean in ((1, 2.5), (5, 1.6)):
+        mean = qwen.expected_touched(tokens) / 8
+        assert qwen.expected_slowest(tokens, tokens, 8) / mean == pytest.approx(over_mean, abs=0.05)
 
 
 def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):

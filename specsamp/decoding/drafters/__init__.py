@@ -1,4 +1,4 @@
-"""Ways to propose tokens: nothing, a draft model, its beam search, the context itself, the target's layers, a head, or several of them."""
+"""Ways to propose tokens: nothing, a draft model or its beam search, the context, the target's layers, a head, several."""
 
 from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
