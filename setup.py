@@ -32,7 +32,7 @@ class SourceWithCommands(sdist):
 
 def commands():
     """Returns the files of launch and configs, from here."""
-    found = [path.relative_to(ROOT) for name in COMMANDS for path in sorted((ROOT / name).glob("*.py"))]
+    found = [path.relative_to(ROOT) for name in COMMANDS for path in sorted((ROOT / name).rglob("*.py"))]
     if {path.parts[0] for path in found} != set(COMMANDS):
         raise FileNotFoundError(
             f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the source"
@@ -48,6 +48,7 @@ setup(
     description="Exact speculative sampling for large language models in JAX on TPU meshes",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    package_dir={"": "."},  # an editable installation then sees launch and configs, too
     packages=find_packages(include=["specsamp", "specsamp.*"]),
     package_data={"specsamp.checkpoints": ["assets/*/*", "assets/*/*/*"], "specsamp.tpu": ["*.json"]},
     cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},

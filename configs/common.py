@@ -35,7 +35,7 @@ def add_decoding(
     config.int8 = ConfigDict()
     config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
     config.int8.caches = "none"  # or one of the same words: keys and values in int8
-    config.rule = "token"  # or "block", or "coupled"; or a lossy one such as "ears:0.3", see launch/rules.py
+    config.rule = "token"  # or "block", or "coupled"; or a lossy one such as "ears:0.3", see launch/lib/rules.py
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy
     config.sampling.top_k = 0  # 0 is off

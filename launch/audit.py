@@ -22,10 +22,10 @@ import dataclasses
 from absl import flags
 from ml_collections import ConfigDict
 
-import entry
-from cells import make_cells, read_prompts
-from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline
+from launch.lib import entry
+from launch.lib.cells import make_cells, read_prompts
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import Experiment, build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit

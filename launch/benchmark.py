@@ -13,12 +13,10 @@ not mixed. --trace=runs/trace also says what within a round takes the time.
 import jax
 from absl import flags
 
-import entry
-import price
-import tracing
-from cells import check_points, known_identity, parse_grid, read_prompts, run_cells
-from config_file import ConfigFlag
-from experiment import build, config_mesh, headline
+from launch.lib import entry, price, tracing
+from launch.lib.cells import check_points, known_identity, parse_grid, read_prompts, run_cells
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid
 

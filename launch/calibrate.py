@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import jax
 from absl import flags
 
-import entry
-from experiment import bare_pair
-from round_times import devices_here, round_ms
+from launch.lib import entry
+from launch.lib.experiment import bare_pair
+from launch.lib.round_times import devices_here, round_ms
 from specsamp.analysis.report import Table
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.mesh.layout import make_mesh

@@ -17,11 +17,11 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-import entry
-from colours import DRAFTED, own
-from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline, refuse
-from rules import define_require_exact, make_rule
+from launch.lib import entry
+from launch.lib.colours import DRAFTED, own
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.checks import Prompt, check_exact, encode
 from specsamp.decoding.conversation import Conversation

@@ -13,10 +13,10 @@ could be checked (stderr says why).
 
 from absl import flags
 
-import entry
-from cells import read_prompts
-from config_file import ConfigFlag
-from experiment import build, config_mesh, headline
+from launch.lib import entry
+from launch.lib.cells import read_prompts
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
 from specsamp.checkpoints.head_check import HeadCheck, check_head, write_texts

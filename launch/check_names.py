@@ -17,8 +17,8 @@ import types
 
 from absl import flags
 
-import entry
-from config_file import load_file
+from launch.lib import entry
+from launch.lib.config import load_file
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.name_check import Finding, NamedPair, check_pair
 

@@ -25,13 +25,13 @@ from ml_collections import ConfigDict
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
-import entry
-from calibration_file import define_calibration, own_calibration
-from config_file import ConfigFlag, require
-from drafters import word_of
-from experiment import EXPERIMENT_FIELDS, make_sampling
-from rules import make_rule
-from shapes import first_layers, head_of, known_models
+from launch.lib import entry
+from launch.lib.calibration_file import define_calibration, own_calibration
+from launch.lib.config import ConfigFlag, require
+from launch.lib.drafters import word_of
+from launch.lib.experiment import EXPERIMENT_FIELDS, make_sampling
+from launch.lib.rules import make_rule
+from launch.lib.shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS

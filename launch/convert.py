@@ -13,7 +13,7 @@ import time
 import jax
 from absl import flags
 
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.mesh.layout import Layout, make_mesh

@@ -21,11 +21,10 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-import entry
-import tracing
-from colours import DRAFTED, PROMPT, own
-from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib import entry, tracing
+from launch.lib.colours import DRAFTED, PROMPT, own
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import phases, report, tables
 from specsamp.analysis.split import PhaseTimer

@@ -10,9 +10,9 @@ Exit status: 0, nothing; 1, a warning; 2, something that must be mended first.
 from absl import flags
 from rich.markup import escape
 
-import entry
-from config_file import ConfigFlag
-from shapes import known_models
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.doctor import Finding, Level, Wanted, examine, facts
 

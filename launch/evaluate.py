@@ -31,13 +31,12 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict
 
-import entry
-import price
-from config_file import ConfigFlag, choose
-from drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
-from evaluation_tables import tables
-from experiment import Experiment, build, config_mesh, headline
-from rules import LOSSY, RULES, define_require_exact, make_rule
+from launch.lib import entry, price
+from launch.lib.config import ConfigFlag, choose
+from launch.lib.drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
+from launch.lib.evaluation_tables import tables
+from launch.lib.experiment import Experiment, build, config_mesh, headline
+from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output

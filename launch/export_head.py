@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.checkpoints.head_export import write_head
 from specsamp.models.heads import FeatureHead

@@ -6,7 +6,7 @@ python launch/export_hugging_face.py --pair=python --side=target --output=export
 
 from absl import flags
 
-import entry
+from launch.lib import entry
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer

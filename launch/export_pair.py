@@ -9,7 +9,7 @@ import pathlib
 from absl import flags
 from rich.console import Console
 
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.checkpoints.pair import load_pair, save_pair

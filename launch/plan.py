@@ -21,12 +21,11 @@ from typing import Any
 from absl import flags
 from rich.console import Console
 
-import entry
-import price
-from calibration_file import define_calibration, own_calibration
-from config_file import ConfigFlag
-from drafters import word_of
-from shapes import first_layers, known_models
+from launch.lib import entry, price
+from launch.lib.calibration_file import define_calibration, own_calibration
+from launch.lib.config import ConfigFlag
+from launch.lib.drafters import word_of
+from launch.lib.shapes import first_layers, known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from absl import flags
 
-import entry
-from drafters import make_drafter
-from round_times import devices_here, random_pair, round_ms, setting_config
+from launch.lib import entry
+from launch.lib.drafters import make_drafter
+from launch.lib.round_times import devices_here, random_pair, round_ms, setting_config
 from specsamp import storage, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.report import Table

@@ -24,10 +24,10 @@ import jax
 from absl import flags
 from rich.console import Console
 
-import entry
-from config_file import ConfigFlag
-from experiment import Experiment, build, config_mesh, headline, refuse, rule_name
-from rules import define_require_exact, make_rule
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse, rule_name
+from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.checks import check_exact

@@ -13,7 +13,7 @@ import subprocess
 
 from absl import flags
 
-import entry
+from launch.lib import entry
 from specsamp import storage
 
 _REMOTE = flags.DEFINE_string("remote", "origin", "Take the address of this remote.")

@@ -14,13 +14,11 @@ import types
 
 from absl import flags
 
-import entry
-import hyper
-import price
-from cells import check_points, known_identity, run_cells
-from config_file import ConfigFlag
-from experiment import build, config_mesh, headline
-from hyper import Point
+from launch.lib import entry, hyper, price
+from launch.lib.cells import check_points, known_identity, run_cells
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 
@@ -70,7 +68,7 @@ def hyper_points(module: types.ModuleType, name: str) -> list[Point]:
     """
     get_hyper = getattr(module, "get_hyper", None)
     if get_hyper is None:
-        raise ValueError(f"{name} has no get_hyper(h): see launch/hyper.py for how to write one")
+        raise ValueError(f"{name} has no get_hyper(h): see launch/lib/hyper.py for how to write one")
     points = get_hyper(hyper)
     if not points:
         raise ValueError(f"get_hyper of {name} asks for no points")

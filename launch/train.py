@@ -18,8 +18,16 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
-import entry
-from config_file import ConfigFlag, require
+from launch.lib import entry
+from launch.lib.config import ConfigFlag, require
+from launch.lib.train_checks import (
+    check_all_processes,
+    check_first,
+    check_generated,
+    check_length,
+    check_split,
+    say_what_it_was_trained_for,
+)
 from specsamp import storage
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.public_pair import check_head_of
@@ -50,14 +58,6 @@ from specsamp.training.log import Progress
 from specsamp.training.public_target import PublicTarget, Target, of_target, open_public_target
 from specsamp.training.task import Distill, Pretrain, Task
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
-from train_checks import (
-    check_all_processes,
-    check_first,
-    check_generated,
-    check_length,
-    check_split,
-    say_what_it_was_trained_for,
-)
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
 _WORKDIR = flags.DEFINE_string(

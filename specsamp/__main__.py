@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in known:
         print(f"no command {arguments[0]!r}: choose one of {', '.join(known)}", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(folder()))
+    sys.path.insert(0, str(folder().parent))
     sys.argv = ["specsamp", name, *arguments[1:]]
-    script = importlib.import_module(name.replace("-", "_"))
-    entry = importlib.import_module("entry")
+    script = importlib.import_module(f"launch.{name.replace('-', '_')}")
+    entry = importlib.import_module("launch.lib.entry")
     return entry.status_of(script.main, getattr(script, "_CONFIG", None), [f"specsamp {name}", *arguments[1:]])
 
 

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType
 
 from configs import chinchilla
-from launch import experiment
+from launch.lib import experiment
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
 from specsamp.training.checkpoint import Checkpoints

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from configs import hf
-from launch import experiment, shapes
+from launch.lib import experiment, shapes
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes

@@ -12,8 +12,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from configs import random_pair
-from launch import experiment
-from launch.drafters import make_adaptive, make_drafter
+from launch.lib import experiment
+from launch.lib.drafters import make_adaptive, make_drafter
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
     BeamDrafter,
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_found_before_weights_are_made(monkeypatch, arguments, 
     def never(*_, **__):
         raise AssertionError("weights were made")
 
-    monkeypatch.setattr(importlib.import_module("experiment"), "bare_pair", never)
+    monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), "bare_pair", never)
     done = call("benchmark", "--config=configs/random_pair.py:tiny", *arguments)
     assert done.returncode == 2 and message in done.stderr, done.stderr
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import hf
-from launch import experiment
+from launch.lib import experiment
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint

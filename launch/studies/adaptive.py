@@ -23,14 +23,13 @@ from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from adaptive_points import HEADER, NOTE, Point, rows_of
-from cells import read_prompts
-from config_file import ConfigFlag
-from drafters import DRAFTERS, make_drafter
-from experiment import Experiment, build, headline, refuse
-from rules import make_rule
+from launch.lib import entry
+from launch.lib.cells import read_prompts
+from launch.lib.config import ConfigFlag
+from launch.lib.drafters import DRAFTERS, make_drafter
+from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.rules import make_rule
+from launch.studies.adaptive_points import HEADER, NOTE, Point, rows_of
 from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.draft_length import adapted_to

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from results_tables import Documents, table
+from launch.studies.results_tables import Documents, table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,13 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from cells import identity_of, read_prompts
-from config_file import ConfigFlag
-from drafters import drafter_name, make_drafter, word_of
-from experiment import Experiment, build, config_mesh, headline, refuse
-from forecasting import Agreement, agreement, agreement_table
-from rules import make_rule
+from launch.lib import entry
+from launch.lib.cells import identity_of, read_prompts
+from launch.lib.config import ConfigFlag
+from launch.lib.drafters import drafter_name, make_drafter, word_of
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.rules import make_rule
+from launch.studies.forecasting import Agreement, agreement, agreement_table
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, outcome_of

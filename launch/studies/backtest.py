@@ -12,10 +12,9 @@ from typing import Any
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-import held_out
-from held_out import Check
+from launch.lib import entry
+from launch.studies import held_out
+from launch.studies.held_out import Check
 from specsamp import storage
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table

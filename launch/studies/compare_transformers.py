@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from config_file import ConfigFlag
-from experiment import build, headline
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import build, headline
 from specsamp import NoDrafter, TokenRule, greedy
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import decoders

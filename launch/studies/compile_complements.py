@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from compile_cells import DISTRIBUTIONS, RULES, Cell, K, at, small_round, whole_round
-from compile_heads import head_step, round_of, slope, with_head
+from launch.studies.compile_cells import DISTRIBUTIONS, RULES, Cell, K, at, small_round, whole_round
+from launch.studies.compile_heads import head_step, round_of, slope, with_head
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.cache import Kernels
 from specsamp.tpu.program import Program

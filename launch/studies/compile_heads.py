@@ -14,8 +14,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from compile_cells import DISTRIBUTIONS, RULES, Cell, K, at
-from shapes import EAGLE3_VOCABULARY
+from launch.lib.shapes import EAGLE3_VOCABULARY
+from launch.studies.compile_cells import DISTRIBUTIONS, RULES, Cell, K, at
 from specsamp.checkpoints.published import published_config
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from compile_cells import DISTRIBUTIONS, RULES, SLICES, Cell, K, at, small_round, whole_round
+from launch.studies.compile_cells import DISTRIBUTIONS, RULES, SLICES, Cell, K, at, small_round, whole_round
 from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.cache import Kernels

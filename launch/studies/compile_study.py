@@ -22,14 +22,13 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from rich.progress import Progress
 
-import _launch  # noqa: F401, the folder of entry
-import compile_cells
-import entry
-from compile_complements import complements
-from compile_figures import PICTURES
-from compile_heads import heads
-from compile_kernels import kernels
-from compile_variants import variants
+from launch.lib import entry
+from launch.studies import compile_cells
+from launch.studies.compile_complements import complements
+from launch.studies.compile_figures import PICTURES
+from launch.studies.compile_heads import heads
+from launch.studies.compile_kernels import kernels
+from launch.studies.compile_variants import variants
 from specsamp import storage
 from specsamp.analysis import report as tables
 from specsamp.tpu.calibration import estimate

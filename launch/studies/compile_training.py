@@ -19,8 +19,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp.analysis.report import Table, version
 from specsamp.checkpoints.published import published_config
 from specsamp.decoding.data_shards import DATA

@@ -54,7 +54,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compile_cells import Cell
+from launch.studies.compile_cells import Cell
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.sampling.warp import for_rows, top_p

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import published
+from launch.studies import published
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.measured import distribution_of
 

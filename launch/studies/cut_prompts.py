@@ -11,8 +11,7 @@ import sysconfig
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.evaluation.prompts import cut_prompts

@@ -32,11 +32,17 @@ from typing import Any
 import jax
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from drafters import lookup_and_model
-from drafters_on_chips import FORECAST_HEADER, SAMPLINGS, Costs, costs_of_drafters, forecast_rows, sampling_name
-from results_drafters import cost_of_a_draft
+from launch.lib import entry
+from launch.lib.drafters import lookup_and_model
+from launch.studies.drafters_on_chips import (
+    FORECAST_HEADER,
+    SAMPLINGS,
+    Costs,
+    costs_of_drafters,
+    forecast_rows,
+    sampling_name,
+)
+from launch.studies.results_drafters import cost_of_a_draft
 from specsamp import chain, storage, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Cell, Results, measure_cells

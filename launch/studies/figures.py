@@ -11,9 +11,8 @@ import os
 from absl import flags
 from rich.console import Console
 
-import _launch  # noqa: F401, the folder of entry
-import curves as figures
-import entry
+from launch.lib import entry
+from launch.studies import curves as figures
 from specsamp import storage
 from specsamp.analysis import grid
 from specsamp.analysis.figures import to_png

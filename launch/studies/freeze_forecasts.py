@@ -17,11 +17,10 @@ import subprocess
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from config_file import CHECKOUT, load_config
-from round_times import draft_devices, draft_shape, setting_config
-from shapes import known_models
+from launch.lib import entry
+from launch.lib.config import CHECKOUT, load_config
+from launch.lib.round_times import draft_devices, draft_shape, setting_config
+from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.report import Table

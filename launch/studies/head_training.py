@@ -12,8 +12,7 @@ drafts every position alike, is measured beside it.
 import jax
 from absl import flags
 
-import _launch  # noqa: F401
-import entry
+from launch.lib import entry
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import fingerprint, load_pair
 from specsamp.models.transformer import TransformerLM

@@ -16,8 +16,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 import numpy as np
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp.analysis.report import Table, version
 from specsamp.checkpoints.published import published_config
 from specsamp.models.compiling import FEWEST_COLLECTIVES

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
 from specsamp.models.config import target_38m

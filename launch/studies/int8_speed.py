@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp import load_pair
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.models import compiling

@@ -6,7 +6,7 @@
 All rules and plain decoding take turns on the same prompts, in one process, for one distribution after the other; each
 is written when it is done, and the same command goes on. A speedup is the median over prompts of the
 ratio within a turn. Temperature and top-p are numbers of one program: all rules are compiled once. Tokens per round and
-bias depend on no clock. Constants of rules follow their names after colons, see launch/rules.py.
+bias depend on no clock. Constants of rules follow their names after colons, see launch/lib/rules.py.
 """
 
 import dataclasses
@@ -19,12 +19,11 @@ import jax
 import numpy as np
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-import lossy_curve
-from config_file import ConfigFlag
-from experiment import Experiment, build, headline, refuse
-from rules import make_rule
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.rules import make_rule
+from launch.studies import lossy_curve
 from specsamp import TokenRule, chain, storage, temperature, top_p, use_compilation_cache
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from results_tables import Documents, table
+from launch.studies.results_tables import Documents, table
 from specsamp.analysis.figures import GREY, STYLES, axes_of, to_png
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#787e85")

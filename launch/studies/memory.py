@@ -3,13 +3,12 @@
 python launch/studies/memory.py --config=configs/random_pair.py:38m --output=runs/random_38m_memory.json
 """
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from config_file import ConfigFlag, heeds
-from experiment import make_sampling
-from loop_memory import memory_grid, memory_table
-from rules import make_rule
-from shapes import known_models
+from launch.lib import entry
+from launch.lib.config import ConfigFlag, heeds
+from launch.lib.experiment import make_sampling
+from launch.lib.rules import make_rule
+from launch.lib.shapes import known_models
+from launch.studies.loop_memory import memory_grid, memory_table
 
 _CONFIG = ConfigFlag("configs/random_pair.py:38m")
 _OUTPUT = entry.define_output()

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, storage, temperature, top_p
 from specsamp.analysis.figures import GREY, WRITERS, tint, to_png
 from specsamp.checkpoints.pair import load_prompts

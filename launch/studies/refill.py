@@ -14,8 +14,7 @@ import time
 
 from absl import flags
 
-import _launch  # noqa: F401
-import entry
+from launch.lib import entry
 from specsamp import Pair, chain, generate, generate_many, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.decoding.checks import encode

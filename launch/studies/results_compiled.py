@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from held_out import COVERED
-from results_tables import EMITTED, Documents, table
+from launch.studies.held_out import COVERED
+from launch.studies.results_tables import EMITTED, Documents, table
 from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report

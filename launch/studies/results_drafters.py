@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drafters_on_chips import FORECAST_HEADER, costs_of_drafters, forecast_rows
-from results_tables import Documents, ratio, table
+from launch.studies.drafters_on_chips import FORECAST_HEADER, costs_of_drafters, forecast_rows
+from launch.studies.results_tables import Documents, ratio, table
 
 TEXTS = {"held out": "python_voting", "repeated": "python_voting_repeated"}
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import results_compiled as compiled
-import results_tables as measured
-from experiment import looked_up_parameters
-from results_tables import Documents, table
+from launch.lib.experiment import looked_up_parameters
+from launch.studies import results_compiled as compiled
+from launch.studies import results_tables as measured
+from launch.studies.results_tables import Documents, table
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.tables import faster

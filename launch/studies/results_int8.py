@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from results_tables import Documents, ratio, table
+from launch.studies.results_tables import Documents, ratio, table
 
 
 def int8_error(documents: Documents) -> str:

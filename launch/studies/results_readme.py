@@ -18,11 +18,10 @@ from typing import Any
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from results_in_short import headline, summary
-from results_sections import SECTIONS
-from results_tables import Documents
+from launch.lib import entry
+from launch.studies.results_in_short import headline, summary
+from launch.studies.results_sections import SECTIONS
+from launch.studies.results_tables import Documents
 from specsamp import storage
 
 ROOT = pathlib.Path(__file__).parents[2]

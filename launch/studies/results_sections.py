@@ -5,13 +5,13 @@ What was measured comes first, and behind it what is foreseen and compiled for T
 
 from __future__ import annotations
 
-import adaptive_points as adaptive
-import lossy_curve
-import results_drafters as drafted
-import results_int8 as int8
-import results_tables as measured
-from results_sections_compiled import COMPILED
-from results_tables import ESTIMATE, Section
+from launch.studies import adaptive_points as adaptive
+from launch.studies import lossy_curve
+from launch.studies import results_drafters as drafted
+from launch.studies import results_int8 as int8
+from launch.studies import results_tables as measured
+from launch.studies.results_sections_compiled import COMPILED
+from launch.studies.results_tables import ESTIMATE, Section
 
 SECTIONS = (
     Section(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import results_compiled as compiled
-from results_tables import ESTIMATE, Section
+from launch.studies import results_compiled as compiled
+from launch.studies.results_tables import ESTIMATE, Section
 
 COMPILED = (
     Section(

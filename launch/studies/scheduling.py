@@ -19,8 +19,7 @@ import time
 import numpy as np
 from absl import flags
 
-import _launch  # noqa: F401
-import entry
+from launch.lib import entry
 from specsamp import FirstCome, Pair, ShortestFirst, chain, generate_many, load_pair, storage, temperature, top_p
 from specsamp.analysis.figures import COLOURS, to_png
 from specsamp.analysis.report import Table

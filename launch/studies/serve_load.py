@@ -22,8 +22,7 @@ from collections.abc import Iterator
 import numpy as np
 from absl import flags
 
-import _launch
-import entry
+from launch.lib import entry
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 
@@ -71,7 +70,7 @@ def main() -> None:
 @contextlib.contextmanager
 def serving(K: int, clients: int) -> Iterator[str]:
     """Runs a server in a process of its own, and gives its address once it is ready."""
-    script = pathlib.Path(_launch.__file__).parents[1] / "serve.py"
+    script = pathlib.Path(__file__).parents[1] / "serve.py"
     config = [f"--config=configs/trained_pair.py:{_PAIR.value}", f"--config.draft_length={K}"]
     options = [f"--rows={_ROWS.value}", f"--context={_CONTEXT.value}", f"--max_waiting={clients}", "--warps=top_p"]
     process = subprocess.Popen(

@@ -11,16 +11,15 @@ import dataclasses
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
-from config_file import ConfigFlag
-from drafters import drafter_name, make_drafter, word_of
-from experiment import Experiment, build, config_mesh, headline, refuse
-from rules import RULES
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.drafters import drafter_name, make_drafter, word_of
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.rules import RULES
+from launch.studies.theory import curve_of, curve_table
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
 from specsamp.sampling.warp import Warp
-from theory import curve_of, curve_table
 
 _CONFIG = ConfigFlag("configs/trained_pair.py")
 _LENGTHS = flags.DEFINE_multi_integer(

@@ -21,8 +21,7 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 from safetensors.numpy import save
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.export import describe
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted

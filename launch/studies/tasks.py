@@ -9,8 +9,7 @@ with twice the standard error of independent tokens. Nothing is measured here.
 
 from absl import flags
 
-import _launch  # noqa: F401, the folder of entry
-import entry
+from launch.lib import entry
 from specsamp import storage
 from specsamp.analysis.figures import COLOURS, to_png
 from specsamp.analysis.grid import read_document

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from configs import random_pair, trained_pair
-from launch import cells
-from launch.experiment import Experiment, build
+from launch.lib import cells
+from launch.lib.experiment import Experiment, build
 from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter

@@ -5,13 +5,13 @@ import pathlib
 
 import pytest
 
-import compile_cells
-from compile_cells import K
-from compile_complements import FORMS, complements, stack_of
-from compile_figures import PICTURES, calibrated
-from compile_heads import EXIT, HEAD, heads, with_head
-from compile_kernels import kernels
-from compile_variants import variants
+from launch.studies import compile_cells
+from launch.studies.compile_cells import K
+from launch.studies.compile_complements import FORMS, complements, stack_of
+from launch.studies.compile_figures import PICTURES, calibrated
+from launch.studies.compile_heads import EXIT, HEAD, heads, with_head
+from launch.studies.compile_kernels import kernels
+from launch.studies.compile_variants import variants
 from specsamp.models.config import chinchilla_70b
 from specsamp.tpu.work import Work
 from support import extras

@@ -2,11 +2,11 @@
 
 import io
 
+import curves as figures
 import numpy as np
+import published
 import pytest
 
-import curves as figures
-import published
 from support import extras
 
 

@@ -17,7 +17,7 @@ TINY = "--config=configs/random_pair.py:tiny"
 
 @pytest.fixture
 def entry():
-    return importlib.import_module("entry")
+    return importlib.import_module("launch.lib.entry")
 
 
 def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path):
@@ -77,7 +77,7 @@ def test_a_wrong_command_line_is_one_line(arguments, message):
 
 def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     """And what another folder holds under the same name comes first."""
-    config_file = importlib.import_module("config_file")
+    config_file = importlib.import_module("launch.lib.config")
     monkeypatch.chdir(tmp_path)
     assert config_file.load_file("configs/random_pair.py:tiny").SIZES
     (tmp_path / "configs").mkdir()

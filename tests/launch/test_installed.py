@@ -65,8 +65,8 @@ EVERY = """
 import json, os, sys
 import optax, scipy.stats  # as many commands do, a second each time
 import specsamp.__main__ as program
-sys.path.insert(0, str(program.folder()))
-import entry
+sys.path.insert(0, str(program.folder().parent))
+from launch.lib import entry
 for arguments in json.loads(sys.argv[1]) or [[name, "--help"] for name in program.commands()]:
     child = os.fork()
     if child == 0:

@@ -146,7 +146,7 @@ def parse(command, monkeypatch):
     here = next((i for i, word in enumerate(command) if re.fullmatch(r"launch/[\w/]+\.py", word)), None)
     if here is None:
         return
-    entry = importlib.import_module("entry")
+    entry = importlib.import_module("launch.lib.entry")
 
     def only_parse(main, config=None):
         entry._parse(config, sys.argv)

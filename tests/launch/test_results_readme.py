@@ -84,8 +84,8 @@ def test_every_study_is_in_the_table_of_its_readme():
 
 
 def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
-    sharing = ("entry", "config_file", "price", "tracing")
-    shared = "".join((ROOT / f"launch/{name}.py").read_text(encoding="utf-8") for name in sharing)
+    sharing = ("entry", "config", "price", "tracing")
+    shared = "".join((ROOT / f"launch/lib/{name}.py").read_text(encoding="utf-8") for name in sharing)
     checked = 0
     for page in PAGES:
         for script, arguments in re.findall(r"python (launch/\S+\.py)([^\n`]*)", page.read_text(encoding="utf-8")):

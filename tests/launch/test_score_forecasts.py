@@ -7,9 +7,9 @@ import types
 import jax
 import pytest
 
-from config_file import load_config
-from round_times import draft_shape, setting_config
-from shapes import known_models
+from launch.lib.config import load_config
+from launch.lib.round_times import draft_shape, setting_config
+from launch.lib.shapes import known_models
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import read_report
 from specsamp.tpu.ledger import Setting, digest, forecast, read_ledger, standing, with_batch
@@ -123,8 +123,7 @@ def ledger(tmp_path):
 @pytest.fixture
 def measured(monkeypatch):
     """Rounds that take 5 ms: what is measured is tested where decoders are."""
-    import drafters
-    import round_times
+    from launch.lib import drafters, round_times
 
     pair = types.SimpleNamespace(target=None, draft_or_head=None)
     monkeypatch.setattr(round_times, "random_pair", lambda config, batch: pair)
@@ -152,7 +151,7 @@ def test_forecasts_of_this_slice_are_measured_and_the_others_named(ledger, measu
 
 
 def test_scores_that_others_add_meanwhile_stay(ledger, measured, monkeypatch):
-    import round_times
+    from launch.lib import round_times
 
     def another(*arguments):
         document = json.loads(ledger.read_text())
@@ -168,7 +167,7 @@ def test_scores_that_others_add_meanwhile_stay(ledger, measured, monkeypatch):
 
 
 def test_out_of_memory_is_scored(ledger, measured, monkeypatch):
-    import round_times
+    from launch.lib import round_times
 
     def fails(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -188,8 +187,8 @@ def test_a_forecast_that_was_edited_is_refused(ledger):
 
 def test_a_round_is_measured(monkeypatch):
     """On one device, tiny: plainly, and with a head."""
-    from drafters import make_drafter
-    from round_times import random_pair, round_ms
+    from launch.lib.drafters import make_drafter
+    from launch.lib.round_times import random_pair, round_ms
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     config = load_config("configs/random_pair.py:tiny")
@@ -199,8 +198,8 @@ def test_a_round_is_measured(monkeypatch):
 
 
 def test_a_head_of_random_weights_fits_its_target(monkeypatch):
-    from drafters import make_drafter
-    from round_times import random_pair
+    from launch.lib.drafters import make_drafter
+    from launch.lib.round_times import random_pair
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     config = load_config("configs/random_pair.py:tiny")
@@ -249,8 +248,7 @@ def test_calibrate_says_what_it_would_do_on_a_slice():
 
 def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
     """On one device, with short loops."""
-    import experiment
-    import round_times
+    from launch.lib import experiment, round_times
     from specsamp.tpu import own
 
     monkeypatch.setattr(experiment, "bare_pair", lambda *models, mesh: None)

@@ -66,7 +66,7 @@ def never(monkeypatch):
         raise AssertionError("a pair was read")
 
     for name in ("load_pair", "read_pair", "bare_pair"):
-        monkeypatch.setattr(importlib.import_module("experiment"), name, fail)
+        monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), name, fail)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import hyper
 from configs import chinchilla, trained_pair
+from launch.lib import hyper
 from support.run_script import ROOT, call
 
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-import experiment
 from configs import chinchilla
+from launch.lib import experiment
 from specsamp import generate
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.export import export

@@ -150,7 +150,7 @@ def die(folder: pathlib.Path, dying: int) -> None:
 
 
 def die_caught(folder: pathlib.Path) -> None:
-    """As above, and the other ends as launch/entry.py ends it."""
+    """As above, and the other ends as launch/lib/entry.py ends it."""
     try:
         die(folder, 1)
     except jax.errors.JaxRuntimeError:

@@ -67,7 +67,7 @@ def module(script):
 @contextlib.contextmanager
 def only_shared_flags():
     """Inside, only the flags of all commands are defined, none is parsed; afterwards all is as it was."""
-    shared = importlib.import_module("entry").SHARED_FLAGS
+    shared = importlib.import_module("launch.lib.entry").SHARED_FLAGS
     others = {name: flags.FLAGS[name] for name in set(flags.FLAGS) - shared}  # of scripts that were imported
     for name in others:
         delattr(flags.FLAGS, name)

@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.markup import escape
 
-from config_file import ConfigFlag
+from launch.lib.config import ConfigFlag
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.doctor import has_tpu

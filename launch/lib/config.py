@@ -13,16 +13,13 @@ import difflib
 import importlib.util
 import inspect
 import pathlib
-import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, config_flags
 
-CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
-if str(CHECKOUT) not in sys.path:
-    sys.path.insert(0, str(CHECKOUT))  # configurations import configs/common.py, and no other package of that name
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # its configs are imported as a package
 
 
 @dataclasses.dataclass

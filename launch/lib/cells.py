@@ -15,18 +15,16 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-import entry
-import price
-import tracing
-from config_file import require
-from drafters import drafter_name, make_adaptive, make_drafter, word_of
-from experiment import (
+from launch.lib import entry, price, tracing
+from launch.lib.config import require
+from launch.lib.drafters import drafter_name, make_adaptive, make_drafter, word_of
+from launch.lib.experiment import (
     EXPERIMENT_FIELDS,
     Experiment,
     make_sampling,
 )
-from hyper import Point, product, sweep
-from rules import make_rule
+from launch.lib.hyper import Point, product, sweep
+from launch.lib.rules import make_rule
 from specsamp import storage
 from specsamp.analysis import grid, report, tables
 from specsamp.analysis.grid import Cell, Results

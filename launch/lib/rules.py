@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from config_file import choose
+from launch.lib.config import choose
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule

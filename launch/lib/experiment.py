@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
-import entry
-from config_file import require
-from drafters import drafter_name, make_adaptive, make_drafter, word_of
-from rules import make_rule
-from shapes import int8_of, known_models, looked_up_parameters, make_model
+from launch.lib import entry
+from launch.lib.config import require
+from launch.lib.drafters import drafter_name, make_adaptive, make_drafter, word_of
+from launch.lib.rules import make_rule
+from launch.lib.shapes import int8_of, known_models, looked_up_parameters, make_model
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.head_check import check_head, write_texts

@@ -4,7 +4,7 @@ import jax
 from absl import flags
 from rich.console import Console
 
-import entry
+from launch.lib import entry
 from specsamp.analysis.trace import Trace, trace
 from specsamp.analysis.workload import Decoder
 

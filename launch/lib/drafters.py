@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from config_file import choose
+from launch.lib.config import choose
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.checks import check_lengths, integer
 from specsamp.decoding.drafter import Drafter

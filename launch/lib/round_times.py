@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from config_file import load_config
-from experiment import bare_pair
-from shapes import first_layers, head_of, known_models
+from launch.lib.config import load_config
+from launch.lib.experiment import bare_pair
+from launch.lib.shapes import first_layers, head_of, known_models
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafter import Drafter

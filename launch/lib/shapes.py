@@ -7,8 +7,8 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from config_file import choose
-from drafters import word_of
+from launch.lib.config import choose
+from launch.lib.drafters import word_of
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
