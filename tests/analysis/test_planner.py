@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 import numpy as np
-import published
 import pytest
 
+from launch.studies import published
 from specsamp.analysis.acceptance import ByLength, Profile, expected_tokens, mirrored_block_survival
 from specsamp.analysis.costs import CostTable, PerCall, Round
 from specsamp.analysis.planner import make_plan, rounds_per_token

@@ -2,11 +2,11 @@
 
 import io
 
-import curves as figures
 import numpy as np
-import published
 import pytest
 
+from launch.studies import curves as figures
+from launch.studies import published
 from support import extras
 
 

@@ -6,12 +6,12 @@ import json
 import math
 import pathlib
 
-import forecasting as module
 import numpy as np
 import pytest
-from forecasting import agreement
 
 from launch.lib.rules import RULES
+from launch.studies import forecasting as module
+from launch.studies.forecasting import agreement
 from specsamp.analysis.acceptance import NORMAL_95
 from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.workload import Timing

@@ -1,7 +1,6 @@
 """The memory of the loop, as compiled."""
 
-from loop_memory import memory_grid, memory_table
-
+from launch.studies.loop_memory import memory_grid, memory_table
 from specsamp.models.config import tiny
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature

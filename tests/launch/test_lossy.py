@@ -3,12 +3,12 @@
 import json
 import math
 
-import lossy_curve
 import pytest
 
 from launch.lib.evaluation_tables import tables as evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
+from launch.studies import lossy_curve
 from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
 from specsamp.analysis import tables
 from specsamp.decoding.results import RowStats

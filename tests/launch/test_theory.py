@@ -4,8 +4,8 @@ import math
 import types
 
 import pytest
-import theory
 
+from launch.studies import theory
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
 from specsamp.analysis.report import to_json

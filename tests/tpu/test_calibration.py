@@ -4,10 +4,10 @@ import dataclasses
 import json
 import math
 
-import held_out
 import numpy as np
 import pytest
 
+from launch.studies import held_out
 from specsamp.tpu import calibration, measurements
 from specsamp.tpu.calibration import ROUNDS_MS, Band, Calibration, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.measurements import published
