@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = ["specsamp", name, *arguments[1:]]
     script = importlib.import_module(f"launch.{name.replace('-', '_')}")
     entry = importlib.import_module("launch.lib.entry")
+    if hasattr(script, "status_of"):  # of a study, which has flags of its own
+        return script.status_of([f"specsamp {name}", *arguments[1:]])
     return entry.status_of(script.main, getattr(script, "_CONFIG", None), [f"specsamp {name}", *arguments[1:]])
 
 
@@ -44,7 +46,7 @@ def commands() -> dict[str, str]:
     found = {}
     for path in sorted(folder().glob("*.py")):
         source = path.read_text(encoding="utf-8")
-        if "entry.run(" in source:
+        if "__main__" in source:
             words = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
             found[path.stem.replace("_", "-")] = words
     return found

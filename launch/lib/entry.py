@@ -84,24 +84,18 @@ def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> Non
 
 
 def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
-    """Does what `run` does, and returns the exit status.
+    """Does what `run` does, and returns the exit status."""
+    return guarded(lambda: _status(main, config, arguments))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Calls ``command`` and returns its exit status, or that of the error that it ends with.
 
     What a user can get wrong (ValueError, OSError, a wrong flag or configuration), memory that runs out and an
     interrupt become one line on stderr. Everything else is a mistake in this program, and keeps its traceback.
     """
     try:
-        if any(argument in HELP for argument in arguments[1:]):
-            print(_help(main, config, arguments))
-            return 0
-        _parse(config, arguments)
-        logging.use_absl_handler()
-        logging.set_verbosity(logging.ERROR)
-        _join()
-        status = main() or 0
-        if jax.process_count() > 1:  # else the first would end the others while it is still writing
-            multihost_utils.sync_global_devices("the end")
-        sys.stdout.flush()
-        return status
+        return command()
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -120,6 +114,21 @@ def status_of(main: Callable[[], int | None], config: ConfigFlag | None, argumen
         if not is_out_of_memory(error):
             raise
         return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
+
+
+def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
+    if any(argument in HELP for argument in arguments[1:]):
+        print(_help(main, config, arguments))
+        return 0
+    _parse(config, arguments)
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.ERROR)
+    _join()
+    status = main() or 0
+    if jax.process_count() > 1:  # else the first would end the others while it is still writing
+        multihost_utils.sync_global_devices("the end")
+    sys.stdout.flush()
+    return status
 
 
 def _parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
@@ -158,7 +167,7 @@ def _in_words(error: BaseException) -> str:
 
 def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
     """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
-    lines = [_as_typed((main.__globals__.get("__doc__") or "").strip()), "", "Flags:"]
+    lines = [_as_typed((main.__doc__ or main.__globals__.get("__doc__") or "").strip()), "", "Flags:"]
     if config is not None:
         lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
     for name in sorted(set(flags.FLAGS) - _OTHERS):

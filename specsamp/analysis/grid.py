@@ -112,7 +112,7 @@ class Results:
         last = json.loads(report.to_json(cell))
 
         def keep(added):
-            cells = {_name(one): one for one in [*self.cells, *added, last]}  # of equal keys the last
+            cells = {name_of(one["key"]): one for one in [*self.cells, *added, last]}  # of equal keys the last
             self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
 
         if self.path is None or jax.process_index():
@@ -176,8 +176,9 @@ def _check_same(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) ->
         raise ValueError(f"{path} holds cells of another run: {told}. Give another --output")
 
 
-def _name(cell: Mapping[str, Any]) -> str:
-    return json.dumps(cell["key"], sort_keys=True)
+def name_of(key: Key) -> str:
+    """Returns what tells a cell from others: its key, whatever the order of its fields."""
+    return json.dumps(dict(key), sort_keys=True)
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:

@@ -34,13 +34,22 @@ MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text; the first ``left`` columns are aligned to the left, the others to the right."""
+    """Cells of text; the first ``left`` columns are aligned to the left, the others to the right.
+
+    A cell in ``**two stars**`` is bold, on the console too.
+    """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     left: int = 1  # columns aligned to the left
+
+    def to_markdown(self) -> str:
+        """Returns the table as Markdown, followed by the note; the page says what the title does."""
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+        return f"{text}\n\n{self.note}" if self.note else text
 
 
 def environment() -> dict[str, Any]:
@@ -129,6 +138,11 @@ def to_json(document: Any) -> str:
     return json.dumps(document, default=_as_json, indent=1, allow_nan=False)
 
 
+def as_json(document: Any) -> Any:
+    """Returns a document as it reads when it comes from a file: mappings, lists, numbers and texts."""
+    return json.loads(to_json(document))
+
+
 def show(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
     """Prints tables, drawn by rich or as aligned text; one that is wider than the console as a block for each row."""
     for table in tables:
@@ -161,8 +175,13 @@ def _drawn(table: Table) -> RichTable:
         justify = "left" if i < table.left else "right"
         drawn.add_column(Text(name), justify=justify, style="bold" if i == 0 else "", no_wrap=True)
     for row in table.rows:
-        drawn.add_row(*(Text(cell, style="green" if BAR in cell else "") for cell in row))
+        drawn.add_row(*map(_cell, row))
     return drawn
+
+
+def _cell(text: str) -> Text:
+    bold = text.startswith("**")
+    return Text(text.strip("*") if bold else text, style="bold" if bold else "green" if BAR in text else "")
 
 
 def _widths(table: Table) -> list[int]:

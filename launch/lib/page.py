@@ -1,0 +1,128 @@
+"""Fills the tables of the pages: README.md and notebooks/results/README.md hold prose by hand, and marks.
+
+    <!-- table: NAME -->        a table of a study, see `launch.lib.study.Published`
+    <!-- files: NAME NAME -->   where results come from: files, machine, versions, the commands that measure them again
+    <!-- end -->
+
+What stands between a mark and its end is replaced. Every committed result must be in a mark.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from launch.lib import study
+from launch.lib.config import CHECKOUT
+from launch.lib.study import RESULTS, Document, Published
+from launch.studies import legacy
+from specsamp import storage
+
+PAGES = (CHECKOUT / "README.md", RESULTS / "README.md")
+PAIR = CHECKOUT / "specsamp/checkpoints/assets/python/pair.json"  # the record of the shipped pair: the result "pair"
+MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+# Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
+MOVED: Mapping[str, str] = {
+    r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
+    r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
+}
+
+
+def write() -> list[pathlib.Path]:
+    """Fills all pages and returns their paths.
+
+    Raises:
+      ValueError: a mark that no study makes, or a result that no mark shows.
+    """
+    texts = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
+    if lost := {path.stem for path in RESULTS.glob("*.json")} - shown(texts.values()):
+        raise ValueError(f"no mark of a page shows {', '.join(sorted(lost))}: add <!-- files: {min(lost)} -->")
+    for path, text in texts.items():
+        storage.write(path, text.encode())
+    return list(texts)
+
+
+def filled(text: str) -> str:
+    """Returns a page whose marks are filled anew.
+
+    Raises:
+      ValueError: a mark names a table or a result that does not exist.
+    """
+    return MARK.sub(lambda mark: mark[1] + content(mark[2], mark[3]) + "\n" + mark[5], text)
+
+
+def shown(texts: Iterable[str]) -> set[str]:
+    """Returns the results that the marks of pages name, or their tables show."""
+    marks = [(mark[2], mark[3]) for text in texts for mark in MARK.finditer(text)]
+    known = tables()
+    return {
+        name
+        for kind, names in marks
+        for name in (names.split() if kind == "files" else known[names].results if names in known else ())
+    }
+
+
+def tables() -> dict[str, Published]:
+    """Returns the tables of all studies by name."""
+    return {name: table for each in study.names() for name, table in study.load(each).tables.items()}
+
+
+def content(kind: str, names: str) -> str:
+    """Returns what a mark is filled with.
+
+    Raises:
+      ValueError: a table that no study makes; the message names those there are.
+    """
+    if kind == "files":
+        return "\n".join(source(name, read(name)) for name in names.split())
+    if names in legacy.TABLES:
+        return legacy.TABLES[names](
+            {path.stem: read(path.stem) for path in RESULTS.glob("*.json")} | {"pair": read("pair")}
+        )
+    known = tables()
+    if names not in known:
+        raise ValueError(f"no study makes the table {names!r}: choose one of {', '.join(known)}")
+    return study.made(known[names], {name: read(name) for name in known[names].results}).to_markdown()
+
+
+def read(name: str) -> Document:
+    """Returns a committed result; "pair" is the record of the shipped pair."""
+    return storage.read_json(PAIR if name == "pair" else RESULTS / f"{name}.json")
+
+
+def source(name: str, document: Document) -> str:
+    """Returns where numbers come from: file, dates, machine, versions and the commands that measure them again."""
+    records = (
+        [cell for cell in document.get("cells", ()) if "environment" in cell] or document.get("batches") or [document]
+    )
+    environments = [record["environment"] for record in records if "environment" in record]
+    facts = [_machine(environments)] if environments else []
+    facts += [f"{key} {document[key]}" for key in ("libtpu", "torch", "transformers") if key in document]
+    commands = dict.fromkeys(today(record["command"]) for record in records if "command" in record)
+    again = "".join(f"\n  - `{command}`" for command in commands)
+    return f"- [`{name}.json`]({name}.json)" + (": " if facts else "") + "; ".join(facts) + again
+
+
+def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
+    def all_of(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(one[name]) for one in environments))
+
+    days = sorted({one["date"][:10] for one in environments})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return (
+        f"{when}; {all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} x {all_of('device_kind')}; "
+        f"Python {all_of('python')}, jax {all_of('jax')}, jaxlib {all_of('jaxlib')}, flax {all_of('flax')}"
+    )
+
+
+def today(command: str) -> str:
+    """Returns a recorded command as it is given today: commands have moved, and results go to runs/."""
+    for then, now in MOVED.items():
+        command = re.sub(then, now, command)
+    script = re.search(r"launch/(\w+\.py)", command)  # until all studies have moved
+    if script and not (CHECKOUT / script[0]).exists():
+        command = command.replace(script[0], f"launch/studies/{script[1]}")
+    return re.sub(r"--(output|figures?)=notebooks/results/", r"--\1=runs/", command)

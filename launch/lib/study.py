@@ -1,0 +1,213 @@
+"""Runs studies: what a study asks and measures is its own file in launch/studies; flags, files and tables are here.
+
+A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner brings --output, which is
+written after each cell and from which the same command goes on; --again; --figures; --results, which shows the tables
+of results that exist and measures nothing; progress, tables on the console, and the same tables as Markdown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pathlib
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+
+from launch.lib import entry
+from launch.lib.config import CHECKOUT, ConfigFlag, meant
+from specsamp import storage
+from specsamp.analysis import figures, grid, report
+from specsamp.analysis.report import Table
+
+STUDIES = pathlib.Path(__file__).parents[1] / "studies"
+RESULTS = CHECKOUT / "notebooks/results"
+
+Document = Mapping[str, Any]  # a result, as its JSON holds it
+Key = Mapping[str, Any]  # what tells a cell from the others of its file
+Say = Callable[[str], None]  # shows what is going on
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """Describes a flag of a study; the default's type is the flag's, a tuple's are texts with commas between them."""
+
+    default: Any
+    help: str
+    choices: Sequence[str] = ()
+    least: float | None = None
+
+    def define(self, name: str) -> flags.FlagHolder:
+        """Defines the flag."""
+        if self.choices and not isinstance(self.default, tuple):
+            return flags.DEFINE_enum(name, self.default, list(self.choices), self.help)
+        match self.default:
+            case bool():
+                return flags.DEFINE_bool(name, self.default, self.help)
+            case int():
+                return flags.DEFINE_integer(name, self.default, self.help, lower_bound=self.least)
+            case float():
+                return flags.DEFINE_float(name, self.default, self.help, lower_bound=self.least)
+            case tuple():
+                return flags.DEFINE_list(name, [str(each) for each in self.default], self.help)
+        return flags.DEFINE_string(name, self.default, self.help)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Makes a table of committed results, for the console and for a page.
+
+    Attributes:
+      results: names of the files in notebooks/results that ``make`` takes, without .json.
+      make: takes their documents in this order.
+    """
+
+    results: Sequence[str]
+    make: Callable[..., Table]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """Describes a study.
+
+    Attributes:
+      question: what it asks, in one sentence.
+      options: its flags beside those of all studies, by name.
+      config: the default of --config, for a study of a configuration; its value is ``options.config``.
+      prepare: checks the options and loads what all cells share, before anything is written. What it returns is
+        handed to the functions below; by default the options themselves.
+      cells: lists the keys of the cells. None: the study has one result, whose fields are the document's.
+      identity: says what all cells of a file share; a file of another identity is refused.
+      measure: returns the result of a cell as JSON (dataclasses allowed); the key is {} where ``cells`` is None.
+      tables: the tables of committed results, by the names that pages have them under. One that is made of a single
+        result is also shown after a run, with what was measured.
+      figures: draw documents, as tables are made of them; each is a PNG file of that name.
+    """
+
+    question: str
+    measure: Callable[[Any, Key, Say], Any] | None = None
+    tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
+    config: str | None = None
+    prepare: Callable[[Any], Any] = lambda options: options
+    cells: Callable[[Any], Sequence[Key]] | None = None
+    identity: Callable[[Any], Mapping[str, Any]] = lambda prepared: {}
+    figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
+
+
+def names() -> list[str]:
+    """Returns the names of all studies."""
+    return sorted(path.stem for path in STUDIES.glob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8"))
+
+
+def load(name: str) -> Study:
+    """Returns the study of a name.
+
+    Raises:
+      ValueError: there is none; the message names the closest.
+    """
+    if name not in names():
+        raise ValueError(f"no study {name!r}{meant(name, names())}")
+    return importlib.import_module(f"launch.studies.{name}").STUDY
+
+
+def status_of(study: Study, arguments: Sequence[str]) -> int:
+    """Runs a study with the flags that the arguments set, and returns the exit status."""
+    config = None if study.config is None else ConfigFlag(study.config)
+    options = {option: described.define(option) for option, described in study.options.items()}
+    shared = {
+        "output": entry.define_output(),
+        "again": flags.DEFINE_bool("again", False, "Measure cells again that --output holds already."),
+        "figures": flags.DEFINE_string("figures", None, "Draw the figures into this folder."),
+        "results": flags.DEFINE_string(
+            "results", None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."
+        ),
+    }
+
+    def main() -> None:
+        values = {option: flag.value for option, flag in (options | shared).items()}
+        _run(study, types.SimpleNamespace(config=config, **values), entry.make_console())
+
+    text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
+    main.__doc__ = f"{study.question}\n\n{text}"
+    return entry.status_of(main, config, arguments)
+
+
+def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
+    if options.results is not None or study.measure is None:
+        folder = storage.place(options.results or RESULTS)
+        documents = {name: storage.read_json(folder / f"{name}.json") for name in results_of(study)}
+        entry.show([made(shown, documents) for shown in study.tables.values()], console)
+        _draw(study, documents, options.figures, console)
+        return
+    entry.check_output(options.output)
+    if options.figures:
+        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
+    prepared = study.prepare(options)
+    document = _measured(study, prepared, options, console)
+    entry.show([shown.make(document) for shown in study.tables.values() if len(shown.results) == 1], console)
+    alone = {name for shown in study.figures.values() if len(shown.results) == 1 for name in shown.results}
+    _draw(study, dict.fromkeys(alone, document), options.figures, console)
+    if options.output and not storage.is_stream(options.output):
+        console.print(f"\nwritten to {options.output}", soft_wrap=True, markup=False)
+
+
+def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+    """Returns the document with all cells, of which those that the output lacks are measured now."""
+
+    def header() -> dict[str, Any]:
+        return {"command": entry.command(), "environment": report.environment()}
+
+    if study.cells is None:
+        with entry.progress(console, "starting") as say:
+            document = header() | study.measure(prepared, {}, say)
+        if options.output and entry.is_first():
+            report.write_json(options.output, document)
+        return report.as_json(document)
+    results = grid.Results.open(
+        options.output, study.identity(prepared), lambda text: console.print(text, style="yellow")
+    )
+    keys = [report.as_json(key) for key in study.cells(prepared)]
+    missing = [key for key in keys if options.again or results.find(key) is None]
+    if len(missing) < len(keys):
+        console.print(
+            f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already", soft_wrap=True
+        )
+    kept = f"the cells measured so far are in {options.output}; the same command goes on"
+    with entry.keeps(kept if options.output else "nothing was written"), entry.progress(console, "starting") as say:
+        for number, key in enumerate(missing, 1):
+            where = f"cell {number} of {len(missing)}, {', '.join(map(str, key.values()))}"
+            say(where)
+            start = time.perf_counter()
+            outcome = grid.outcome_of(
+                functools.partial(study.measure, prepared, key, lambda text, where=where: say(f"{where}: {text}"))
+            )
+            results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, header())
+    order = {grid.name_of(key): number for number, key in enumerate(keys)}
+    asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
+    return results.document | {"cells": sorted(asked, key=lambda cell: order[grid.name_of(cell["key"])])}
+
+
+def results_of(study: Study) -> list[str]:
+    """Returns the names of the committed results that a study's tables and figures show."""
+    shown = [*study.tables.values(), *study.figures.values()]
+    return list(dict.fromkeys(name for each in shown for name in each.results))
+
+
+def made(shown: Published, documents: Mapping[str, Document]) -> Any:
+    """Returns a table or a figure of the documents that it is made of."""
+    with entry.reading(", ".join(shown.results)):
+        return shown.make(*(documents[name] for name in shown.results))
+
+
+def _draw(study: Study, documents: Mapping[str, Document], folder: str | None, console: Console) -> None:
+    for name, shown in study.figures.items() if folder else ():
+        if all(result in documents for result in shown.results):
+            storage.write(f"{folder}/{name}.png", figures.to_png(made(shown, documents)))
+            console.print(f"drawn: {folder}/{name}.png", soft_wrap=True, markup=False)

@@ -1,0 +1,45 @@
+"""Runs a study, which measures what one figure or one table needs; lists them; fills the tables of the pages.
+
+python launch/study.py --list
+python launch/study.py memory --output=runs/random_38m_memory.json
+python launch/study.py memory --results=notebooks/results      # shows what was measured, and measures nothing
+python launch/study.py memory --help
+python launch/study.py --page                                  # fills README.md and notebooks/results/README.md
+"""
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from launch.lib import entry, page, study
+from specsamp.analysis.report import Table
+
+_LIST = flags.DEFINE_bool("list", False, "List the studies and what they ask.")
+_PAGE = flags.DEFINE_bool(
+    "page", False, "Fill the marks of README.md and notebooks/results/README.md with their tables."
+)
+
+
+def main() -> None:
+    console = entry.make_console()
+    if _PAGE.value:
+        for path in page.write():
+            console.print(f"filled {path}", soft_wrap=True)
+        return
+    if not _LIST.value:
+        raise ValueError("name a study, such as: python launch/study.py memory; --list shows all")
+    rows = [(name, study.load(name).question) for name in study.names()]
+    entry.show([Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console)
+
+
+def status_of(arguments: Sequence[str]) -> int:
+    """Runs the study that the first argument names, else this command itself."""
+    first = arguments[1] if len(arguments) > 1 else ""
+    if first and not first.startswith("-"):
+        return entry.guarded(lambda: study.status_of(study.load(first), [f"{arguments[0]} {first}", *arguments[2:]]))
+    return entry.status_of(main, None, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(sys.argv))

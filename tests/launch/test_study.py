@@ -1,0 +1,106 @@
+"""The runner of studies: it measures what is missing, shows what is there, and refuses what it cannot keep."""
+
+import json
+
+import pytest
+from absl import flags
+
+from launch.lib import study
+from launch.lib.study import Option, Published, Study
+from specsamp.analysis.report import Table
+from support.run_script import call, only_shared_flags
+
+
+def table(document):
+    rows = [(str(cell["key"]["K"]), f"{cell['result']['ms']:.1f}") for cell in document["cells"]]
+    return Table(title="Times", header=("K", "ms"), rows=rows)
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a study of three cells, which counts what it measures and fails at the cell that ``fail_at`` names."""
+    measured = []
+
+    def measure(options, key, say):
+        if key["K"] == options.fail_at:
+            raise KeyboardInterrupt
+        measured.append(key["K"])
+        return {"ms": options.scale * key["K"]}
+
+    STUDY = Study(
+        question="How long?",
+        options={
+            "scale": Option(1.0, "Multiplies."),
+            "fail_at": Option(-1, "Ends there."),
+            "lengths": Option((1, 2, 4), "K."),
+        },
+        cells=lambda options: [{"K": int(K)} for K in options.lengths],
+        identity=lambda options: {"scale": options.scale},
+        measure=measure,
+        tables={"times": Published(["times"], table)},
+    )
+
+    def run(*arguments):
+        measured.clear()
+        with only_shared_flags():
+            status = study.status_of(STUDY, ["study.py times", "--plain", *map(str, arguments)])
+            flags.FLAGS.unparse_flags()
+        shown = capsys.readouterr()
+        return status, list(measured), shown.out, shown.err
+
+    return run
+
+
+def test_cells_that_were_measured_are_kept_and_the_same_command_goes_on(run, tmp_path):
+    output = tmp_path / "times.json"
+    status, measured, _, err = run("--fail_at=4", f"--output={output}")
+    assert (status, measured) == (130, [1, 2]) and str(output) in err
+    status, measured, out, _ = run(f"--output={output}")
+    assert (status, measured) == (0, [4])
+    assert [line.split() for line in out.splitlines() if line[:1].isdigit() and "cells" not in line] == [
+        ["1", "1.0"],
+        ["2", "2.0"],
+        ["4", "4.0"],
+    ]
+    assert run("--again", f"--output={output}")[1] == [1, 2, 4]
+    assert run("--lengths=2", f"--output={output}")[1] == []
+    document = json.loads(output.read_text())
+    assert len(document["cells"]) == 3 and document["identity"] == {"scale": 1.0} and "jax" in document["environment"]
+
+
+def test_a_file_of_another_identity_is_refused_and_left_alone(run, tmp_path):
+    output = tmp_path / "times.json"
+    run(f"--output={output}")
+    before = output.read_bytes()
+    status, measured, _, err = run("--scale=2", f"--output={output}")
+    assert (status, measured) == (2, []) and "scale was 1.0, is 2.0" in err and output.read_bytes() == before
+
+
+def test_results_are_shown_without_measuring(run, tmp_path):
+    run(f"--output={tmp_path}/times.json")
+    status, measured, out, _ = run(f"--results={tmp_path}")
+    assert (status, measured) == (0, []) and "4.0" in out
+    assert run(f"--results={tmp_path}/none")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["memoyr"], "did you mean memory?"),
+        (["memory", "--outptu=x"], "outptu"),
+        (["memory", "--config.batchh=1"], "did you mean batch"),
+        (["memory", "--output=launch"], "is a folder"),
+        ([], "--list"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, told):
+    found = call("study", *arguments)
+    assert found.returncode == 2 and told in found.stderr and len(found.stderr.splitlines()) == 1
+
+
+def test_every_study_has_a_question_and_is_listed():
+    found = call("study", "--list", "--plain")
+    assert found.returncode == 0
+    for name in study.names():
+        question = study.load(name).question
+        assert question.endswith("?") and f"{name} " in found.stdout and question in found.stdout
