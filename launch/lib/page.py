@@ -21,7 +21,6 @@ from launch.studies import legacy
 from specsamp import storage
 
 PAGES = (CHECKOUT / "README.md", RESULTS / "README.md")
-PAIR = CHECKOUT / "specsamp/checkpoints/assets/python/pair.json"  # the record of the shipped pair: the result "pair"
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 # Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
@@ -77,20 +76,15 @@ def content(kind: str, names: str) -> str:
       ValueError: a table that no study makes; the message names those there are.
     """
     if kind == "files":
-        return "\n".join(source(name, read(name)) for name in names.split())
+        return "\n".join(source(name, study.read(name)) for name in names.split())
     if names in legacy.TABLES:
         return legacy.TABLES[names](
-            {path.stem: read(path.stem) for path in RESULTS.glob("*.json")} | {"pair": read("pair")}
+            {path.stem: study.read(path.stem) for path in RESULTS.glob("*.json")} | {"pair": study.read("pair")}
         )
     known = tables()
     if names not in known:
         raise ValueError(f"no study makes the table {names!r}: choose one of {', '.join(known)}")
-    return study.made(known[names], {name: read(name) for name in known[names].results}).to_markdown()
-
-
-def read(name: str) -> Document:
-    """Returns a committed result; "pair" is the record of the shipped pair."""
-    return storage.read_json(PAIR if name == "pair" else RESULTS / f"{name}.json")
+    return study.made(known[names], {name: study.read(name) for name in known[names].results}).to_markdown()
 
 
 def source(name: str, document: Document) -> str:

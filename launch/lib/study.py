@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import pathlib
 import sys
 import time
@@ -28,6 +28,7 @@ from specsamp.analysis.report import Table
 
 STUDIES = pathlib.Path(__file__).parents[1] / "studies"
 RESULTS = CHECKOUT / "notebooks/results"
+PAIR = CHECKOUT / "specsamp/checkpoints/assets/python/pair.json"
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
 Key = Mapping[str, Any]  # what tells a cell from the others of its file
@@ -85,9 +86,10 @@ class Study:
       cells: lists the keys of the cells. None: the study has one result, whose fields are the document's.
       identity: says what all cells of a file share; a file of another identity is refused.
       measure: returns the result of a cell as JSON (dataclasses allowed); the key is {} where ``cells`` is None.
-      tables: the tables of committed results, by the names that pages have them under. One that is made of a single
-        result is also shown after a run, with what was measured.
+      tables: the tables of committed results, by the names that pages have them under.
       figures: draw documents, as tables are made of them; each is a PNG file of that name.
+      shown: names the tables and figures that are made of what was just measured, of that document alone. None: all
+        that are made of a single result.
     """
 
     question: str
@@ -99,6 +101,7 @@ class Study:
     cells: Callable[[Any], Sequence[Key]] | None = None
     identity: Callable[[Any], Mapping[str, Any]] = lambda prepared: {}
     figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
+    shown: Callable[[Any], Sequence[str]] | None = None
 
 
 def names() -> list[str]:
@@ -140,20 +143,26 @@ def status_of(study: Study, arguments: Sequence[str]) -> int:
 
 
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
+    if options.figures and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--figures: there is no matplotlib, which draws them: pip install -e .[figures]")
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)
-        documents = {name: storage.read_json(folder / f"{name}.json") for name in results_of(study)}
+        documents = {name: read(name, folder) for name in results_of(study)}
         entry.show([made(shown, documents) for shown in study.tables.values()], console)
-        _draw(study, documents, options.figures, console)
+        if options.figures:
+            _draw({name: made(shown, documents) for name, shown in study.figures.items()}, options.figures, console)
         return
     entry.check_output(options.output)
     if options.figures:
         entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
     prepared = study.prepare(options)
     document = _measured(study, prepared, options, console)
-    entry.show([shown.make(document) for shown in study.tables.values() if len(shown.results) == 1], console)
-    alone = {name for shown in study.figures.values() if len(shown.results) == 1 for name in shown.results}
-    _draw(study, dict.fromkeys(alone, document), options.figures, console)
+    every = study.tables | study.figures
+    shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
+    entry.show([study.tables[name].make(document) for name in shown if name in study.tables], console)
+    if options.figures:
+        drawn = {name: study.figures[name].make(document) for name in shown if name in study.figures}
+        _draw(drawn, options.figures, console)
     if options.output and not storage.is_stream(options.output):
         console.print(f"\nwritten to {options.output}", soft_wrap=True, markup=False)
 
@@ -200,14 +209,18 @@ def results_of(study: Study) -> list[str]:
     return list(dict.fromkeys(name for each in shown for name in each.results))
 
 
+def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
+    """Returns a result of a folder; "pair" is the record of the shipped pair."""
+    return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
+
+
 def made(shown: Published, documents: Mapping[str, Document]) -> Any:
     """Returns a table or a figure of the documents that it is made of."""
     with entry.reading(", ".join(shown.results)):
         return shown.make(*(documents[name] for name in shown.results))
 
 
-def _draw(study: Study, documents: Mapping[str, Document], folder: str | None, console: Console) -> None:
-    for name, shown in study.figures.items() if folder else ():
-        if all(result in documents for result in shown.results):
-            storage.write(f"{folder}/{name}.png", figures.to_png(made(shown, documents)))
-            console.print(f"drawn: {folder}/{name}.png", soft_wrap=True, markup=False)
+def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:
+    for name, figure in drawn.items():
+        storage.write(f"{folder}/{name}.png", figures.to_png(figure))
+        console.print(f"drawn: {folder}/{name}.png", soft_wrap=True, markup=False)

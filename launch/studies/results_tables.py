@@ -5,13 +5,14 @@ Every function takes the documents by name and returns Markdown. Milliseconds pe
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from specsamp.analysis.tables import band, ratio
 
 Documents = Mapping[str, Any]
 
@@ -21,32 +22,10 @@ MS = ("mean", "p90")
 EMITTED = sum(0.8**i for i in range(5))  # tokens of a round at an acceptance rate of 0.8 and K = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A table with what must be known to read it."""
-
-    title: str
-    text: str
-    make: Callable[[Documents], str]
-    files: Sequence[str] = ()  # without .json: the first is where the numbers come from
-    figures: Sequence[str] = ()
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Returns a table of Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def band(likely: float, edges: Sequence[float], digits: int) -> str:
-    """Returns "14.7 (12.9 to 15.9)"."""
-    low, high = edges
-    return f"{likely:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def ratio(quartiles: Mapping[str, float]) -> str:
-    """Returns "1.85x (1.55 to 2.29)"."""
-    return f"{quartiles['median']:.2f}x ({quartiles['lower']:.2f} to {quartiles['upper']:.2f})"
 
 
 def words(distribution: str) -> str:
@@ -246,19 +225,6 @@ def random_pair(documents: Documents) -> str:
         )
     header = ("", "plain, ms per token", "ms per round", "a round timed beside its parts, ms")
     return table((*header, "draft sampling, verification, bookkeeping, ms", "share of the round", "speedup"), rows)
-
-
-def memory(documents: Documents) -> str:
-    """Returns the memory of the loop beside weights and caches, as compiled for a CPU."""
-    rows = [
-        (
-            *(cell[name] for name in ("batch", "draft_length", "vocab_size")),
-            f"{cell['temp_bytes'] / 1e6:.2f}",
-            f"{cell['temp_bytes'] / cell['logits_bytes']:.1f}",
-        )
-        for cell in documents["random_38m_memory"]["result"]
-    ]
-    return table(("batch", "K", "vocabulary", "temporaries, MB", "over the logits' B x (K+1) x V floats"), rows)
 
 
 def streaming(documents: Documents) -> str:

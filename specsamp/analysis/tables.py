@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
@@ -214,6 +214,17 @@ def span(value: Interval, unit: str = "", digits: int = 2) -> str:
     """Formats the interval alone, where no value within is likelier than another."""
     lower, upper = (f"{float(f'{edge:.{digits}g}'):g}{unit}" for edge in (value.lower, value.upper))
     return lower if lower == upper else f"{lower} to {upper}"
+
+
+def band(likely: float, edges: Sequence[float], digits: int) -> str:
+    """Formats a value with its edges in brackets: "14.7 (12.9 to 15.9)"."""
+    low, high = edges
+    return f"{likely:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ratio(value: Mapping[str, float]) -> str:
+    """Formats a ratio's median with its quartiles, as JSON has them: "1.85x (1.55 to 2.29)"."""
+    return f"{value['median']:.2f}x ({value['lower']:.2f} to {value['upper']:.2f})"
 
 
 def quartiles(value: Quartiles, unit: str = "") -> str:
