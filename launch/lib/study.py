@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import flags
 from rich.console import Console
 
@@ -28,6 +29,7 @@ from specsamp.analysis.report import Table
 
 STUDIES = pathlib.Path(__file__).parents[1] / "studies"
 RESULTS = CHECKOUT / "notebooks/results"
+NUMBERS = {int: "whole numbers", float: "numbers"}
 PAIR = CHECKOUT / "specsamp/checkpoints/assets/python/pair.json"
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
@@ -37,7 +39,7 @@ Say = Callable[[str], None]  # shows what is going on
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Describes a flag of a study; the default's type is the flag's, a tuple's are texts with commas between them."""
+    """Describes a flag of a study; the default's type is the flag's, and a tuple's elements have that of its first one."""
 
     default: Any
     help: str
@@ -58,6 +60,28 @@ class Option:
             case tuple():
                 return flags.DEFINE_list(name, [str(each) for each in self.default], self.help)
         return flags.DEFINE_string(name, self.default, self.help)
+
+    def read(self, name: str, value: Any) -> Any:
+        """Returns the value that a flag gives; the elements of a list are checked here.
+
+        Raises:
+          ValueError: one is of another type, too small or no choice.
+        """
+        if not isinstance(self.default, tuple):
+            return value
+        kind, given = type(next(iter(self.default), "")), f"--{name}={','.join(map(str, value))}"
+        try:
+            elements = tuple(map(kind, value))
+        except ValueError as error:
+            raise ValueError(f"{given} must be {NUMBERS[kind]} with commas between them") from error
+        if self.default and not elements:
+            raise ValueError(f"{given} is empty: leave it out for {','.join(map(str, self.default))}")
+        for element in elements:
+            if self.choices and element not in self.choices:
+                raise ValueError(f"{given}: no {element}{meant(element, self.choices)}")
+            if self.least is not None and element < self.least:
+                raise ValueError(f"{given} must be at least {self.least:g}; got {element}")
+        return elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +158,8 @@ def status_of(study: Study, arguments: Sequence[str]) -> int:
     }
 
     def main() -> None:
-        values = {option: flag.value for option, flag in (options | shared).items()}
+        values = {name: flag.value for name, flag in shared.items()}
+        values |= {name: study.options[name].read(name, flag.value) for name, flag in options.items()}
         _run(study, types.SimpleNamespace(config=config, **values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
@@ -201,6 +226,11 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     order = {grid.name_of(key): number for number, key in enumerate(keys)}
     asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
     return results.document | {"cells": sorted(asked, key=lambda cell: order[grid.name_of(cell["key"])])}
+
+
+def here() -> dict[str, Any]:
+    """Returns the part of an identity that times depend on: the machine and the version of JAX."""
+    return {"machine": report.machine(), "jax": jax.__version__}
 
 
 def results_of(study: Study) -> list[str]:

@@ -32,9 +32,10 @@ def run(capsys):
         options={
             "scale": Option(1.0, "Multiplies."),
             "fail_at": Option(-1, "Ends there."),
-            "lengths": Option((1, 2, 4), "K."),
+            "lengths": Option((1, 2, 4), "K.", least=1),
+            "ways": Option(("a", "b"), "Ways.", choices=("a", "b")),
         },
-        cells=lambda options: [{"K": int(K)} for K in options.lengths],
+        cells=lambda options: [{"K": K} for K in options.lengths],
         identity=lambda options: {"scale": options.scale},
         measure=measure,
         tables={"times": Published(["times"], table), "again": Published(["times"], table)},
@@ -82,6 +83,20 @@ def test_results_are_shown_without_measuring(run, tmp_path):
     status, measured, out, _ = run(f"--results={tmp_path}")
     assert (status, measured) == (0, []) and "4.0" in out
     assert run(f"--results={tmp_path}/none")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "argument, told",
+    [
+        ("--lengths=1,x", "--lengths=1,x must be whole numbers"),
+        ("--lengths=2,0", "--lengths=2,0 must be at least 1; got 0"),
+        ("--lengths=", "--lengths= is empty"),
+        ("--ways=a,c", "--ways=a,c: no c; choose one of a, b"),
+    ],
+)
+def test_elements_of_lists_are_checked(run, argument, told):
+    status, measured, _, err = run(argument)
+    assert (status, measured) == (2, []) and told in err
 
 
 @pytest.mark.parametrize(
