@@ -15,7 +15,6 @@ TABLES = {
     "headline": short.headline,
     "summary": short.summary,
     "pair": measured.trained,
-    "one_round": measured.one_round,
     "head": measured.head,
     "drafters": drafted.drafters,
     "drafters_on_chips": drafted.drafters_on_chips,

@@ -6,7 +6,6 @@ Every function takes the documents by name and returns Markdown. Milliseconds pe
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,15 +46,6 @@ def trained(documents: Documents) -> str:
         ("", "steps", "rows a step", "minutes of training", "held-out loss, nats per token", "acceptance at T = 1"),
         rows,
     )
-
-
-def one_round(documents: Documents) -> str:
-    """Returns what was drafted and written in each of the rounds that are drawn."""
-    document, rows = documents["one_round"], []
-    for number, one in enumerate(document["rounds"], 1):
-        drafted = [f"`{json.dumps(token['text'])}` {token['chance']:.2f}" for token in one["drafted"]]
-        rows.append((number, *drafted, one["accepted"], f"`{json.dumps(one['last'])}`"))
-    return table(("round", *(f"draft {i + 1}" for i in range(document["K"])), "accepted", "then, by the target"), rows)
 
 
 def head(documents: Documents) -> str:

@@ -16,6 +16,8 @@ STYLES = ("-", "--", "-.", ":")
 TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION  # distributions, and what came of a draft
 WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}  # of a token
 
+LEAST_DPI = 140
+
 
 def tint(colour: str, share: float = 0.55) -> str:
     """Mixes a colour with white, as a background for dark text; ``share`` is the colour's, in [0, 1]."""
@@ -55,11 +57,11 @@ def axes_of(count: int, label: str, sharey: bool = False) -> tuple[Any, Any]:
     return figure, axes
 
 
-def to_png(figure: Any, **options: Any) -> bytes:
-    """Returns a figure as PNG, and forgets it; ``options`` are those of matplotlib's ``savefig``."""
+def to_png(figure: Any) -> bytes:
+    """Returns a figure as PNG, and forgets it."""
     import matplotlib.pyplot as plt
 
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", **{"dpi": 140, **options})
+    figure.savefig(picture, format="png", dpi=max(figure.dpi, LEAST_DPI))
     plt.close(figure)
     return picture.getvalue()

@@ -6,10 +6,7 @@ import pathlib
 
 import pytest
 
-from specsamp import chain, generate, temperature, top_p
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from support import extras
-from support.fakes import table_pair
 from support.run_script import call, module, save_tiny_pair
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,9 +26,6 @@ TINY = "--config=configs/random_pair.py:tiny"
         ("studies/agreement", [TINY], "a pair without prompts has no halves of them"),
         ("studies/speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
         ("studies/scheduling", ["--task=nothing"], "there is no task 'nothing'"),
-        ("studies/one_round", ["--prompt=99"], "--prompt=99: the pair has 20 prompts, counted from 0"),
-        ("studies/one_round", ["--rounds=setup.py"], "setup.py"),
-        ("studies/one_round", ["--rounds=notebooks/results/python_prompts.json"], "is damaged, or of another kind"),
         ("studies/figures", ["--cells=README.md"], "README.md holds no cells"),
         ("studies/figures", ["--cells=nothing.json"], "nothing.json"),
     ],
@@ -63,38 +57,6 @@ def test_figures_are_drawn_from_the_committed_results(tmp_path):
     assert done.returncode == 0, done.stderr
     for name in ("figure_1", "speedup_by_batch"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@extras.needs("matplotlib")
-def test_rounds_are_drawn_from_the_committed_file_which_shows_every_outcome(tmp_path):
-    done = call("studies/one_round", "--rounds=notebooks/results/one_round.json", f"--figure={tmp_path / 'round.png'}")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "round.png").read_bytes().startswith(b"\x89PNG")
-    document = json.loads((ROOT / "notebooks/results/one_round.json").read_text(encoding="utf-8"))
-    ends = {module("studies/one_round").of_target(one, document["K"]) for one in document["rounds"]}
-    assert ends == {"bonus", "correction"}
-
-
-class Letters(ByteTokenizer):
-    """Twelve letters, none of which ends a text."""
-
-    vocab_size, eos_id = 12, None
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, tokens):
-        return "".join(chr(token + ord("a")) for token in tokens)
-
-
-def test_rounds_that_are_drawn_are_those_that_the_loop_writes():
-    study, pair = module("studies/one_round"), table_pair(tokenizer=Letters())
-    rounds = study.decode(pair, "abc", 2, 0, 8)["rounds"]
-    written = "".join("".join(t["text"] for t in one["drafted"][: one["accepted"]]) + one["last"] for one in rounds)
-    warp = chain(temperature(study.TEMPERATURE), top_p(study.TOP_P))
-    (text,) = generate(pair, ["abc"], 24, sampling=warp, draft_length=2)
-    assert text.text.startswith(written) and text.stats.rounds >= 8
-    assert 0 < sum(one["accepted"] for one in rounds) < 16  # some are accepted, some are not
 
 
 def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):

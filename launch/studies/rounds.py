@@ -1,59 +1,37 @@
 """Draws rounds of the shipped pair as they went: what the draft proposed, and what the target made of it.
 
-    python launch/studies/one_round.py --output=runs/one_round.json --figure=runs/one_round.png
-    python launch/studies/one_round.py --rounds=runs/one_round.json --figure=runs/one_round.png     # draws again
+    python launch/study.py rounds --output=runs/one_round.json --figures=runs
+    python launch/study.py rounds --results=notebooks/results --figures=runs        # draws the committed rounds again
 
 An example, not a measurement: prompt and seed are those of a text whose first rounds show every outcome.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
-from absl import flags
 
-from launch.lib import entry
-from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, storage, temperature, top_p
-from specsamp.analysis.figures import GREY, WRITERS, tint, to_png
+from launch.lib.study import Document, Option, Published, Study
+from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, temperature, top_p
+from specsamp.analysis.figures import GREY, WRITERS, tint
+from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.state import DecodeState, Request, Weights
 from specsamp.sampling.rules import TargetDistributions
 
-_PROMPT = flags.DEFINE_integer("prompt", 8, "Which of the pair's held-out prompts is completed.", lower_bound=0)
-_K = flags.DEFINE_integer("K", 4, "Tokens that are drafted per round.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 3, "Seed of the text.", lower_bound=0)
-_COUNT = flags.DEFINE_integer("count", 3, "How many rounds are decoded and drawn.", lower_bound=1)
-_ROUNDS = flags.DEFINE_string("rounds", None, "Draw the rounds of this file instead of decoding some.")
-_FIGURE = flags.DEFINE_string("figure", None, "Write the figure to this file, as PNG.")
-_OUTPUT = entry.define_output()
-
 TEMPERATURE, TOP_P = 0.8, 0.95
 
 
-def main() -> None:
-    console = entry.make_console()
-    for flag, path in (("output", _OUTPUT.value), ("figure", _FIGURE.value)):
-        entry.check_output(path, flag)
-    if _ROUNDS.value:
-        document = storage.read_json(_ROUNDS.value)
-    else:
-        prompts = load_prompts("python")
-        if _PROMPT.value >= len(prompts):
-            raise ValueError(f"--prompt={_PROMPT.value}: the pair has {len(prompts)} prompts, counted from 0")
-        document = decode(load_pair("python"), prompts[_PROMPT.value], _K.value, _SEED.value, _COUNT.value)
-    with entry.reading(_ROUNDS.value or "what was decoded"):
-        for number, one in enumerate(document["rounds"], 1):
-            drafted = " ".join(f"{token['text']!r} ({token['chance']:.0%})" for token in one["drafted"])
-            line = f"round {number}: drafted {drafted}; {one['accepted']} accepted, then {one['last']!r}"
-            console.print(line, markup=False)
-        picture = draw(document) if _FIGURE.value else None
-    if not _ROUNDS.value:
-        entry.write_result(_OUTPUT.value, document, console)
-    if picture:
-        storage.write(_FIGURE.value, picture)
+def measure(options, key, say) -> dict[str, Any]:
+    """Decodes the first rounds of a held-out prompt of the pair."""
+    prompts = load_prompts("python")
+    if options.prompt >= len(prompts):
+        raise ValueError(f"--prompt={options.prompt}: the pair has {len(prompts)} prompts, counted from 0")
+    return decode(load_pair("python"), prompts[options.prompt], options.K, options.seed, options.count)
 
 
 def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, Any]:
@@ -87,6 +65,16 @@ def ahead(loop: Loop, weights: Weights, request: Request, state: DecodeState):
     return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, output)
 
 
+def table(document: Document) -> Table:
+    """Returns a row for each round: every drafted token and the chance to keep it, and what the target added."""
+    rows = []
+    for number, one in enumerate(document["rounds"], 1):
+        drafted = [f"`{json.dumps(token['text'])}` {token['chance']:.2f}" for token in one["drafted"]]
+        rows.append((str(number), *drafted, str(one["accepted"]), f"`{json.dumps(one['last'])}`"))
+    header = ("round", *(f"draft {i + 1}" for i in range(document["K"])), "accepted", "then, by the target")
+    return Table(title="Drafted tokens, each with the chance that it is kept", header=header, rows=rows)
+
+
 # Of the figure, in pixels of which there are 100 to an inch. It is as wide as a README.
 WIDTH, LEFT, TOP, ROW, BOX, GAP, MARGIN = 860, 104, 66, 70, 34, 14, 14
 LARGE, SMALL = 13, 10  # points
@@ -101,26 +89,23 @@ LEGEND = {
 }
 
 
-def draw(document: dict[str, Any]) -> bytes:
-    """Returns the figure as PNG, without a background: it is shown on light and on dark pages."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: pip install -e .[figures]") from error
+def draw(document: Document) -> Any:
+    """Returns the figure, without a background: it is shown on light and on dark pages."""
+    from matplotlib.figure import Figure
+
     rounds, K = document["rounds"], document["K"]
     height = TOP + ROW * (len(rounds) + 1) + 22
-    with matplotlib.rc_context({"font.size": SMALL}):
-        figure = Figure(figsize=(WIDTH / 100, height / 100))
-        axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
-        axis.set_axis_off()
-        draw_rounds(axis, rounds, K)
-        draw_text(axis, rounds, K, TOP + ROW * len(rounds))
-        for number, (writer, text) in enumerate(LEGEND.items()):
-            x, y = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND), height - 26
-            draw_box(axis, x, y, 26, 16, writer)
-            write(axis, x + 36, y + 8, text)
-        return to_png(figure, dpi=200, transparent=True)
+    figure = Figure(figsize=(WIDTH / 100, height / 100), dpi=200)
+    figure.patch.set_alpha(0)
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
+    axis.set_axis_off()
+    draw_rounds(axis, rounds, K)
+    draw_text(axis, rounds, K, TOP + ROW * len(rounds))
+    for number, (writer, text) in enumerate(LEGEND.items()):
+        x, y = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND), height - 26
+        draw_box(axis, x, y, 26, 16, writer)
+        write(axis, x + 36, y + 8, text)
+    return figure
 
 
 def draw_rounds(axis: Any, rounds: list[dict], K: int) -> None:
@@ -196,8 +181,19 @@ def write_token(axis: Any, x: float, y: float, text: str, colour: str) -> None:
 
 def write(axis: Any, x: float, y: float, text: str, **options: Any) -> None:
     """Writes a label in grey."""
-    axis.text(x, y, text, color=GREY, va="center", **options)
+    axis.text(x, y, text, color=GREY, va="center", size=SMALL, **options)
 
 
-if __name__ == "__main__":
-    entry.run(main)
+OPTIONS = {
+    "prompt": Option(8, "Complete this one of the pair's held-out prompts, counted from 0.", least=0),
+    "K": Option(4, "Draft so many tokens per round.", least=1),
+    "seed": Option(3, "Sample with this seed.", least=0),
+    "count": Option(3, "Decode and draw so many rounds.", least=1),
+}
+STUDY = Study(
+    question="What is drafted, accepted and corrected in the first rounds of a text?",
+    options=OPTIONS,
+    measure=measure,
+    tables={"one_round": Published(["one_round"], table)},
+    figures={"one_round": Published(["one_round"], draw)},
+)
