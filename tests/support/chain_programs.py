@@ -1,4 +1,4 @@
-"""Prints a digest of the StableHLO of `Loop.run` for 80 chain-shaped settings; compares two checkouts.
+"""Prints a digest of the StableHLO of `Loop.run` for 94 chain-shaped settings; compares two checkouts.
 
     python tests/support/chain_programs.py                      # prints the digests of this checkout
     python tests/support/chain_programs.py --against=HEAD~1     # compares them with those of another commit
@@ -28,11 +28,24 @@ import jax.numpy as jnp
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.adaptive import Adaptive, Confidence
+from specsamp.decoding.drafters import (
+    BeamDrafter,
+    ChoosingDrafter,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    VotingDrafter,
+)
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.prefill import first_state
 from specsamp.decoding.state import Request, Weights
 from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
+from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -47,6 +60,9 @@ METHODS = (
     ("none", TokenRule()),
 )
 SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3), METHODS, (1, 6)))
+# Every other way to draft, adaptive lengths, and kept rounds.
+OTHERS = ("beam", "early_exit", "eagle3", "medusa", "choosing", "voting", "adaptive")
+SETTINGS += tuple(("rotary", False, batch, (name, TokenRule()), 1) for name in OTHERS for batch in (1, 3))
 
 
 def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: int) -> str:
@@ -55,17 +71,18 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     target = TransformerLM(tiny(positions=positions), layout)
     draft = TransformerLM(tiny(positions=positions, num_layers=1), layout)
     name, rule = method
-    drafter = {"model": ModelDrafter(draft, K), "ngram": NgramDrafter(K=K), "none": NoDrafter()}[name]
-    loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True)
+    drafter, init_draft = drafter_of(name, target, draft)
+    keeps_rounds = name in OTHERS
+    loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True, keep_rounds=keeps_rounds)
     warp = chain(temperature(0.8), top_p(0.9))
-    request = Request.create(sampling=warp, limits=[40] * batch)
-    params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
+    lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3))
+    request = Request.create(sampling=warp, limits=[40] * batch, adaptive=lengths if name == "adaptive" else None)
 
-    def prepare(target_params, draft_params):
-        draft_weights = drafter.fit_slots(drafter.prepare(draft_params), SLOTS)
-        return Weights(target=target.fit_slots(target.prepare(target_params), SLOTS), draft=draft_weights)
+    def prepare(key):
+        draft_weights = drafter.fit_slots(drafter.prepare(init_draft(key)), SLOTS)
+        return Weights(target=target.fit_slots(target.prepare(target.init(key)), SLOTS), draft=draft_weights)
 
-    weights = jax.eval_shape(prepare, *params)
+    weights = jax.eval_shape(prepare, jax.random.key(0))
     tokens_BP, lengths_B = jnp.zeros((batch, 8), jnp.int32), jnp.full((batch,), 8)
 
     def prefill(weights):
@@ -73,6 +90,36 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
 
     state = dataclasses.replace(jax.eval_shape(prefill, weights), request=None)
     return jax.jit(loop._run).lower(weights, request, state, jnp.int32(9)).as_text()
+
+
+def drafter_of(name: str, target: TransformerLM, draft: TransformerLM):
+    """Returns a drafter, and what makes its parameters of a key."""
+    both = NgramDrafter(K=K), ModelDrafter(draft, K)
+
+    def two(key):
+        return None, draft.init(key)
+
+    made = {
+        "none": (NoDrafter(), lambda key: None),
+        "model": (ModelDrafter(draft, K), draft.init),
+        "ngram": (NgramDrafter(K=K), lambda key: None),
+        "beam": (BeamDrafter(draft, K, beams=2), draft.init),
+        "early_exit": (EarlyExitDrafter(target, 1, K), lambda key: None),
+        "choosing": (ChoosingDrafter(both), two),
+        "voting": (VotingDrafter(both), two),
+        "adaptive": (ModelDrafter(draft, K), draft.init),
+    }
+    if name in made:
+        return made[name]
+    size = target.config
+    layer = dataclasses.replace(size, num_layers=1, gated=True, activation="silu")
+    shape = dict(layer=layer, target_layers=size.num_layers, own_output=True)
+    heads = {
+        "eagle3": Eagle3Config(hidden_layers=(0, 1, 2), draft_vocab_size=size.vocab_size // 2, **shape),
+        "medusa": MedusaConfig(hidden_layers=(size.num_layers,), num_heads=K, **shape),
+    }
+    head = FeatureHead(heads[name])
+    return FeatureDrafter(target, head, K), head.init
 
 
 def digest(text: str) -> str:
@@ -123,18 +170,20 @@ def main() -> None:
 
 
 def compare(ours: list[str], theirs: list[str]) -> None:
-    """Prints what differs; exits with 1 if programs do."""
+    """Prints what differs; exits with 1 if programs do. Settings that only one of the two knows are counted apart."""
     kinds = collections.Counter()
-    for mine, other in zip(ours, theirs, strict=True):
-        (label, mine), (label_there, other) = mine.rsplit(": ", 1), other.rsplit(": ", 1)
-        assert label == label_there, f"{label} is compared with {label_there}"
+    here, there = (dict(line.rsplit(": ", 1) for line in lines) for lines in (ours, theirs))
+    if apart := here.keys() ^ there.keys():
+        print(f"{len(apart)} settings are known to one of the two alone")
+    for label in here.keys() & there.keys():
+        mine, other = here[label], there[label]
         (exact, ops, _), (exact_there, ops_there, _) = mine.split(), other.split()
         kind = "identical" if exact == exact_there else "reordered" if ops == ops_there else "different"
         kinds[kind] += 1
         if kind != "identical":
             print(f"{label}: {kind}")
-    print(", ".join(f"{count} {kind}" for kind, count in kinds.items()), f"of {len(ours)} programs")
-    sys.exit(kinds["identical"] + kinds["reordered"] < len(ours))
+    print(", ".join(f"{count} {kind}" for kind, count in kinds.items()), f"of {kinds.total()} programs")
+    sys.exit(kinds["identical"] + kinds["reordered"] < kinds.total())
 
 
 if __name__ == "__main__":
