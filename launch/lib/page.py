@@ -27,6 +27,8 @@ MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)(.*?)(<!-- end -->)", r
 MOVED: Mapping[str, str] = {
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
+    r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
+    r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
 }
 

@@ -185,15 +185,6 @@ def audit(documents: Documents) -> str:
     )
 
 
-def others(documents: Documents) -> str:
-    """Returns plain decoding here beside Hugging Face transformers."""
-    document = documents["python_pair_transformers"]
-    ms = document["ms_per_token"]
-    sides = (("specsamp", ms["ours"]), (f"transformers {document['transformers']}", ms["transformers"]))
-    rows = [(name, band(one["median"], (one["lower"], one["upper"]), 2)) for name, one in sides]
-    return table(("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"), rows)
-
-
 def random_pair(documents: Documents) -> str:
     """Returns what a round costs whose draft is hardly ever right."""
     rows = []
@@ -215,14 +206,6 @@ def random_pair(documents: Documents) -> str:
         )
     header = ("", "plain, ms per token", "ms per round", "a round timed beside its parts, ms")
     return table((*header, "draft sampling, verification, bookkeeping, ms", "share of the round", "speedup"), rows)
-
-
-def streaming(documents: Documents) -> str:
-    """Returns the host memory of reading and converting a checkpoint, as it is and in int8."""
-    plain, in_int8 = (documents[name]["measured"] for name in ("streaming_3gb", "streaming_3gb_int8"))
-    return table(
-        ("", "in bfloat16", "quantised to int8"), [(name, f"{plain[name]:g}", f"{in_int8[name]:g}") for name in plain]
-    )
 
 
 def evaluation(name: str) -> Callable[[Documents], str]:

@@ -1,27 +1,29 @@
 """Measures host memory while a checkpoint is read onto a mesh, and converted: what stays, and the peak beside it.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/studies/streaming.py --gigabytes=3 --model=8 \\
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python launch/study.py streaming --gigabytes=3 --model=8 \\
         --output=runs/streaming_3gb.json
-    python launch/studies/streaming.py --gigabytes=3 --weight_dtype=int8 --output=runs/streaming_3gb_int8.json
+    python launch/study.py streaming --gigabytes=3 --weight_dtype=int8 --output=runs/streaming_3gb_int8.json
 
 Without --checkpoint a synthetic one of a Llama's shape is written first. On a CPU the devices' memory is the
 host's: what the process must hold is its part of the parameters, and the figure is what comes on top.
 """
+
+from __future__ import annotations
 
 import json
 import pathlib
 import tempfile
 import threading
 import time
+from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from flax.traverse_util import flatten_dict
-from rich.console import Console
 from safetensors.numpy import save
 
-from launch.lib import entry
+from launch.lib.study import Document, Option, Published, Study
+from specsamp.analysis.report import Table
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.export import describe
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
@@ -32,38 +34,35 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Read this checkpoint; by default one is made.")
-_GIGABYTES = flags.DEFINE_float(
-    "gigabytes", 3.0, "How many gigabytes the checkpoint has that is made, in bfloat16.", lower_bound=0.01
-)
-_MODEL = flags.DEFINE_integer("model", 1, "How many devices hold the parameters together.", lower_bound=1)
-_WEIGHT_DTYPE = flags.DEFINE_enum("weight_dtype", None, ("int8",), "Quantises matrices while they are read.")
-_CONVERT = flags.DEFINE_bool("convert", False, "Also write the parameters as an Orbax folder and read that.")
-_OUTPUT = entry.define_output()
-
 VOCABULARY, WIDTH = 32_000, 2048
 EVERY_SECONDS = 0.01
 
 
-def main() -> None:
-    console = entry.make_console()
-    entry.check_output(_OUTPUT.value)
+def prepare(options) -> Any:
+    """Refuses a number of devices that the machine's cannot be divided into."""
+    if jax.device_count() % options.model:
+        raise ValueError(f"--model={options.model} does not divide the {jax.device_count()} devices")
+    return options
+
+
+def measure(options, key, say) -> dict[str, Any]:
+    """Reads a checkpoint; with --convert it is also written as an Orbax folder, and that is read."""
     with tempfile.TemporaryDirectory() as folder:
-        place = _CHECKPOINT.value or make_checkpoint(pathlib.Path(folder) / "synthetic", console)
-        measured = measure(place, pathlib.Path(folder) / "converted")
-    for name, value in measured.items():
-        console.print(f"{name:52} {value:8.1f} MB" if name.endswith("MB") else f"{name:52} {value}")
-    entry.write_result(_OUTPUT.value, {"measured": measured}, console)
+        say("making a checkpoint")
+        made = pathlib.Path(folder) / "synthetic"
+        place = options.checkpoint or make_checkpoint(made, options.gigabytes)
+        say("reading the checkpoint")
+        return {"measured": read(options, place, pathlib.Path(folder) / "converted")}
 
 
-def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
-    checkpoint = open_checkpoint(checkpoint_folder, weight_dtype=_WEIGHT_DTYPE.value)
+def read(options, checkpoint_folder: str, converted_folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what reading takes, and what converting takes if that is asked for."""
+    checkpoint = open_checkpoint(checkpoint_folder, weight_dtype=options.weight_dtype)
     largest = max(np.prod(tensor.shape) * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     model = TransformerLM(checkpoint.config)
-    if jax.device_count() % _MODEL.value:
-        raise ValueError(f"--model={_MODEL.value} does not divide the {jax.device_count()} devices")
     if jax.device_count() > 1:
-        model = shard_model(model, Layout.tensor_parallel(make_mesh(jax.device_count() // _MODEL.value, _MODEL.value)))
+        mesh = make_mesh(jax.device_count() // options.model, options.model)
+        model = shard_model(model, Layout.tensor_parallel(mesh))
     jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the runtime's own memory is there before it counts
     begin = resident()
     with Peak() as reading:
@@ -72,14 +71,14 @@ def measure(checkpoint_folder: str, converted_folder: pathlib.Path) -> dict:
     result = {
         "processes": jax.process_count(),
         "devices": jax.device_count(),
-        "model": _MODEL.value,
+        "model": options.model,
         "parameters, MB": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
         "held by this process, MB": local / 1e6,
         "largest tensor, MB": largest / 1e6,
         "reading: peak beside what is held, MB": reading.beside(begin + local),
         "reading: seconds": round(reading.seconds, 1),
     }
-    if _CONVERT.value:
+    if options.convert:
         with Peak() as writing:
             write_converted(checkpoint, params, converted_folder)
         del params
@@ -127,12 +126,12 @@ def resident() -> float:
     raise ValueError("this machine does not tell a process how much memory it takes (/proc/self/status)")
 
 
-def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
-    """Writes a checkpoint of --gigabytes, layer by layer, and returns its folder."""
+def make_checkpoint(folder: pathlib.Path, gigabytes: float) -> str:
+    """Writes a checkpoint of so many gigabytes in bfloat16, tensor by tensor, and returns its folder."""
     shape = dict(vocab_size=VOCABULARY, width=WIDTH, num_heads=16, num_kv_heads=8, feedforward_width=4 * WIDTH)
     shape |= dict(positions="rotary", gated=True, activation="silu", tied=False, dtype="bfloat16")
     one, two = (TransformerConfig(num_layers=n, **shape).num_parameters for n in (1, 2))
-    layers = max(round((_GIGABYTES.value * 1e9 / 2 - one) / (two - one)) + 1, 1)
+    layers = max(round((gigabytes * 1e9 / 2 - one) / (two - one)) + 1, 1)
     config = TransformerConfig(num_layers=layers, **shape)
     content = describe(config, None)
     names = FAMILIES[content["architectures"][0]].names
@@ -148,9 +147,28 @@ def make_checkpoint(folder: pathlib.Path, console: Console) -> str:
         weight_map[source.tensor] = file
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    console.print(f"made a checkpoint of {2 * config.num_parameters / 1e9:.2f} GB, {layers} layers")
     return str(folder)
 
 
-if __name__ == "__main__":
-    entry.run(main)
+def table(*documents: Document) -> Table:
+    """Returns a column for each document."""
+    names = ["quantised to int8" if "weight_dtype=int8" in one["command"] else "in bfloat16" for one in documents]
+    rows = [(name, *(f"{one['measured'][name]:g}" for one in documents)) for name in documents[0]["measured"]]
+    return Table(title="Host memory of reading a checkpoint", header=("", *names), rows=rows)
+
+
+OPTIONS = {
+    "checkpoint": Option(None, "Read this checkpoint; by default one is made."),
+    "gigabytes": Option(3.0, "Make a checkpoint of so many gigabytes in bfloat16.", least=0.01),
+    "model": Option(1, "Let so many devices hold the parameters together.", least=1),
+    "weight_dtype": Option(None, "Quantise matrices while they are read.", choices=("int8",)),
+    "convert": Option(False, "Also write the parameters as an Orbax folder and read that."),
+}
+STUDY = Study(
+    question="How much host memory does reading a checkpoint take?",
+    options=OPTIONS,
+    prepare=prepare,
+    measure=measure,
+    tables={"streaming": Published(["streaming_3gb", "streaming_3gb_int8"], table)},
+    shown=lambda options: ["streaming"],
+)

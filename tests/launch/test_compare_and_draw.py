@@ -46,8 +46,8 @@ def test_cells_that_are_damaged_are_named(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
 def test_without_torch_there_is_nothing_to_compare_with():
-    assert call("studies/compare_transformers", "--help").returncode == 0
-    done = call("studies/compare_transformers")
+    assert call("study", "transformers", "--help").returncode == 0
+    done = call("study", "transformers")
     assert done.returncode == 2 and "No module named 'torch': pip install torch transformers" in done.stderr
 
 

@@ -1,45 +1,52 @@
 """Autoregressive decoding beside Hugging Face transformers: a model of the same shape, in turn, in one process.
 
     pip install torch transformers
-    python launch/studies/compare_transformers.py --output=runs/python_pair_transformers.json
+    python launch/study.py transformers --output=runs/python_pair_transformers.json
 
 Their model has random weights: the time of a token does not depend on which one it is. Both are greedy,
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
+
+from __future__ import annotations
 
 import time
 from typing import Any
 
 import numpy as np
 
-from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.experiment import build, headline
+from launch.lib.experiment import build
+from launch.lib.study import Document, Published, Study
 from specsamp import NoDrafter, TokenRule, greedy
+from specsamp.analysis.report import Table
+from specsamp.analysis.tables import band, ratio
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import decoders
 from specsamp.models.config import TransformerConfig
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
-_OUTPUT = entry.define_output()
 
-
-def main() -> None:
-    console = entry.make_console()
+def prepare(options) -> Any:
+    """Refuses a machine without their package, before anything is written or read."""
     try:
-        import torch
-        import transformers
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: pip install torch transformers") from error
-    entry.check_output(_OUTPUT.value)
-    experiment = build(_CONFIG.value)
-    console.print(headline(experiment))
-    work = experiment.workload
+    return options
+
+
+def measure(options, key, say) -> dict[str, Any]:
+    """Decodes the prompts of the pair with both in turn."""
+    import torch
+    import transformers
+
+    say("reading the pair")
+    experiment = build(options.config.value)
+    work, config = experiment.workload, experiment.pair.target.config
     if not work.prompts or work.batch != 1:
         raise ValueError("--config: compare a pair with prompts, at batch 1")
     ours = decoders(experiment.pair, {"ours": (NoDrafter(), TokenRule())}, greedy(), work)["ours"]
-    theirs = same_shape(experiment.pair.target.config)
-    parameters, own = sum(p.numel() for p in theirs.parameters()), experiment.pair.target.config.num_parameters
+    theirs = same_shape(config)
+    parameters, own = sum(p.numel() for p in theirs.parameters()), config.num_parameters
     if abs(parameters - own) > own / 100:  # their norms have biases
         raise ValueError(f"--config: {own} parameters, but theirs of this shape has {parameters}: nothing to compare")
     runs = {
@@ -48,22 +55,17 @@ def main() -> None:
     }
     for run in runs.values():
         run(0)  # warms up
-    seconds = take_turns(runs, work.repeats)
+    seconds = take_turns(runs, work.repeats, say)
     ms = {name: np.array(samples) / work.max_new_tokens * 1e3 for name, samples in seconds.items()}
-    ratio = Quartiles.of(ms["transformers"] / ms["ours"])
-    for name, values in ms.items():
-        console.print(f"{name:13} {Quartiles.of(values).median:6.2f} ms per token")
-    console.print(f"ratio         {ratio.median:6.2f}x")
-    document = {
+    return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torch_threads": torch.get_num_threads(),
-        "config": _CONFIG.value.to_dict(),
+        "config": options.config.value.to_dict(),
         "transformers_parameters": parameters,
         "ms_per_token": {name: Quartiles.of(values) for name, values in ms.items()},
-        "ratio": ratio,
+        "ratio": Quartiles.of(ms["transformers"] / ms["ours"]),
     }
-    entry.write_result(_OUTPUT.value, document, console)
 
 
 def same_shape(config: TransformerConfig) -> Any:
@@ -102,5 +104,22 @@ def complete(model: Any, prompt: tuple[int, ...], new_tokens: int) -> float:
     return times[1] - times[0]
 
 
-if __name__ == "__main__":
-    entry.run(main, _CONFIG)
+def table(document: Document) -> Table:
+    """Returns the milliseconds per token of both."""
+    sides = {"ours": "specsamp", "transformers": f"transformers {document['transformers']}"}
+    ms = {name: document["ms_per_token"][side] for side, name in sides.items()}
+    return Table(
+        title="Plain decoding beside Hugging Face transformers",
+        header=("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"),
+        rows=[(name, band(one["median"], (one["lower"], one["upper"]), 2)) for name, one in ms.items()],
+        note=f"specsamp is {ratio(document['ratio'])} as fast, turn by turn.",
+    )
+
+
+STUDY = Study(
+    question="How fast is plain decoding beside Hugging Face transformers?",
+    config="configs/trained_pair.py",
+    prepare=prepare,
+    measure=measure,
+    tables={"transformers": Published(["python_pair_transformers"], table)},
+)
