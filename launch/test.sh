@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv on first use, then runs the tests: bash launch/test.sh [arguments of pytest]
+# Installs into .venv on first use, then runs the quick tests: bash launch/test.sh [--slow] [arguments of pytest]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/setup.sh

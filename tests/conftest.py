@@ -34,7 +34,7 @@ gc.set_threshold(100_000, 20, 50)  # tracing makes millions of small objects, an
 import jax
 import pytest
 
-from support import extras
+from support import durations, extras
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
@@ -43,6 +43,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--complete", action="store_true", help="Fail where a package is missing that a test needs.")
+    parser.addoption("--slow", action="store_true", help="Run the tests that are marked slow, too.")
+    parser.addoption(
+        "--record_durations", action="store_true", help="Write how long tests took to tests/durations.json."
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,10 +61,42 @@ def pytest_cmdline_main(config):
 def pytest_configure(config):
     if config.getoption("complete") and extras.MISSING:
         raise pytest.UsageError(f"missing: {', '.join(extras.MISSING)}. Install them: pip install -e .[test]")
+    if config.getoption("record_durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(durations.Recorder(complete=config.getoption("slow") and not chosen(config)))
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Says what was left out for want of a package, and whose installation brings it back."""
+def chosen(config):
+    """Returns whether the command line chooses among the tests."""
+    return config.args != config.getini("testpaths") or bool(config.option.keyword or config.option.markexpr)
+
+
+left_out = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out slow tests, unless ``--slow``, a test's own name, or an expression of marks asks for them."""
+    if config.getoption("slow") or "slow" in config.option.markexpr:
+        return
+    named = {arg.partition("::")[2].partition("[")[0] for arg in config.args}
+    slow = [item for item in items if item.get_closest_marker("slow") and item.originalname not in named]
+    if slow:
+        items[:] = [item for item in items if item not in set(slow)]
+        config.hook.pytest_deselected(items=slow)
+    config.stash[left_out] = len(slow)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Keeps the number of slow tests that a worker left out: each worker collects all tests."""
+    node.config.stash[left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says which tests were left out: the slow ones, and those whose packages are missing."""
+    if config.stash.get(left_out, 0):
+        terminalreporter.write_line(f"left out without --slow: {config.stash[left_out]} slow tests")
     for name, what in extras.MISSING.items():
         terminalreporter.write_line(f"left out without {name} (pip install -e .[test]): {what}")
     for name, what in extras.UNUSUAL.items():

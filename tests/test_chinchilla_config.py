@@ -21,6 +21,7 @@ def test_the_paper():
     assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argument, devices, draft_model_parallelism, batch",
     [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-16", 8, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
@@ -75,6 +76,7 @@ def test_a_mesh_of_more_devices_than_there_are():
         experiment.config_mesh(config)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_training_runs(tmp_path):
     """Whatever the mesh they come from: here one device, read onto eight."""
     config = chinchilla.get_config("tiny")

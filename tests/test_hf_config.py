@@ -49,6 +49,7 @@ def test_sizes_are_the_published_ones(name):
     assert config.num_parameters == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", hf.PAIRS)
 def test_both_models_divide_over_their_mesh(name):
     config, pair = hf.get_config(name), hf.PAIRS[name]

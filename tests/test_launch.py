@@ -161,6 +161,7 @@ def test_the_demo_counts_its_prompts():
     assert "the timings are left out" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_pair_with_a_single_prompt_and_without_jit(tmp_path):
     """As one of a small corpus has it: once, not an error at the second."""
     save_tiny_pair(tmp_path, prompts=["def f"])

@@ -22,6 +22,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
+from support.extras import slow_but
 from support.weights import drawn_params
 
 DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
@@ -53,6 +54,7 @@ def refuse_to_read(monkeypatch):
     monkeypatch.setattr(hugging_face, "find_tensors", refuse)
 
 
+@pytest.mark.slow
 def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
     """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279 tokens."""
     said = []
@@ -280,7 +282,7 @@ def head_folder(tmp_path):
     return tmp_path / "head"
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("on_mesh", slow_but([False, True], False))
 def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_mesh):
     said = []
     mesh = make_mesh(2, 4) if on_mesh else None

@@ -183,6 +183,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     assert [policy.longest_B.tolist() for policy in policies] == [[0] * 5, [0], [1]]  # none goes up by itself
 
 
+@pytest.mark.slow
 def test_one_row_of_a_queue_or_a_service_is_alone():
     """Counts no row that is only read beside it, to follow it."""
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 1.2, 1.9), usual=1)
@@ -208,6 +209,7 @@ class Blind(NgramDrafter):
         return None
 
 
+@pytest.mark.slow
 def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding():
     adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.01), usual=2, margin=100.0)
     pair, prompts = table_pair(), [[0, 1, 2, 3, 0, 1], [5, 6]]

@@ -84,11 +84,11 @@ def moved(text, operation):
     [
         (1, 0, "rotary", "default"),
         (1, 4, "relative", "default"),
-        (2, 1, "rotary", "default"),
+        pytest.param(2, 1, "rotary", "default", marks=pytest.mark.slow),
         (4, 4, "relative", "default"),
         (MAX_UNROLLED_ROWS + 3, 2, "rotary", "default"),
-        (MAX_UNROLLED_ROWS + 3, 2, "relative", "default"),
-        (1, 4, "relative", "cpu"),
+        pytest.param(MAX_UNROLLED_ROWS + 3, 2, "relative", "default", marks=pytest.mark.slow),
+        pytest.param(1, 4, "relative", "cpu", marks=pytest.mark.slow),
         (4, 4, "rotary", "cpu"),
     ],
 )
@@ -104,14 +104,16 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     assert not copies & (target | draft | cpu_target | cpu_draft)
 
 
-@pytest.mark.parametrize("batch, window, layout", [(1, 1, "cpu"), (1, 2, "default"), (3, 2, "default")])
+@pytest.mark.parametrize(
+    "batch, window, layout", [(1, 1, "cpu"), pytest.param(1, 2, "default", marks=pytest.mark.slow), (3, 2, "default")]
+)
 def test_an_early_exit_copies_no_cache(batch, window, layout):
     text = compiled_run(batch, 3, positions="rotary", layout=layout, num_layers=2, exit_window=window).as_text()
     copies = moved(text, "copy") | moved(text, "transpose")
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
 
 
-@pytest.mark.parametrize("batch, exit_window", [(3, None), (1, 1)])
+@pytest.mark.parametrize("batch, exit_window", [pytest.param(3, None, marks=pytest.mark.slow), (1, 1)])
 def test_widths_that_share_a_program_copy_no_cache(batch, exit_window):
     """Neither from width to width, nor where a draft ends early, nor where a draft model catches up."""
     adaptive = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
@@ -121,6 +123,7 @@ def test_widths_that_share_a_program_copy_no_cache(batch, exit_window):
     assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, combine", [(1, ChoosingDrafter), (3, VotingDrafter)])
 def test_drafters_that_are_chosen_or_vote_copy_no_cache(batch, combine):
     """Neither where one is left out of a round, nor where it reads what it missed."""
@@ -150,6 +153,7 @@ def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
     assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_scored_distributions_only():
     """Beside weights and caches, temporaries grow as B x (K+1) x V floats."""
 

@@ -50,6 +50,7 @@ def test_turns_on_a_table_are_those_of_whole_texts():
     assert chat.stats == whole.stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens, length", [(514, 513), (64, 63)])
 def test_the_longest_text_is_read(max_tokens, length):
     pair = table_pair()
@@ -72,6 +73,7 @@ def test_texts_of_a_model_that_remembers_tokens():
     assert chat.tokens_read == 3
 
 
+@pytest.mark.slow
 def test_a_head_goes_on():
     """The same tokens, and as many of them drafted."""
     pair, drafter = headed_pair()

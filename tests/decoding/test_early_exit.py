@@ -27,6 +27,7 @@ from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
+from support.extras import slow_but
 from support.fakes import LayeredTableLM, TableLM, decode, table_loop
 from support.loop_distributions import FAR, FULL, PROMPTS, TARGET, V
 from support.mutants import PutsItsOwnCacheBack
@@ -98,7 +99,7 @@ def drafted(name, drafter, pair=None):
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "relative", "n-grams"))
 def test_text_is_that_of_plain_decoding(name):
     """Also where the budget fills a table of learned positions, and with the two rows a step of a TPU."""
     window = 1 + list(MODELS).index(name) % 2
@@ -107,7 +108,7 @@ def test_text_is_that_of_plain_decoding(name):
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
-@pytest.mark.parametrize("name, window", [("learned", 1), ("n-grams", 2)])
+@pytest.mark.parametrize("name, window", [pytest.param("learned", 1, marks=pytest.mark.slow), ("n-grams", 2)])
 def test_all_layers_of_a_transformer_accept_everything(name, window):
     made = drafted(name, lambda target: WholeTargetDrafter(target, 2, 3, window))
     assert all(row.stats.acceptance_rate == 1 for row in made)
@@ -118,6 +119,7 @@ def test_two_rows_a_step_draft_what_one_does():
     assert [(row.tokens, row.stats) for row in one] == [(row.tokens, row.stats) for row in two]
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     pair = shard(pair_of("n-grams"), make_mesh(2, 2, devices=jax.devices()[:4]))
     made = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3), pair)
@@ -147,6 +149,7 @@ class LeavesTheCacheAlone(EarlyExitDrafter):
         return draft, state, cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, window", [("n-grams", 2)])
 def test_only_what_the_scoring_call_wrote_stays(name, window):
     """Bit by bit, in the slots that later rounds see; drafting and scoring round apart, so its own would show."""

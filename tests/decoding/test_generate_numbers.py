@@ -72,6 +72,7 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     assert p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [0, 3])
 @pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule(), specsamp.CoupledRule()])
 def test_sixty_four_bits_change_no_type(rule, K):

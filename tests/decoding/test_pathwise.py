@@ -176,7 +176,9 @@ def unexplained(pair, prompts, reference, other, warp, noise_seed):
     return len(texts) // 2
 
 
-@pytest.mark.parametrize("mode, shapes", [("greedy", [(8, 1), (3, 16)]), ("coupled", [(1, 0), (1, 4)])])
+@pytest.mark.parametrize(
+    "mode, shapes", [pytest.param("greedy", [(8, 1), (3, 16)], marks=pytest.mark.slow), ("coupled", [(1, 0), (1, 4)])]
+)
 def test_transformer_streams_equal_autoregressive(pair, prompts, mode, shapes):
     """56 prompts, B from 1 to 8, K from 1 to 16: identical, or the first difference is a near-tie."""
     options = {"greedy": dict(), "coupled": dict(rule=CoupledRule(), sampling=WARM)}[mode]

@@ -110,6 +110,7 @@ def transformers():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
     in_bfloat16 = transformers.cast("bfloat16")
     assert in_bfloat16.pair.target.config.dtype == in_bfloat16.drafter.model.config.dtype == "bfloat16"
@@ -135,6 +136,7 @@ def early_exit(drafter=EarlyExitDrafter, draft=NEAR):
     return Subject(pair=pair, prompts=PROMPTS, drafter=drafter(model, 1, K), **settings)
 
 
+@pytest.mark.slow
 def test_a_draft_inside_the_target_passes_every_check_that_applies():
     found = audit(early_exit(), COARSE)
     assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"], found.summary
@@ -424,6 +426,7 @@ def test_a_check_that_breaks_off_is_no_bad_request(monkeypatch):
         audit(subject(), dataclasses.replace(COARSE, checks=("greedy",)))
 
 
+@pytest.mark.slow
 def test_what_does_not_apply_is_said():
     assert "no model" in streams.equal_draft(subject(drafter=NgramDrafter(K)), RARE).sentence
     alone = dataclasses.replace(subject(), prompts=PROMPTS[1:2])

@@ -72,6 +72,7 @@ def flat_pair(rule):
     return subject(target, draft, 32, rule=rule, sampling=chain(), max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_over_acceptance_of_a_flat_pair_fails_the_audit():
     settings = Settings(checks=("distribution", "acceptance"), detect=0.1)
     found = audit(flat_pair(OverAccepts()), settings)
@@ -125,6 +126,7 @@ def test_acceptance_by_position_sees_what_changes_no_distribution():
     )
 
 
+@pytest.mark.slow
 def test_other_rules(sound):
     """Under the block rule positions are accepted as expected, more often than under the token rule."""
     found = collect(rule=BlockRule())

@@ -59,6 +59,7 @@ def test_figures_are_drawn_from_the_committed_results(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     """Nothing that the file holds is measured again; another question makes another file."""
     folder, output = tmp_path / "pair", tmp_path / "agreement.json"

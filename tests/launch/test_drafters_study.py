@@ -67,6 +67,7 @@ def measured(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, measured, tmp_path):
     """A head has none for more tokens than it drafts."""
     output, head = tmp_path / "cells.json", f"--head=Medusa={medusa}"
@@ -87,6 +88,7 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     assert len(cells) == len(measured) == 4 + 10
 
 
+@pytest.mark.slow
 def test_drafters_alone_and_together_on_texts_that_repeat(pair, measured, tmp_path):
     output = tmp_path / "cells.json"
     done = study(pair, output, "--K=2", "--sampling=greedy", "--combined", "--repeated")

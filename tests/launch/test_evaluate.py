@@ -21,6 +21,7 @@ def result(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_methods_are_added_and_a_run_goes_on(tmp_path):
     """Plain first; then the token rule and a control, and nothing is decoded twice. Texts of a killed block are kept."""
     output = tmp_path / "python.json"

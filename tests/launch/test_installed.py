@@ -48,6 +48,7 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
         assert {path.name for path in (site / "specsamp/checkout" / kind).glob("*.py")} == here
 
 
+@pytest.mark.slow
 def test_an_installed_command_says_so_in_its_result(site, tmp_path):
     """It reads a configuration and the measurements of TPUs, which are nowhere but in the wheel."""
     output = tmp_path / "result.json"
@@ -87,6 +88,7 @@ def run_each(site, commands, typed=""):
     return dict(text.split("\n", 1) for text in done.stdout.split("=== ")[1:])
 
 
+@pytest.mark.slow
 def test_every_command_starts_and_names_itself_as_it_is_called(site):
     """Each imports what it needs, and reads its configuration, from the wheel alone."""
     told = run_each(site, [])
@@ -97,6 +99,7 @@ def test_every_command_starts_and_names_itself_as_it_is_called(site):
     )
 
 
+@pytest.mark.slow
 def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
     pair = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--plain", "--config.max_new_tokens=4"]

@@ -97,6 +97,7 @@ def test_curves_are_named_after_rules():
     assert lossy_curve.family("bounded:0.003:ears:1") == "bounded ears"
 
 
+@pytest.mark.slow
 def test_the_study_measures_and_draws(tmp_path):
     output, figure = tmp_path / "lossy.json", tmp_path / "lossy.png"
     few = ["--config=configs/random_pair.py:tiny", "--prompts=1", "--samplings=1.0/1.0", "--config.max_new_tokens=4"]

@@ -113,6 +113,7 @@ def name_of(case):
     return case[0].parent.name + ": " + (case[1] if isinstance(case[1], str) else shlex.join(case[1]))[:60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, code", blocks("python"), ids=[name_of(one) for one in blocks("python")])
 def test_a_block_of_python_runs(page, code):
     start = entry_of(PYTHON, code)

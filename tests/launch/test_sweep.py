@@ -60,6 +60,7 @@ def swept(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     output = tmp_path / "sweep.json"
     output.write_text("half a fi", encoding="utf-8")

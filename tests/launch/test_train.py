@@ -46,6 +46,7 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
     assert process.returncode == -signal.SIGKILL, errors
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
     """Killed without a chance to clean up: the losses are those of a run that was left alone."""
     target = tmp_path / "target"

@@ -37,6 +37,7 @@ def pair_folder(tmp_path):
     return tmp_path / "pair"
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     train, texts, tmp_path, pair_folder, monkeypatch
 ):
@@ -106,6 +107,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
 def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
     """Sets no field; what is exported drafts by the same word, and is what training begins with again."""
@@ -167,6 +169,7 @@ def public_config(target, chats, fields):
     return config
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(train, chats, tmp_path, public_target):
     """The layer that the head has is the target's; it reads the target's chats, and is exported for that target."""
     config = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})

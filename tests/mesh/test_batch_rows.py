@@ -70,7 +70,7 @@ def prefill(loop, weights, first, rows=ROWS):
     return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS, chunk=2)
 
 
-@pytest.mark.parametrize("data, model, refill", [(2, 2, 1), (1, 4, 2)])
+@pytest.mark.parametrize("data, model, refill", [(2, 2, 1), pytest.param(1, 4, 2, marks=pytest.mark.slow)])
 def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, data, model, refill):
     """Budgets differ, so that a shard has a free row while the other has none."""
     prompts, budgets = [[i, 3 * i, 7] for i in range(1, 10)], [3, 12, 5, 9, 1, 12, 7, 2, 11]

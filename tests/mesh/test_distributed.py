@@ -98,8 +98,13 @@ def test_each_process_reads_its_half_of_a_public_checkpoint(worked):
     "scenario, survivor, message",
     [
         ("die", 0, "specsamp: the runtime ended process 0 of 2: most likely another process died"),
-        ("coordinator_dies", 1, "specsamp: the runtime ended process 1 of 2: most likely another process died"),
-        ("die_caught", 0, "a computation failed"),
+        pytest.param(
+            "coordinator_dies",
+            1,
+            "specsamp: the runtime ended process 1 of 2: most likely another process died",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("die_caught", 0, "a computation failed", marks=pytest.mark.slow),
     ],
 )
 def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(tmp_path, scenario, survivor, message):
@@ -109,6 +114,7 @@ def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(tmp_pat
     assert jobs[survivor].returncode == 1 and output.splitlines()[-1].startswith(message), output
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_the_others_in_vain_says_so_last(tmp_path):
     (alone,) = start("nothing", tmp_path, present=[0], SPECSAMP_CONNECT_SECONDS="3")
     output, _ = alone.communicate(timeout=1800)
@@ -221,6 +227,7 @@ def launch_alone(script, *arguments):
     assert not done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     """The same texts, hence the same counts, as eight devices of this process; a draft is a model less to compile."""
     output = tmp_path / "result.json"
@@ -246,6 +253,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     assert cell["result"]["acceptance"]["emitted"] == stats.emitted
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
     """The first process keeps the texts, and tells the other what is to be decoded."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
@@ -291,6 +299,7 @@ def small(tmp_path_factory):
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path, small):
     """A draft, on text that the processes let its target write."""
     config = f"--config={ROOT}/configs/python_pair.py:tiny_"
@@ -306,6 +315,7 @@ def test_two_processes_train_like_one(tmp_path, small):
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_folders_that_only_share_a_name_are_refused(tmp_path, small):
     """As where every host has a disk of its own: each would keep a part of every checkpoint."""
     folders = [tmp_path / "a", tmp_path / "b"]

@@ -69,7 +69,12 @@ def job_of(pair):
 
 @pytest.mark.parametrize(
     "pair, data, model, draft",
-    [("eagle1", 4, 2, None), ("eagle3", 1, 8, None), ("eagle3", 2, 4, 1), ("medusa", 2, 4, None)],
+    [
+        pytest.param("eagle1", 4, 2, None, marks=pytest.mark.slow),
+        pytest.param("eagle3", 1, 8, None, marks=pytest.mark.slow),
+        ("eagle3", 2, 4, 1),
+        pytest.param("medusa", 2, 4, None, marks=pytest.mark.slow),
+    ],
     indirect=["pair"],
 )
 def test_tokens_of_one_device(pair, alone, data, model, draft):
@@ -79,6 +84,7 @@ def test_tokens_of_one_device(pair, alone, data, model, draft):
     assert sum(c.stats.accepted for c in alone) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair, data, model", [("eagle1", 2, 4)], indirect=["pair"])
 def test_a_head_is_checked_on_a_mesh(pair, data, model):
     texts = [[(7 * i + j * j) % 96 for j in range(20 + i)] for i in range(3)]
@@ -94,7 +100,9 @@ def collectives(text):
     return {(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)}
 
 
-@pytest.mark.parametrize("pair, data, model", [("eagle1", 1, 8), ("eagle3", 1, 2)], indirect=["pair"])
+@pytest.mark.parametrize(
+    "pair, data, model", [pytest.param("eagle1", 1, 8, marks=pytest.mark.slow), ("eagle3", 1, 2)], indirect=["pair"]
+)
 def test_everything_stays_where_it_is(pair, data, model):
     """Weights are split, features are on all devices of a shard, and only logits are gathered."""
     mesh = make_mesh(data, model, devices=jax.devices()[: data * model])

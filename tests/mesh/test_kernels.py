@@ -16,6 +16,7 @@ from specsamp.models.config import tiny
 from specsamp.models.kernels.cache import KernelCache, Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 128
@@ -27,7 +28,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(MESHES, "a kv head for two"))
 def test_a_call_over_a_mesh_equals_one_device(name):
     sizes, heads, kv_heads = MESHES[name]
     devices = jax.devices()[: sizes["data"] * sizes["model"]]

@@ -95,7 +95,10 @@ PACED = Adaptive(
 )  # shards take turns to pause
 
 
-@pytest.mark.parametrize("data, model, rule, draft_length", [(4, 2, TokenRule(), PACED), (8, 1, BlockRule(), 4)])
+@pytest.mark.parametrize(
+    "data, model, rule, draft_length",
+    [pytest.param(4, 2, TokenRule(), PACED, marks=pytest.mark.slow), (8, 1, BlockRule(), 4)],
+)
 def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
     call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING, "rule": rule, "draft_length": draft_length}
     expected = generate(table_pair, PROMPTS, BUDGETS, **call)
@@ -104,7 +107,10 @@ def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
     assert generate(shard(table_pair, make_mesh(data, model)), PROMPTS, BUDGETS, **call) == expected
 
 
-@every_mesh
+@pytest.mark.parametrize(
+    "data, model, draft_model_parallelism",
+    [(2, 4, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES[:3])],
+)
 def test_tokens_of_transformers(transformer_pair, alone, data, model, draft_model_parallelism):
     """On the CPU at hand the pair alone has another layout altogether."""
     pair = shard(
@@ -149,6 +155,7 @@ def test_streams_and_other_drafters(table_pair):
     assert parts == [c.tokens for c in generate(table_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)]
 
 
+@pytest.mark.slow
 def test_several_drafters(table_pair):
     """Only shards whose rows ask for a part could run it; they agree, since its caches may be split over all devices."""
     pair = shard(table_pair, make_mesh(2, 4))
@@ -277,6 +284,7 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
     assert query.sharding.is_equivalent_to(NamedSharding(make_mesh(1, 8), P("model")), 3)
 
 
+@pytest.mark.slow
 def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair):
     """What is timed apart is what the loop does: caches stay split over rows and heads."""
     pair = shard(transformer_pair, make_mesh(2, 4))
@@ -303,6 +311,7 @@ def test_parameters_of_a_drafter_of_ones_own(table_pair):
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
 
 
+@pytest.mark.slow
 def test_without_jit(table_pair):
     with jax.disable_jit():
         pair = shard(table_pair, make_mesh(1, 8))

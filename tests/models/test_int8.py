@@ -151,6 +151,7 @@ def tokens_of(pair, **call):
     return [completion.tokens for completion in generate(pair, PROMPTS, TOKENS, **call)]
 
 
+@pytest.mark.slow
 def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
     """Greedily the tokens of the int8 target alone, whatever drafts; the float target has others."""
     alone = tokens_of(pair, sampling=greedy(), draft_length=0)

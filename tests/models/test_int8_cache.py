@@ -139,6 +139,7 @@ def test_on_a_mesh():
     assert output.cache.layers[0].key_scales_BM1S.addressable_shards[0].data.shape[1] == 1
 
 
+@pytest.mark.slow
 def test_speculation_is_exact_with_respect_to_the_target_with_its_cache():
     """Weights in int8 too; with a draft of its own, and with the target's first layer, which shares the cache."""
     int8 = dict(cache_dtype="int8", weight_dtype="int8")

@@ -23,6 +23,7 @@ from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from support.enumeration import COMPILE_FAST
+from support.extras import slow_but
 from support.weights import drawn_params
 
 SIZE = 128
@@ -163,7 +164,7 @@ call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPIL
 compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative"))
 def test_a_model_with_kernels_equals_one_without(scheme):
     """A prompt, a tree, its accepted path moved together, and a call behind it."""
     plain = TransformerLM(tiny(head_size=SIZE, **SCHEMES[scheme]))

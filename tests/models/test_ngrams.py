@@ -8,6 +8,7 @@ import pytest
 from specsamp.models import ngrams
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import LAYOUTS, TransformerLM
+from support.extras import slow_but
 from support.weights import drawn_params
 
 ROWS, SLOTS = 97, 24
@@ -19,7 +20,7 @@ def make(order=3, **changes):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", slow_but([1, 3], 3))
 def test_pieces_give_the_logits_of_the_whole(batch, layout):
     """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
     model = make(layout=layout)

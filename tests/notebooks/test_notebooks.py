@@ -46,7 +46,7 @@ SMALLER = {
 }
 
 
-@all_notebooks
+@pytest.mark.parametrize("script", extras.slow_but(SCRIPTS, SCRIPTS[0]), ids=lambda path: path.stem)
 def test_runs(script, tmp_path, tmp_path_factory):
     """The notebooks assert what they say: which rules are exact, and which are not."""
     text = script.read_text(encoding="utf-8")

@@ -21,6 +21,7 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.loop import Loop
+from support.extras import slow_but
 from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
 
 PAIR = table_pair()
@@ -52,9 +53,12 @@ def alone():
     return by_row(rows)
 
 
+SHAPES = [dict(rows=1), dict(rows=3), dict(rows=3, rounds_per_slice=1), dict(rows=5, refill=2), dict(rows=99)]
+
+
 @pytest.mark.parametrize(
     "options",
-    [dict(rows=1), dict(rows=3), dict(rows=3, rounds_per_slice=1), dict(rows=5, refill=2), dict(rows=99)],
+    slow_but(SHAPES, SHAPES[0], SHAPES[2], SHAPES[3]),
     ids=str,
 )
 def test_a_text_is_the_one_that_its_prompt_has_alone(alone, options):

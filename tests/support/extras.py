@@ -48,6 +48,11 @@ if is_here("torch") and is_here("transformers"):
     UNUSUAL = {}
 
 
+def slow_but(values, *quick):
+    """Returns parameters of a test, all slow but the ``quick`` ones."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def needs(*names):
     """Returns a mark that skips a test, or a module, where one of the packages is missing."""
     missing = [name for name in names if not is_here(name)]

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
@@ -41,6 +42,7 @@ def widened(spec, x, y, *, dtype=None):
     return products.contract(spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), dtype=dtype)
 
 
+@pytest.mark.slow
 def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
     """The control writes converted matrices, some of which are too large to stay on the chip."""
     in_int8 = dataclasses.replace(PLAIN, weight_dtype="int8")
@@ -60,6 +62,7 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
     assert mistaken.read + mistaken.written > 1.1 * floor
 
 
+@pytest.mark.slow
 def test_a_cache_in_int8_is_read_as_it_is():
     """Reads, of eight rows, half the bytes of the bfloat16 one and the scales, which are stored without padding."""
     shape = dict(width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8")

@@ -59,6 +59,7 @@ def test_only_our_kernels_are_counted_as_kernels():
     assert kernel_of(op("Sharding", "append_rows")) is None
 
 
+@pytest.mark.slow
 @libtpu
 def test_a_layer_moves_its_floor_and_caches_are_donated():
     """The paper's target at batch 8; without kernels a layer moves a quarter more."""

@@ -95,6 +95,7 @@ def test_a_round_holds_the_collectives_of_its_calls_alone():
     assert report(2)["round"].collectives == {"all-reduce": K * 5 + 2 * 2 + 1, "all-gather": K + 1}
 
 
+@pytest.mark.slow
 def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     """Compiles two layers, the first of which drafts: one step of it (more: test_compiled.py); nothing is copied or kept twice.
 
@@ -137,6 +138,7 @@ def test_a_step_of_medusa_s_reads_one_of_its_heads():
     assert three.bytes_of_state()[0] - two.bytes_of_state()[0] == pytest.approx(one_head, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
     """One call of its layer, which reads the target's hidden states; nothing else passes between chips."""
     head = FeatureHead(Eagle3Config(**OF_HEAD, hidden_layers=(0, 1, 2), draft_vocab_size=4096))
@@ -152,6 +154,7 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
     assert sum(made.bytes_of_state()) - sum(made.bytes_of(made.target)) == pytest.approx(of_head / 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_rows_are_sampled_apart():
     """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles in a round."""
     made = programs(described_mesh(TOPOLOGY, rows=8), 1, 1, batch=8)

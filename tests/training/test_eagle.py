@@ -222,6 +222,7 @@ def run(folder, target_params, data=DATA, mesh=(1, 1)):
     return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(target_params, tmp_path):
     state, losses = run(tmp_path / "whole", target_params)
     with pytest.raises(Killed):

@@ -225,6 +225,7 @@ def run(folder, data=DATA, mesh=(1, 1)):
     return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(tmp_path):
     """What was dropped, and which layers were read, depends on the step and the seed alone."""
     state, losses = run(tmp_path / "whole")
