@@ -14,8 +14,6 @@ from specsamp.sampling.rules import Draft
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
 from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, distribution_test
 
-OPTIMISED = True  # most of the time goes into drawing
-
 
 @dataclasses.dataclass(frozen=True)
 class ShowsTokens(TableLM):
@@ -81,26 +79,8 @@ def test_feature_drafter_is_exact():
     assert distribution_test(loop, None, FULL, length=3) > FALSE_ALARM
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfidentDrafter(ModelDrafter):
-    """Adaptive length: stops after the first token it was unsure of (a rule on drafted tokens and distributions)."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        sure_BK = draft.log_probs_BRV.max(-1) > np.log(0.5)
-        num_drafted_B = 1 + jnp.sum(jnp.cumprod(sure_BK[:, :-1], axis=1), axis=1)
-        return dataclasses.replace(draft, num_drafted_B=num_drafted_B.astype(jnp.int32)), state, cache
-
-
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
-def test_length_decided_on_device(rule):
-    """Ragged ``num_drafted``: stopping after an unsure token, which is still sent to verification, is exact."""
-    loop = table_loop(rule, ConfidentDrafter(TableLM(V), 3))
-    assert distribution_test(loop, NEAR, FULL, length=3) > FALSE_ALARM
-
-
 def test_dropping_a_drafted_token_by_its_value_is_biased():
-    """The control of the test above: an unsure *token* that is not sent to verification."""
+    """The control of draft lengths that adapt (test_loop_distribution.py): an unsure *token* that is not verified."""
 
     class Dropping(ModelDrafter):
         def propose(self, weights, state, prefix, cache, sample):

@@ -11,8 +11,6 @@ from specsamp.sampling.warp import register_warp
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
 
-OPTIMISED = True
-
 REPETITION, PRESENCE, FREQUENCY = 1.4, 0.3, 0.4
 SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), temperature(1.2))
 
