@@ -20,12 +20,11 @@ why).
 import dataclasses
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from launch.lib import entry
 from launch.lib.cells import make_cells, read_prompts
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, config_mesh, headline
+from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline
 from specsamp import use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit
@@ -104,7 +103,7 @@ def main() -> int:
     return 0 if passed else FAILED
 
 
-def make_subject(config: ConfigDict, experiment: Experiment, count: int) -> Subject:
+def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:
     """Returns the pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
     (cell,) = make_cells(config, [{}], experiment)
     work = cell.workload

@@ -21,15 +21,13 @@ import math
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 from launch.lib import entry
 from launch.lib.calibration_file import define_calibration, own_calibration
-from launch.lib.config import ConfigFlag, require
-from launch.lib.drafters import word_of
-from launch.lib.experiment import EXPERIMENT_FIELDS, make_sampling
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables
@@ -74,10 +72,9 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    require(config, EXPERIMENT_FIELDS, "a report")
     if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
         raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
-    word = word_of(config)
+    word = config.word
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
     target, draft = (model and with_kernels(model, config) for model in models_of(config))
@@ -108,7 +105,7 @@ def main() -> None:
         target=target,
         draft=draft,
         mesh=mesh,
-        sampling=make_sampling(config.sampling),
+        sampling=config.sampling.warp(),
         batch=config.batch,
         slots=_SLOTS.value,
         exit_layer=config.exit_layer if word.inside else None,
@@ -152,7 +149,7 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM | None]:
+def models_of(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
     """Returns target and draft as shapes: presets, or public checkpoints of which nothing but the shape is needed.
 
     The draft of an early exit are its layers; that of a head is None.
@@ -161,22 +158,23 @@ def models_of(config: ConfigDict) -> tuple[TransformerLM, TransformerLM | None]:
       ValueError: a model whose shape is not known here.
     """
     known = known_models(config)
-    if word_of(config).inside and "target" in known:
+    if config.word.inside and "target" in known:
         known["draft"] = first_layers(known["target"], config.exit_layer)
-    sides = ("target",) if word_of(config).draft == "head" else ("target", "draft")
+    sides = ("target",) if config.word.draft == "head" else ("target", "draft")
     for side in sides:
-        if side not in known and "hugging_face" in config:
+        if side not in known and config.hugging_face:
             raise ValueError(
-                f"the shape of {config.hugging_face[side]!r} is not known here: give a folder with its config.json, or "
+                f"the shape of {getattr(config.hugging_face, side)!r} is not known here: give a folder with its config.json, or "
                 f"one of {', '.join(CONFIGS)}"
             )
-    require(config, () if known else sides, "a report")
+    if not known:
+        raise ValueError("--config has no fields target, draft: a report needs a configuration that has the shapes")
     return known["target"], known.get("draft")
 
 
-def with_kernels(model: TransformerLM, config: ConfigDict) -> TransformerLM:
+def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
     """Returns the model with the attention that ``config.attention`` has on a TPU."""
-    kernels = choose_kernels(config.get("attention", "plain"), backend="tpu")
+    kernels = choose_kernels(config.attention, backend="tpu")
     return dataclasses.replace(model, layout="default", kernels=kernels)
 
 

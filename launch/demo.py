@@ -48,7 +48,7 @@ def main() -> None:
     console = entry.make_console(soft_wrap=True)
     config = _CONFIG.value
     refuse(config, "draft_temperature", "synthetic_acceptance")
-    if _PROMPT.value and "pair" not in config and "hugging_face" not in config:
+    if _PROMPT.value and not config.writes_text:
         raise ValueError("--prompt: this pair has no tokenizer")
     tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):

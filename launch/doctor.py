@@ -38,10 +38,9 @@ def main() -> int:
 def wanted(devices: int) -> Wanted:
     """Returns what the configuration asks for, its models divided over the devices of a replica."""
     config = _CONFIG.value
-    names = [config.hugging_face[side] for side in ("target", "draft")] if "hugging_face" in config else []
+    names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
-    mesh = config.get("mesh") or {}
-    data, model = mesh.get("data") or 1, mesh.get("model")
+    data, model = config.mesh.data or 1, config.mesh.model
     models = known_models(config)
     sizes = [one.config.weight_bytes for one in models.values()]
     each = sum(sizes) / (model or max(devices // data, 1)) if sizes else None

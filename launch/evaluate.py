@@ -19,6 +19,7 @@ Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
 """
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import json
@@ -29,13 +30,11 @@ from typing import Any
 
 import jax
 from absl import flags
-from ml_collections import ConfigDict
 
 from launch.lib import entry, price
 from launch.lib.config import ConfigFlag, choose
-from launch.lib.drafters import DRAFTERS, drafter_name, make_adaptive, make_drafter
 from launch.lib.evaluation_tables import tables
-from launch.lib.experiment import Experiment, build, config_mesh, headline
+from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline, refuse
 from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
 from specsamp import storage
 from specsamp.analysis import report
@@ -83,15 +82,12 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     task = load_task(_TASK.value, _SOURCE.value, insist=_RUN_UNISOLATED.value)
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
-    if "max_new_tokens" not in _CONFIG.fields_set:
-        config.max_new_tokens = task.max_new_tokens
-    config.batch = _ROWS.value
-    for name in ("draft_temperature", "synthetic_acceptance"):
-        if config.get(name) is not None:
-            raise ValueError(f"config.{name} = {config[name]} would not be heeded: leave it out")
+    own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
+    config = config.turned({"batch": _ROWS.value} | own)
+    refuse(config, "draft_temperature", "synthetic_acceptance")
     if "rule" in _CONFIG.fields_set:
         raise ValueError(f"--config.rule={config.rule} would not be heeded: name it in --methods")
-    if config.get("chat") and task.continues:
+    if config.chat and task.continues:
         raise ValueError(
             f"chat = True, but {task.name} is completed and not answered: what follows its prompts is scored. Set "
             "--config.chat=false"
@@ -107,7 +103,7 @@ def main() -> None:
         rows=_ROWS.value,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
-        chat=bool(config.get("chat")),
+        chat=bool(config.chat),
         require_exact=_REQUIRE_EXACT.value,
     )
     methods = methods_of(config, experiment)
@@ -116,7 +112,7 @@ def main() -> None:
     results = Results.open(
         _OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow", soft_wrap=True)
     )
-    sampling = ", ".join(f"{name} = {value}" for name, value in config.sampling.items())
+    sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
     asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
     template = "with" if requests.chat else "without"
     console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
@@ -191,7 +187,7 @@ def warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, Method | None]:
+def methods_of(config: ExperimentConfig, experiment: Experiment | None) -> dict[str, Method | None]:
     """Returns the ways that --methods names; without an experiment it only checks the words.
 
     Raises:
@@ -207,20 +203,15 @@ def methods_of(config: ConfigDict, experiment: Experiment | None) -> dict[str, M
         choose("method", rule_word.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
         if _REQUIRE_EXACT.value:
             check_exact(make_rule_of(rule_word))
-        own = config.copy_and_resolve_references()
-        if others:
-            choose("drafter", others[0], DRAFTERS)
-            own.drafter = others[0]
-        if len(others) == 2:
-            own.draft_length = int(others[1])
-        if rule_word != PLAIN and not DRAFTERS[own.drafter].drafts:
+        own = config.turned(dict(zip(("drafter", "draft_length"), [*others[:1], *map(int, others[1:])])))
+        if rule_word != PLAIN and not own.word.drafts:
             raise ValueError(f"--methods has {word!r}, which drafts nothing: write plain")
         if rule_word != PLAIN and own.draft_length < 1:
             raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: draft at least one token")
         if rule_word == PLAIN:
             name = PLAIN
         else:
-            name = f"{rule_word}, {drafter_name(own)}, K = {own.draft_length}"
+            name = f"{rule_word}, {own.drafter_name}, K = {own.draft_length}"
         if name in methods:
             raise ValueError(f"--methods names {name} twice")
         methods[name] = None if experiment is None else make_method(rule_word, own, experiment)
@@ -234,12 +225,12 @@ def make_rule_of(word: str) -> Rule:
     return SyntheticAcceptance(TokenRule(), 1.0) if word == ALWAYS else make_rule(word)
 
 
-def make_method(rule_word: str, config: ConfigDict, experiment: Experiment) -> Method:
+def make_method(rule_word: str, config: ExperimentConfig, experiment: Experiment) -> Method:
     if rule_word == PLAIN:
         return Method(drafter=NoDrafter(), sampling=experiment.sampling)
     rule = make_rule_of(rule_word)
-    drafter = make_drafter(config, experiment.pair.target, experiment.pair.draft_or_head)
-    adaptive = make_adaptive(config, drafter)
+    drafter = config.make_drafter(experiment.pair.target, experiment.pair.draft_or_head)
+    adaptive = config.make_adaptive(drafter)
     return Method(drafter=drafter, rule=rule, sampling=experiment.sampling, adaptive=adaptive)
 
 
@@ -283,7 +274,7 @@ def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
     return {f"{n + 1} of {count}": dict(items[n::count]) for n in range(count)}
 
 
-def known_identity(config: ConfigDict, problems: Mapping[int, Problem]) -> dict[str, Any]:
+def known_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
     """Returns what all blocks of a file share, as far as it is known before a pair is read."""
     left_out = ("rule", "drafter", "draft_length", "exit_layer", "mesh", "repeats", "prompt_length")
     told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]

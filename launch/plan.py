@@ -24,7 +24,6 @@ from rich.console import Console
 from launch.lib import entry, price
 from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
-from launch.lib.drafters import word_of
 from launch.lib.shapes import first_layers, known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
@@ -282,10 +281,10 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         own = own_calibration(_CALIBRATION.value, report["topology"])
         return compiled_costs(report, _LATENCY.value, own)
     config = _CONFIG.value
-    models, inside = known_models(config), word_of(config).inside
-    if "target" not in models or "draft" not in models and not inside and word_of(config).planned:
+    models, inside = known_models(config), config.word.inside
+    if "target" not in models or "draft" not in models and not inside and config.word.planned:
         raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
-    if not word_of(config).planned:
+    if not config.word.planned:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = models["target"]

@@ -82,7 +82,7 @@ def main() -> None:
     refuse(config, "draft_temperature", "synthetic_acceptance")
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
-    if "pair" not in config and "hugging_face" not in config:
+    if not config.writes_text:
         raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
         with entry.progress(console, "reading the pair"):
@@ -95,7 +95,7 @@ def main() -> None:
         with entry.progress(console, "compiling") as say:
             service.compile(say)
         service.start()
-        model = _MODEL.value or (config.hugging_face.target if "hugging_face" in config else config.pair)
+        model = _MODEL.value or (config.hugging_face.target if config.hugging_face else config.pair)
         app = make_app(
             service,
             model=model,

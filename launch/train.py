@@ -59,7 +59,7 @@ from specsamp.training.public_target import PublicTarget, Target, of_target, ope
 from specsamp.training.task import Distill, Pretrain, Task
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
-_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target")
+_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", lambda fields: fields)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Keep the run in this folder, local or gs://; one that is there is resumed.", required=True
 )

@@ -6,6 +6,7 @@ from jax.sharding import AxisType
 
 from configs import chinchilla
 from launch.lib import experiment
+from launch.lib.experiment import ExperimentConfig
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
 from specsamp.training.checkpoint import Checkpoints
@@ -28,7 +29,7 @@ def test_the_paper():
 )
 def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
     """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
-    config = chinchilla.get_config(argument)
+    config = ExperimentConfig.from_config_dict(chinchilla.get_config(argument))
     assert (config.mesh.model, config.mesh.draft_model_parallelism, config.batch) == (
         devices,
         draft_model_parallelism,
@@ -39,7 +40,7 @@ def test_other_slices_and_batches(argument, devices, draft_model_parallelism, ba
     mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
     over = {"target": ("model", "replica"), "draft": ("model",)}
     for side, axes in over.items():
-        model = shard_model(experiment.make_model(config[side]), Layout.tensor_parallel(mesh, axes))
+        model = shard_model(getattr(config, side).model(), Layout.tensor_parallel(mesh, axes))
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
 
 
@@ -67,27 +68,24 @@ def test_bad_arguments(argument, message):
 
 
 def test_a_mesh_of_more_devices_than_there_are():
-    config = chinchilla.get_config("tiny")
-    config.mesh.model = 16
+    config = ExperimentConfig.from_config_dict(chinchilla.get_config("tiny"))
     with pytest.raises(ValueError, match="data 1 x model 16 has 16 devices, but there are 8"):
-        experiment.config_mesh(config)
-    config.mesh.data = 0
+        experiment.config_mesh(config.turned({"mesh.model": 16}))
     with pytest.raises(ValueError, match="'data' must have at least 1 device; got 0"):
-        experiment.config_mesh(config)
+        experiment.config_mesh(config.turned({"mesh.data": 0}))
 
 
 @pytest.mark.slow
 def test_checkpoints_of_training_runs(tmp_path):
     """Whatever the mesh they come from: here one device, read onto eight."""
-    config = chinchilla.get_config("tiny")
-    config.mesh.model = 8
+    config = ExperimentConfig.from_config_dict(chinchilla.get_config("tiny")).turned({"mesh.model": 8})
     expected = {}
     for seed, side in enumerate(("target", "draft")):
-        params = experiment.make_model(config[side]).init(jax.random.key(seed))
+        params = getattr(config, side).model().init(jax.random.key(seed))
         checkpoints = Checkpoints(tmp_path / side / "checkpoints")
         checkpoints.save(1, params, {"step": 1})
         checkpoints.close()
-        config.checkpoints[side], expected[side] = str(tmp_path / side), params
+        config, expected[side] = config.turned({f"checkpoints.{side}": str(tmp_path / side)}), params
     made = experiment.build(config, mesh=experiment.config_mesh(config))
     assert made.pair_name == f"{tmp_path}/target, {tmp_path}/draft"
     for side, params in (("target", made.pair.target_params), ("draft", made.pair.draft_params)):

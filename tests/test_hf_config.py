@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import AxisType
 
 from configs import hf
-from launch.lib import experiment, shapes
+from launch.lib import shapes
+from launch.lib.experiment import ExperimentConfig
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
@@ -52,14 +53,14 @@ def test_sizes_are_the_published_ones(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hf.PAIRS)
 def test_both_models_divide_over_their_mesh(name):
-    config, pair = hf.get_config(name), hf.PAIRS[name]
+    config, pair = ExperimentConfig.from_config_dict(hf.get_config(name)), hf.PAIRS[name]
     devices = config.mesh.model
-    shape, names = mesh_axes(1, devices, experiment.draft_model_parallelism(config), experiment.num_kv_heads(config))
+    shape, names = mesh_axes(1, devices, config.mesh.draft_model_parallelism or None, config.num_kv_heads)
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
     rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
-    layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, experiment.draft_model_parallelism(config))
+    layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, config.mesh.draft_model_parallelism or None)
     for shape, layout in zip((target, draft), layouts):
         model = shard_model(TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout)
         params = jax.eval_shape(model.model.init, jax.random.key(0))
@@ -73,9 +74,9 @@ def test_both_models_divide_over_their_mesh(name):
 @pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
 def test_a_head_divides_over_the_mesh_of_its_target(name):
     """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or 64,000 tokens."""
-    config = hf.get_config(name)
+    config = ExperimentConfig.from_config_dict(hf.get_config(name))
     assert config.drafter == "head"
-    shape, names = mesh_axes(1, config.mesh.model, None, experiment.num_kv_heads(config))
+    shape, names = mesh_axes(1, config.mesh.model, None, config.num_kv_heads)
     mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target = published_config(hf.HEADS[name].target)
     layer = dataclasses.replace(target, num_layers=1, window=None, global_layers=(), query_key_norm=False)
@@ -108,8 +109,8 @@ HEAD_PARAMETERS = {  # of their safetensors indices
 @pytest.mark.parametrize("name", HEAD_PARAMETERS)
 def test_heads_of_known_shape_have_their_published_size(name):
     kind, size = HEAD_PARAMETERS[name]
-    config = hf.get_config(name)
-    config.int8.update(weights="target", caches="both")
+    config = ExperimentConfig.from_config_dict(hf.get_config(name))
+    config = config.turned({"int8.weights": "target", "int8.caches": "both"})
     assert shapes.known_models(config)["target"].config.weight_dtype == "int8"
     head = shapes.head_of(config, shapes.known_models(config)["target"].config)
     made = jax.eval_shape(FeatureHead(head).init, jax.random.key(0))
@@ -123,11 +124,11 @@ def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
     target = tiny(num_layers=2, positions="rotary")
     head = FeatureHead(MedusaConfig(layer=target, target_layers=2, hidden_layers=(2,), own_output=True, num_heads=3))
     write_head(tmp_path, head, drawn_params(head), target_name="a-target", K=3)
-    config = hf.get_config(f"a-target,{tmp_path}")
+    config = ExperimentConfig.from_config_dict(hf.get_config(f"a-target,{tmp_path}"))
     found = shapes.head_of(config, target)
     assert found.kind == "Medusa" and found.num_heads == 3
-    config.hugging_face.draft = "nobody/knows"
-    assert shapes.head_of(config, published_config("Qwen/Qwen3-8B")).kind == "EAGLE-3"
+    unknown = config.turned({"hugging_face.draft": "nobody/knows"})
+    assert shapes.head_of(unknown, published_config("Qwen/Qwen3-8B")).kind == "EAGLE-3"
 
 
 def test_two_names_are_a_pair_and_anything_else_is_refused():

@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from configs import random_pair
 from launch.lib import experiment
-from launch.lib.drafters import make_adaptive, make_drafter
+from launch.lib.experiment import ExperimentConfig, SamplingFields
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
     BeamDrafter,
@@ -78,7 +78,7 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
         ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
         ("--config.sampling.top_p=1.5", "top_p must lie in"),
         ("--config.sampling.temperature=-1.0", "temperature must be >= 0"),
-        ("--config.draft_length=-1", "draft_length must be >= 0; got -1"),
+        ("--config.draft_length=-1", "draft_length .*-1"),
         ("--config.adaptive.stop=surprise", "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
         ("--config.adaptive.lengths=(0, 4)", "2 lengths need costs_ms"),
         ("--config.int8.weights=all", "no int8.weights 'all': choose one of none, target, draft, both"),
@@ -87,7 +87,7 @@ def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
 )
 def test_unknown_names_and_wrong_values_fail(parse, argument, message):
     with pytest.raises(ValueError, match=message):
-        experiment.build(parse(argument))
+        experiment.build(ExperimentConfig.from_config_dict(parse(argument)))
 
 
 def test_unknown_sizes_fail():
@@ -100,7 +100,9 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
         return Pair(target=target, target_params={}, draft=draft, draft_params={})
 
     monkeypatch.setattr(experiment, "bare_pair", without_params)
-    config = parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
+    config = ExperimentConfig.from_config_dict(
+        parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
+    )
     made = experiment.build(config)
     assert made.rule == BlockRule() and made.drafter == ModelDrafter(made.pair.draft, 2)
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
@@ -112,42 +114,39 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
     known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
     known["beam"] = BeamDrafter(made.pair.draft, 2, beams=4)
     for word, drafter in known.items():
-        config.update(drafter=word, exit_layer=1)
-        assert make_drafter(config, made.pair.target, made.pair.draft) == drafter
-        assert make_drafter(config, made.pair.target, made.pair.draft, 0) == NoDrafter()
-    assert made.adaptive is None and make_adaptive(config, NoDrafter()) is None
-    config.adaptive.update(stop="entropy", least=0.5)
-    assert make_adaptive(config, made.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
-    config.adaptive.update(stop="none", lengths=(0, 2), costs_ms=(1.0, 1.5))
-    assert make_adaptive(config, made.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
+        turned = config.turned({"drafter": word, "exit_layer": 1})
+        assert turned.make_drafter(made.pair.target, made.pair.draft) == drafter
+        assert turned.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
+    assert made.adaptive is None and config.make_adaptive(NoDrafter()) is None
+    stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
+    assert stopping.make_adaptive(made.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
+    choosing = config.turned({"adaptive.lengths": (0, 2), "adaptive.costs_ms": (1.0, 1.5)})
+    assert choosing.make_adaptive(made.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
     with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
-        make_adaptive(config, dataclasses.replace(made.drafter, K=3))
+        choosing.make_adaptive(dataclasses.replace(made.drafter, K=3))
 
 
 def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(parse, monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", None)
-    config = parse("--config.drafter=early_exit", "--config.target.num_layers=3")
+    config = ExperimentConfig.from_config_dict(parse("--config.target.num_layers=3"))
     for layer in (3, 4, 1000):
-        config.exit_layer = layer
         with pytest.raises(
             ValueError, match=f"exit_layer must be an integer from 1 to 2, for .* 3 layers; got {layer}"
         ):
-            experiment.build(config)
+            experiment.build(config.turned({"drafter": "early_exit", "exit_layer": layer}))
 
 
 def test_sampling_that_is_off_is_left_out():
-    fields = random_pair.get_config("tiny").sampling
-    fields.update(temperature=1.0, top_k=5, top_p=1.0, min_p=0.1)
-    assert [type(warp) for warp in experiment.make_sampling(fields).warps] == [Temperature, TopK, MinP]
-    fields.temperature = 0.0
-    assert experiment.make_sampling(fields) == Greedy()
-    assert isinstance(experiment.make_sampling(random_pair.get_config().sampling), Chain)
+    fields = SamplingFields(temperature=1.0, top_k=5, top_p=1.0, min_p=0.1)
+    assert [type(warp) for warp in fields.warp().warps] == [Temperature, TopK, MinP]
+    assert dataclasses.replace(fields, temperature=0.0).warp() == Greedy()
+    assert isinstance(SamplingFields(temperature=0.8).warp(), Chain)
 
 
 @pytest.mark.parametrize("size", random_pair.SIZES)
 def test_every_size_describes_a_pair(size):
-    config = random_pair.get_config(size)
-    target, draft = experiment.make_model(config.target), experiment.make_model(config.draft)
+    config = ExperimentConfig.from_config_dict(random_pair.get_config(size))
+    target, draft = config.target.model(), config.draft.model()
     assert target.vocab_size == draft.vocab_size
     assert draft.config.num_parameters < target.config.num_parameters
 

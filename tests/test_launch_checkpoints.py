@@ -10,6 +10,7 @@ import pytest
 
 from configs import hf
 from launch.lib import experiment
+from launch.lib.experiment import ExperimentConfig
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
@@ -37,17 +38,15 @@ def folder(tmp_path_factory):
 
 
 def test_two_names_become_an_experiment(folder, capsys):
-    config = hf.get_config(f"{folder},{folder}")
-    config.hugging_face.dtype = "float32"
+    config = ExperimentConfig.from_file(f"configs/hf.py:{folder},{folder}").turned({"hugging_face.dtype": "float32"})
     built = experiment.build(config)
     assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(hf.PROMPTS)
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
     assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
         built.pair.tokenizer.encode("other text")
     )
-    config.hugging_face.draft = str(folder.parent)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
-        experiment.build(config)
+        experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +84,8 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
     (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
     talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
     (tmp_path / "prompts.json").write_text(json.dumps(["some text", {"messages": talk}]), encoding="utf-8")
-    config = hf.get_config(f"{target},{head}")
-    config.hugging_face.dtype, config.drafter, config.draft_length, config.chat = "float32", "head", 2, True
-    config.sampling.temperature = 0
+    turned = {"hugging_face.dtype": "float32", "drafter": "head", "draft_length": 2, "sampling.temperature": 0}
+    config = ExperimentConfig.from_file(f"configs/hf.py:{target},{head}").turned(turned | {"chat": True})
     built = experiment.build(config, module("benchmark").read_prompts(str(tmp_path / "prompts.json")))
     texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
     assert texts == ["user: some text", "user: someassistant: text"]

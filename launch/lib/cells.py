@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import json
 import time
@@ -12,17 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from launch.lib import entry, price, tracing
-from launch.lib.config import require
-from launch.lib.drafters import drafter_name, make_adaptive, make_drafter, word_of
-from launch.lib.experiment import (
-    EXPERIMENT_FIELDS,
-    Experiment,
-    make_sampling,
-)
+from launch.lib.experiment import Experiment, ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
 from launch.lib.rules import make_rule
 from specsamp import storage
@@ -31,7 +23,7 @@ from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.measured import describe
 from specsamp.analysis.trace import Trace
 from specsamp.analysis.workload import check_fits, decoders
-from specsamp.decoding.checks import Prompt, integer
+from specsamp.decoding.checks import Prompt
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
@@ -75,7 +67,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     return product(sweeps)
 
 
-def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experiment) -> list[Cell]:
+def make_cells(config: ExperimentConfig, points: Sequence[Point], experiment: Experiment) -> list[Cell]:
     """Returns a cell for each point, the first of equal ones; all are checked before any is measured.
 
     Raises:
@@ -88,18 +80,12 @@ def make_cells(config: ConfigDict, points: Sequence[Point], experiment: Experime
     return list(cells.values())
 
 
-def _turned(config: ConfigDict, point: Point) -> ConfigDict:
-    turned = copy.deepcopy(config)  # ConfigDict(config) would share what is still to be filled in
-    turned.lock()
-    for field, value in point.items():
-        if field not in TURNED:
-            known = ", ".join(sorted(TURNED))
-            raise ValueError(f"a sweep turns {known}; {field!r} makes another pair or text: run it apart")
-        try:
-            turned.update_from_flattened_dict({field: value})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{field} = {value!r} does not fit this configuration: {error}") from error
-    return turned
+def _turned(config: ExperimentConfig, point: Point) -> ExperimentConfig:
+    unknown = next((field for field in point if field not in TURNED), None)
+    if unknown is not None:
+        known = ", ".join(sorted(TURNED))
+        raise ValueError(f"a sweep turns {known}; {unknown!r} makes another pair or text: run it apart")
+    return config.turned(point)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +99,7 @@ class Setting:
     draft_sampling: Warp | None  # None: the target's
 
 
-def check_points(config: ConfigDict, points: Sequence[Point]) -> None:
+def check_points(config: ExperimentConfig, points: Sequence[Point]) -> None:
     """Checks what can be known before weights are read.
 
     Raises:
@@ -123,71 +109,56 @@ def check_points(config: ConfigDict, points: Sequence[Point]) -> None:
         _setting(_turned(config, point))
 
 
-def _setting(config: ConfigDict) -> Setting:
-    require(config, EXPERIMENT_FIELDS, "this command")
-    K = integer("draft_length", config.draft_length, 0)
-    plain = K == 0 or not word_of(config).drafts
-    drafter, rule = drafter_name(config), make_rule(config.rule)
+def _setting(config: ExperimentConfig) -> Setting:
+    plain = config.draft_length == 0 or not config.word.drafts
+    K, rule = 0 if plain else config.draft_length, make_rule(config.rule)
     if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
         rule = make_rule("token")
-    fields, draft_temperature = config.sampling, config.get("draft_temperature")
-    rate = config.get("synthetic_acceptance")
     key = {
-        "draft_length": 0 if plain else K,
-        "drafter": "none" if plain else drafter,
+        "draft_length": K,
+        "drafter": "none" if plain else config.drafter_name,
         "rule": "token" if plain else config.rule,
-        "batch": integer("batch", config.batch, 1),
-        **{name: fields[name] for name in SAMPLING_FIELDS},
-        "draft_temperature": None if plain else draft_temperature,
+        "batch": config.batch,
+        **{name: getattr(config.sampling, name) for name in SAMPLING_FIELDS},
+        "draft_temperature": None if plain else config.draft_temperature,
     }
-    adaptive = config.get("adaptive")
-    if not plain and adaptive is not None and (adaptive.lengths or adaptive.stop != "none"):
-        key["adaptive"] = adaptive.to_dict()
-    integer("repeats", config.repeats, 1)
-    if rate is not None:
-        synthetic = SyntheticAcceptance(rule, rate)  # out of range? said with the value
-        if not plain:
-            key["synthetic_acceptance"], rule = rate, synthetic
-    sampling, draft_sampling = _samplings(fields, draft_temperature)
-    return Setting(
-        key=key,
-        draft_length=0 if plain else K,
-        rule=rule,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-    )
+    if not plain and config.adaptive is not None and not config.adaptive.is_off:
+        key["adaptive"] = dataclasses.asdict(config.adaptive)
+    if not plain and config.synthetic_acceptance is not None:
+        key["synthetic_acceptance"] = config.synthetic_acceptance
+        rule = SyntheticAcceptance(rule, config.synthetic_acceptance)
+    sampling, draft_sampling = _samplings(config.sampling, config.draft_temperature)
+    return Setting(key=key, draft_length=K, rule=rule, sampling=sampling, draft_sampling=draft_sampling)
 
 
-def _samplings(fields: ConfigDict, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
+def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
     """Returns the target's warp, and the draft's if it has a temperature of its own.
 
     Temperatures are data and 0 is greedy: if only one of the two is greedy, both become chains of one structure.
     """
     if draft_temperature is None:
-        return make_sampling(fields), None
-    temperature(draft_temperature)  # out of range? said with the value
-    draft_fields = ConfigDict({**fields.to_dict(), "temperature": float(draft_temperature)})
+        return fields.warp(), None
+    both = fields, dataclasses.replace(fields, temperature=draft_temperature)
     if (draft_temperature == 0) == (fields.temperature == 0):
-        return make_sampling(fields), make_sampling(draft_fields)
-    return tuple(make_sampling(one) if one.temperature else chain(temperature(0.0)) for one in (fields, draft_fields))
+        return tuple(one.warp() for one in both)
+    return tuple(one.warp() if one.temperature else chain(temperature(0.0)) for one in both)
 
 
-def _cell(config: ConfigDict, experiment: Experiment) -> Cell:
+def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     setting, pair = _setting(config), experiment.pair
-    work = {"batch": config.batch, "repeats": config.repeats}
-    drafter = make_drafter(config, pair.target, pair.draft_or_head, setting.draft_length)
+    drafter = config.make_drafter(pair.target, pair.draft_or_head, setting.draft_length)
     return Cell(
         key=setting.key,
         drafter=drafter,
-        adaptive=make_adaptive(config, drafter),
+        adaptive=config.make_adaptive(drafter),
         rule=setting.rule,
         sampling=setting.sampling,
         draft_sampling=setting.draft_sampling,
-        workload=dataclasses.replace(experiment.workload, **work),
+        workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
     )
 
 
-def known_identity(config: ConfigDict) -> dict[str, Any]:
+def known_identity(config: ExperimentConfig) -> dict[str, Any]:
     """Returns what all cells of a file share, as far as it is known before a pair is read.
 
     On a CPU the machine is part of it. An accelerator is the same in whatever machine it sits, and a slice that was
@@ -204,7 +175,7 @@ def known_identity(config: ConfigDict) -> dict[str, Any]:
     return identity | ({"machine": report.machine()} if device.platform == "cpu" else {})
 
 
-def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
+def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Returns what all cells of a file share."""
     work = experiment.workload
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
@@ -219,7 +190,7 @@ def identity_of(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
 
 
 def run_cells(
-    config: ConfigDict,
+    config: ExperimentConfig,
     points: Sequence[Point],
     experiment: Experiment,
     output: str | None,

@@ -4,17 +4,20 @@
 
 What follows the colon goes to ``get_config``. A file is looked for from the current folder, then from the folder of
 this checkout. A configuration is Python code that is run as it is: use only files that you trust.
+
+The fields end here: commands and studies get the dataclass that `ConfigFlag.read` makes of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import inspect
 import pathlib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, config_flags
@@ -27,9 +30,10 @@ class ConfigFlag:
     """Holds what --config gives: nothing before the flags are parsed."""
 
     default: str
+    read: Callable[[ConfigDict], Any] | None = None  # makes the value; None: ExperimentConfig.from_config_dict
     text: str = ""  # as typed, or the default
     module: types.ModuleType | None = None  # of the file
-    value: ConfigDict | None = None
+    fields: ConfigDict | None = None
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
@@ -44,19 +48,28 @@ class ConfigFlag:
         given, rest = _split(arguments)
         self.text = given[-1] if given else self.default
         self.module = load_file(self.text)
-        self.value = _call(self.module, self.text)
-        fields = known_fields(self.value)
+        self.fields = _call(self.module, self.text)
         names = [argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in rest if argument[:1] == "-"]
         self.fields_set = tuple(name.removeprefix("config.") for name in names if name.startswith("config."))
         for name in self.fields_set:
-            _check_field(self.text, name, fields, self.value)
-        config_flags.DEFINE_config_dict("config", self.value, lock_config=True, sys_argv=["", *rest])
+            _check_field(self.text, name.partition("[")[0], known_fields(self.fields))  # [: an element of a tuple
+        config_flags.DEFINE_config_dict("config", self.fields, lock_config=True, sys_argv=["", *rest])
         return rest
+
+    @functools.cached_property
+    def value(self) -> Any:
+        """Returns what the fields say; ValueError names one that is missing or wrong."""
+        if self.read is None:
+            from launch.lib.experiment import ExperimentConfig
+
+            return ExperimentConfig.from_config_dict(self.fields)
+        return self.read(self.fields)
 
     def describe(self) -> list[str]:
         """Returns a line for each field, for --help."""
+        values = {name: "(not set)" if value is None else value for name, value in known_fields(self.fields).items()}
         lines = [f"Fields of --config={self.text}, each set by --config.FIELD=VALUE:"]
-        return lines + [f"  {name} = {shown(value)}" for name, value in known_fields(self.value).items()]
+        return lines + [f"  {name} = {value}" for name, value in values.items()]
 
 
 def load_file(text: str) -> types.ModuleType:
@@ -106,19 +119,19 @@ def heeds(config: ConfigFlag, names: Iterable[str], what: str) -> None:
     Raises:
       ValueError: with the first of either.
     """
-    require(config.value, names, what)
+    require(config.fields, names, what)
     for field in config.fields_set:
         if field.partition(".")[0] not in names:
             raise ValueError(f"--config.{field} would not be heeded: {what} reads {', '.join(names)}")
 
 
-def require(config: ConfigDict, names: Iterable[str], what: str) -> None:
+def require(fields: Iterable[str], names: Iterable[str], what: str) -> None:
     """Refuses a configuration of another kind.
 
     Raises:
       ValueError: it lacks one of the fields ``names``, which ``what`` needs.
     """
-    missing = [name for name in names if name not in config]
+    missing = [name for name in names if name not in fields]
     if missing:
         raise ValueError(f"--config has no field {', '.join(missing)}: {what} needs a configuration that has")
 
@@ -130,6 +143,17 @@ def meant(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; choose one of {', '.join(known)}"
+
+
+def choose(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    """Returns ``known[name]``.
+
+    Raises:
+      ValueError: there is no such name; the message lists those there are.
+    """
+    if name not in known:
+        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
+    return known[name]
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -163,27 +187,9 @@ def _call(module: types.ModuleType, text: str) -> ConfigDict:
     return config
 
 
-def _check_field(text: str, name: str, fields: dict[str, Any], config: ConfigDict) -> None:
-    name = name.partition("[")[0]  # an element of a tuple
-    if name in fields:
-        return
+def _check_field(text: str, name: str, fields: Iterable[str]) -> None:
     members = [field for field in fields if field.startswith(f"{name}.")]
     if members:
         raise ValueError(f"--config.{name} is a group of fields: set one of {', '.join(members)}")
-    raise ValueError(f"--config={text} has no field {name!r}{meant(name, fields)}")
-
-
-def shown(value: Any) -> str:
-    """Returns a field's value as it would be typed."""
-    return "(not set)" if value is None else str(value)
-
-
-def choose(what: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Returns ``known[name]``.
-
-    Raises:
-      ValueError: there is no such name; the message lists those there are.
-    """
-    if name not in known:
-        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
-    return known[name]
+    if name not in fields:
+        raise ValueError(f"--config={text} has no field {name!r}{meant(name, fields)}")

@@ -1,11 +1,15 @@
-"""Turns a configuration into objects. Beyond this folder there is no ConfigDict and no choice by name."""
+"""Reads the fields of a configuration into one dataclass, and makes the pair and what decodes it of that.
+
+`ExperimentConfig` checks every field; what comes after it, commands and studies alike, sees no ConfigDict.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +18,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import require
-from launch.lib.drafters import drafter_name, make_adaptive, make_drafter, word_of
+from launch.lib.config import choose, load_config
+from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
 from launch.lib.rules import make_rule
-from launch.lib.shapes import int8_of, known_models, looked_up_parameters, make_model
+from launch.lib.shapes import Int8Fields, ModelFields, known_models, looked_up_parameters
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.head_check import check_head, write_texts
@@ -28,10 +32,13 @@ from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt, encode, integer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
+from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import decode_weights
+from specsamp.models.interface import LanguageModel
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
@@ -42,8 +49,210 @@ from specsamp.training.checkpoint import Checkpoints
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
-_WORKLOAD = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
-EXPERIMENT_FIELDS = ("rule", "drafter", "draft_length", "sampling", "mesh", *_WORKLOAD)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """How texts are sampled; a temperature of 0 is greedy."""
+
+    temperature: float
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1.0 is off
+    min_p: float = 0.0  # 0.0 is off
+
+    def __post_init__(self):
+        self.warp()  # refuses numbers out of range
+
+    def warp(self) -> Warp:
+        """Returns the distribution; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
+        if self.temperature == 0:
+            return greedy()
+        filters = [make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off]
+        return chain(temperature(self.temperature), *filters)
+
+
+_FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFields:
+    """The devices that a pair is spread over, see configs/common.py."""
+
+    data: int = 1
+    model: int = 1
+    draft_model_parallelism: int = 0
+    num_kv_heads: int | None = None  # only a pair of public checkpoints says it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicNames:
+    """A pair of public checkpoints."""
+
+    target: str
+    draft: str
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFields:
+    """Folders of training runs; an empty one stands for random weights."""
+
+    target: str = ""
+    draft: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
+
+    configs/common.py says what the fields mean. A pair is named by ``pair``, by ``hugging_face``, or by the shapes
+    ``target`` and ``draft`` with or without ``checkpoints``.
+    """
+
+    rule: str
+    drafter: str
+    draft_length: int
+    sampling: SamplingFields
+    mesh: MeshFields
+    batch: int
+    prompt_length: int
+    max_new_tokens: int
+    repeats: int
+    seed: int
+    beams: int = 4
+    exit_layer: int | None = None
+    adaptive: AdaptiveFields | None = None
+    attention: str = "plain"
+    int8: Int8Fields = Int8Fields()
+    draft_temperature: float | None = None
+    synthetic_acceptance: float | None = None
+    pair: str | None = None
+    hugging_face: PublicNames | None = None
+    prompts: Sequence[Prompt] | None = None
+    chat: bool | None = None
+    target: ModelFields | None = None
+    draft: ModelFields | None = None
+    checkpoints: CheckpointFields | None = None
+
+    def __post_init__(self):
+        rule, word = make_rule(self.rule), choose("drafter", self.drafter, DRAFTERS)
+        if word.takes:
+            integer(word.takes, getattr(self, word.takes), 1)
+        integer("draft_length", self.draft_length, 0)
+        integer("seed", self.seed, 0, 2**32)
+        self.workload()  # refuses numbers out of range
+        if self.draft_temperature is not None:
+            temperature(self.draft_temperature)
+        if self.synthetic_acceptance is not None:
+            SyntheticAcceptance(rule, self.synthetic_acceptance)
+
+    @classmethod
+    def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
+        """Reads a configuration.
+
+        Raises:
+          ValueError: a field that is missing, that nothing reads, or whose value is wrong.
+        """
+        return cls.from_dict(config.to_dict())
+
+    @classmethod
+    def from_file(cls, text: str) -> ExperimentConfig:
+        """Reads the configuration of ``FILE.py:WORD``."""
+        return cls.from_config_dict(load_config(text))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ExperimentConfig:
+        """Does what `from_config_dict` does, of what `to_dict` returns."""
+        groups = {name: read(fields[name]) for name, read in _GROUPS.items() if fields.get(name) is not None}
+        return _read(cls, {**fields, **groups})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as the configuration has them, and as files of results hold them."""
+        told = dataclasses.asdict(self) | {side: getattr(self, side) for side in ("target", "draft")}
+        told |= {side: told[side].to_dict() for side in ("target", "draft") if told[side] is not None}
+        if self.mesh.num_kv_heads is None:
+            del told["mesh"]["num_kv_heads"]
+        return {name: value for name, value in told.items() if value is not None or name not in _OPTIONAL}
+
+    def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
+        """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
+        fields = self.to_dict()
+        for name, value in point.items():
+            *groups, last = name.split(".")
+            functools.reduce(operator.getitem, groups, fields)[last] = value
+        return ExperimentConfig.from_dict(fields)
+
+    @property
+    def writes_text(self) -> bool:
+        """Returns whether the pair is one with a tokenizer."""
+        return self.pair is not None or self.hugging_face is not None
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Returns the kv heads of the target, where the configuration says them."""
+        if self.hugging_face is not None:
+            return self.mesh.num_kv_heads or None
+        return None if self.target is None else self.target.model().config.num_kv_heads
+
+    @property
+    def word(self) -> Word:
+        """Returns what the word of the drafter means."""
+        return DRAFTERS[self.drafter]
+
+    @property
+    def drafter_name(self) -> str:
+        """Returns what results call the drafter: its word, and the number that it takes."""
+        return f"{self.drafter} {getattr(self, self.word.takes)}" if self.word.takes else self.drafter
+
+    def make_drafter(
+        self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
+    ) -> Drafter:
+        """Returns the drafter, or one that drafts nothing for K = 0.
+
+        Args:
+          draft_length: K; None: the configuration's.
+
+        Raises:
+          ValueError: a field that does not fit the target.
+        """
+        K = self.draft_length if draft_length is None else draft_length
+        number = getattr(self, self.word.takes) if self.word.takes else None
+        return self.word.make(target, draft, K, number) if K else NoDrafter()
+
+    def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
+        """Returns the draft lengths that rows choose from; None: it is always the drafter's K."""
+        return None if self.adaptive is None else self.adaptive.make(drafter)
+
+    def workload(self) -> Workload:
+        """Returns what is decoded, without prompts."""
+        names = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
+        return Workload(**{name: getattr(self, name) for name in names})
+
+
+def _read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
+    """Returns a dataclass of the fields of a configuration; whole numbers become floats where it has floats."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
+    if missing:
+        names = ", ".join(group + name for name in missing)
+        raise ValueError(f"--config has no field {names}: this command needs a configuration that has")
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(f"--config has a field {group}{unknown[0]}, which nothing reads: leave it out")
+    floats = {name for name, field in known.items() if field.type.startswith("float")}
+    whole = {name: float(fields[name]) for name in floats & {*fields} if isinstance(fields[name], int)}
+    return kind(**{**fields, **whole})
+
+
+_GROUPS = {
+    "sampling": functools.partial(_read, SamplingFields, group="sampling."),
+    "mesh": functools.partial(_read, MeshFields, group="mesh."),
+    "adaptive": functools.partial(_read, AdaptiveFields, group="adaptive."),
+    "int8": functools.partial(_read, Int8Fields, group="int8."),
+    "hugging_face": functools.partial(_read, PublicNames, group="hugging_face."),
+    "checkpoints": functools.partial(_read, CheckpointFields, group="checkpoints."),
+    "target": ModelFields.from_dict,
+    "draft": ModelFields.from_dict,
+}
+_OPTIONAL = {"adaptive", "pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,9 +285,9 @@ class Experiment:
 
 
 def build(
-    config: ConfigDict, prompts: Sequence[Prompt] = (), mesh: Mesh | None = None, *, check_heads: bool = True
+    config: ExperimentConfig, prompts: Sequence[Prompt] = (), mesh: Mesh | None = None, *, check_heads: bool = True
 ) -> Experiment:
-    """Checks every field, then loads the pair, or makes one with random parameters.
+    """Loads the pair of a configuration, or makes one with random parameters, after all that can be checked before.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
@@ -86,67 +295,55 @@ def build(
       check_heads: says how well a head fits its target, on a few texts, before much is decoded with it.
 
     Raises:
-      ValueError: an unknown name or a number out of range; the message says which, and what is known.
+      ValueError: what does not fit the models; the message says which field, and what would fit.
       FileNotFoundError: there is no such pair.
     """
-    require(config, EXPERIMENT_FIELDS, "this command")
-    rule = make_rule(config.rule)
-    sampling = make_sampling(config.sampling)
-    if config.get("draft_temperature") is not None:
-        temperature(config.draft_temperature)
-    if config.get("synthetic_acceptance") is not None:
-        SyntheticAcceptance(rule, config.synthetic_acceptance)
-    integer("seed", config.seed, 0, 2**32)
-    attention = config.get("attention", "plain")
-    choose_kernels(attention)
-    workload = Workload(**{name: config[name] for name in _WORKLOAD})
-    if config.draft_length < 0:
-        raise ValueError(f"draft_length must be >= 0; got {config.draft_length}")
-    drafter_name(config)
-    word, known = word_of(config), known_models(config)
+    choose_kernels(config.attention)
+    word, known, workload = config.word, known_models(config), config.workload()
     if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
-        drafter = make_drafter(config, known["target"], known.get("draft"))  # refuses what does not fit the target
-        make_adaptive(config, drafter)
+        drafter = config.make_drafter(known["target"], known.get("draft"))  # refuses what does not fit the target
+        config.make_adaptive(drafter)
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
-    name = config.get("pair")
-    if "hugging_face" in config:
+    name, draft_model_parallelism = config.pair, config.mesh.draft_model_parallelism or None
+    if config.hugging_face is not None:
         pair = read_public_pair(config, mesh)
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
-        workload = with_prompts(workload, pair, prompts or config.prompts, chat=config.get("chat", False))
+        workload = with_prompts(workload, pair, prompts or config.prompts, chat=bool(config.chat))
     elif name is None:
         if prompts:
             raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
-        runs = tuple(config.checkpoints[side] for side in ("target", "draft")) if "checkpoints" in config else ("", "")
+        folders = config.checkpoints or CheckpointFields()
+        runs = (folders.target, folders.draft)
         pair = bare_pair(
             known["target"],
             known["draft"],
             config.seed,
             mesh=mesh,
-            draft_model_parallelism=draft_model_parallelism(config),
+            draft_model_parallelism=draft_model_parallelism,
             runs=runs,
         )
         name = ", ".join(run or "random" for run in runs) if any(runs) else None
     else:
         # A head is checked below, on these prompts.
-        pair = load_pair(name, draft=word.draft or "model", int8=int8_of(config), check_fit=False)
+        pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides, check_fit=False)
         if mesh is not None:
-            pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism(config))
+            pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism)
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
-    pair = with_attention(pair, attention)
-    drafter = make_drafter(config, pair.target, pair.draft_or_head)
+    pair = with_attention(pair, config.attention)
+    drafter, sampling = config.make_drafter(pair.target, pair.draft_or_head), config.sampling.warp()
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, drafter.K, sampling)
     return Experiment(
         pair=pair,
         pair_name=name,
         drafter=drafter,
-        rule=rule,
+        rule=make_rule(config.rule),
         sampling=sampling,
         workload=workload,
-        adaptive=make_adaptive(config, drafter),
-        folder=config.get("pair"),
+        adaptive=config.make_adaptive(drafter),
+        folder=config.pair,
     )
 
 
@@ -167,21 +364,21 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
         console.print("launch/check_head.py with the same configuration shows all readings", markup=False)
 
 
-def read_public_pair(config: ConfigDict, mesh: Mesh | None) -> Pair:
+def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
     # How a head fits is said by `build`, on the prompts that are meant.
-    read = functools.partial(read_head_pair, check_fit=False) if word_of(config).draft == "head" else read_pair
+    read = functools.partial(read_head_pair, check_fit=False) if config.word.draft == "head" else read_pair
     return read(
         config.hugging_face.target,
         config.hugging_face.draft,
         dtype=config.hugging_face.dtype,
-        int8=int8_of(config),
+        int8=config.int8.sides,
         mesh=mesh,
-        draft_model_parallelism=draft_model_parallelism(config),
+        draft_model_parallelism=config.mesh.draft_model_parallelism or None,
         progress=entry.weights_progress(console),
         say=lambda text: console.print(entry.visible(text), markup=False, soft_wrap=True),
-        check=functools.partial(make_drafter, config),
+        check=config.make_drafter,
     )
 
 
@@ -197,15 +394,8 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, c
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
 
 
-def make_sampling(fields: ConfigDict) -> Warp:
-    """Returns the warp; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
-    if fields.temperature == 0:
-        return greedy()
-    filters = [make(fields[name]) for name, make, off in _FILTERS if fields[name] != off]
-    return chain(temperature(fields.temperature), *filters)
-
-
-_FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
+def make_sampling(fields: SamplingFields) -> Warp:
+    return fields.warp()  # for studies that have not moved yet
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
@@ -306,45 +496,32 @@ def _in_float(model: TransformerLM | ShardedModel) -> TransformerLM | ShardedMod
     return dataclasses.replace(model, config=dataclasses.replace(model.config, weight_dtype=None))
 
 
-def config_mesh(config: ConfigDict) -> Mesh | None:
-    """Returns the mesh of ``config.mesh`` over all devices of all processes; None for a single device.
+def config_mesh(config: ExperimentConfig) -> Mesh | None:
+    """Returns the mesh of a configuration over all devices of all processes; None for a single device.
 
     Raises:
       ValueError: it does not match the devices, with both numbers.
     """
-    require(config, EXPERIMENT_FIELDS, "this command")
-    if config.mesh.data * config.mesh.model == 1 and jax.process_count() == 1:
+    fields = config.mesh
+    if fields.data * fields.model == 1 and jax.process_count() == 1:
         return None
-    return make_mesh(config.mesh.data, config.mesh.model, **mesh_parts(config))
+    return make_mesh(
+        fields.data,
+        fields.model,
+        draft_model_parallelism=fields.draft_model_parallelism or None,
+        num_kv_heads=config.num_kv_heads,
+        rows=config.batch // max(fields.data, 1),  # 0 is refused with the mesh
+    )
 
 
-def mesh_parts(config: ConfigDict) -> dict[str, int | None]:
-    """Returns what the model axis of the mesh may be made of, see `make_mesh`."""
-    rows = config.get("batch", 1) // max(config.mesh.data, 1)  # 0 is refused with the mesh
-    return {
-        "draft_model_parallelism": draft_model_parallelism(config),
-        "num_kv_heads": num_kv_heads(config),
-        "rows": rows,
-    }
-
-
-def draft_model_parallelism(config: ConfigDict) -> int | None:
-    return config.mesh.draft_model_parallelism or None
-
-
-def num_kv_heads(config: ConfigDict) -> int | None:
-    """Returns the kv heads of the target, where the configuration says them."""
-    if "hugging_face" in config:
-        return config.mesh.num_kv_heads or None
-    return make_model(config.target).config.num_kv_heads if "target" in config else None
-
-
-def refuse(config: ConfigDict, *names: str) -> None:
+def refuse(config: ExperimentConfig, *names: str) -> None:
     """Refuses fields that a command does not heed.
 
     Raises:
       ValueError: one is.
     """
     for name in names:
-        if config.get(name) is not None:
-            raise ValueError(f"{name} = {config[name]!r} would not be heeded here; launch/benchmark.py takes it")
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name} = {getattr(config, name)!r} would not be heeded here; launch/benchmark.py takes it"
+            )

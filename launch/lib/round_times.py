@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from launch.lib.config import load_config
-from launch.lib.experiment import bare_pair
+from launch.lib.experiment import ExperimentConfig, bare_pair
 from launch.lib.shapes import first_layers, head_of, known_models
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.workload import Workload, decoders
@@ -33,7 +31,7 @@ SAMPLING = chain(temperature(0.8), top_p(0.95))
 PROMPT, TOKENS, SPARE = 16, 64, 64
 
 
-def random_pair(config: ConfigDict, batch: int) -> Pair:
+def random_pair(config: ExperimentConfig, batch: int) -> Pair:
     """Makes the target of a configuration and what drafts for it over all devices, with random weights, whatever its mesh.
 
     Raises:
@@ -65,7 +63,7 @@ def with_random_head(pair: Pair, config: HeadConfig, mesh: Mesh | None) -> Pair:
     return dataclasses.replace(pair, head=head, draft_params=params)
 
 
-def draft_shape(config: ConfigDict) -> Shape:
+def draft_shape(config: ExperimentConfig) -> Shape:
     """Returns what a step of the drafter of a configuration streams.
 
     Raises:
@@ -79,22 +77,20 @@ def draft_shape(config: ConfigDict) -> Shape:
     return Shape.of(models["draft"].config)
 
 
-def draft_devices(config: ConfigDict, models: Mapping[str, TransformerLM], count: int) -> int:
+def draft_devices(config: ExperimentConfig, models: Mapping[str, TransformerLM], count: int) -> int:
     """Returns how many of ``count`` devices hold one copy of what drafts together; inside the target all of them do."""
     if config.drafter != "model":
         return count
     return min(config.mesh.draft_model_parallelism or math.gcd(models["draft"].config.num_heads, count), count)
 
 
-def setting_config(setting: Setting) -> ConfigDict:
+def setting_config(setting: Setting) -> ExperimentConfig:
     """Reads the configuration of a setting, with its drafter."""
-    config = load_config(setting.config)
-    with config.unlocked():
-        if setting.drafter == "head" and config.drafter != "head":
-            config.hugging_face.draft = ""  # a model; the head is then EAGLE-3's
-        config.drafter = "model" if setting.drafter == "none" else setting.drafter
-        config.exit_layer = setting.exit_layer
-    return config
+    config = ExperimentConfig.from_file(setting.config)
+    point = {"drafter": "model" if setting.drafter == "none" else setting.drafter, "exit_layer": setting.exit_layer}
+    if setting.drafter == "head" and config.drafter != "head":
+        point["hugging_face.draft"] = ""  # a model; the head is then EAGLE-3's
+    return config.turned(point)
 
 
 def round_ms(pair: Pair, drafter: Drafter, batch: int, slots: int, repeats: int) -> Quartiles:

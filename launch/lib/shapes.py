@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-
-from ml_collections import ConfigDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from launch.lib.config import choose
-from launch.lib.drafters import word_of
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
@@ -21,6 +20,9 @@ from specsamp.models.heads import HeadConfig
 from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
+if TYPE_CHECKING:
+    from launch.lib.experiment import ExperimentConfig
+
 PRESETS = {
     preset.__name__: preset
     for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
@@ -30,16 +32,47 @@ EAGLE3_VOCABULARY = 32_000
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
 
-def int8_of(config: ConfigDict) -> Int8:
-    """Returns what ``config.int8`` describes; raises ValueError for an unknown word."""
-    fields = config.get("int8") or {}
-    return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in fields.items()})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8Fields:
+    """What of a pair is decoded in int8: none, target, draft or both."""
+
+    weights: str = "none"
+    caches: str = "none"
+
+    def __post_init__(self):
+        self.sides  # refuses unknown words
+
+    @property
+    def sides(self) -> Int8:
+        """Returns the sides of both; raises ValueError for an unknown word."""
+        words = {"weights": self.weights, "caches": self.caches}
+        return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in words.items()})
 
 
-def make_model(fields: ConfigDict, **decoding: str | None) -> TransformerLM:
-    """Returns the preset's model, with the fields that are set."""
-    changes = {name: value for name, value in fields.items() if name != "preset" and value is not None} | decoding
-    return TransformerLM.for_backend(choose("preset", fields.preset, PRESETS)(**changes))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFields:
+    """A preset of specsamp/models/config.py, and the fields of its shape that are set."""
+
+    preset: str
+    shape: tuple[tuple[str, Any], ...]  # names and values; a value that is None is the preset's
+
+    def __post_init__(self):
+        choose("preset", self.preset, PRESETS)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelFields:
+        """Reads what a configuration has in ``target`` or ``draft``."""
+        shape = {**fields}
+        return cls(preset=shape.pop("preset"), shape=tuple(shape.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as the configuration has them."""
+        return {"preset": self.preset, **dict(self.shape)}
+
+    def model(self, **decoding: str | None) -> TransformerLM:
+        """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
+        changes = {name: value for name, value in self.shape if value is not None} | decoding
+        return TransformerLM.for_backend(PRESETS[self.preset](**changes))
 
 
 def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM:
@@ -69,14 +102,14 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
     )
 
 
-def head_of(config: ConfigDict, target: models.TransformerConfig) -> HeadConfig:
+def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
     """Returns the shape of the head that a configuration names.
 
     It is that of a head in a folder, of a module in the published checkpoint of its target, or else of EAGLE-3's; in int8
     as the draft is to be, whatever its target is.
     """
-    target = dataclasses.replace(target, **int8_of(config).of("draft"))
-    name = config.hugging_face.draft if "hugging_face" in config else ""
+    target = dataclasses.replace(target, **config.int8.sides.of("draft"))
+    name = config.hugging_face.draft if config.hugging_face else ""
     if name and pathlib.Path(name, "config.json").is_file():
         return open_head(name, target, dtype=target.dtype).config
     if name in CONFIGS:
@@ -84,14 +117,15 @@ def head_of(config: ConfigDict, target: models.TransformerConfig) -> HeadConfig:
     return eagle3_of(target)
 
 
-def known_models(config: ConfigDict) -> dict[str, TransformerLM]:
+def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
     """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
-    int8 = int8_of(config)
-    if "hugging_face" not in config:
-        return {side: make_model(config[side], **int8.of(side)) for side in SIDES if side in config}
+    int8 = config.int8.sides
+    if config.hugging_face is None:
+        fields = {"target": config.target, "draft": config.draft}
+        return {side: one.model(**int8.of(side)) for side, one in fields.items() if one is not None}
     models = {}
-    for side in ("target",) if word_of(config).draft == "head" else ("target", "draft"):
-        name = config.hugging_face[side]
+    for side in ("target",) if config.word.draft == "head" else ("target", "draft"):
+        name = getattr(config.hugging_face, side)
         if (path := pathlib.Path(name, "config.json")).is_file():
             shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
         elif name in CONFIGS:

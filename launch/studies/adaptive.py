@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import DRAFTERS, make_drafter
-from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.experiment import Experiment, ExperimentConfig, build, headline, refuse
 from launch.lib.rules import make_rule
 from launch.studies.adaptive_points import HEADER, NOTE, Point, rows_of
 from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
@@ -128,11 +127,11 @@ def doubled(work: Workload) -> Workload:
 
 
 def measure(
-    config: ConfigDict, experiment: Experiment, word: str, kind: str, batch: int, lengths: Sequence[int]
+    config: ExperimentConfig, experiment: Experiment, word: str, kind: str, batch: int, lengths: Sequence[int]
 ) -> Point:
     """Measures one setting: the table of costs first, then the texts with every length and with adaptive ones."""
     pair, rule = experiment.pair, make_rule(config.rule)
-    own = ConfigDict({**config.to_dict(), "drafter": word})
+    own = config.turned({"drafter": word})
     drafters = {K: make_drafter(own, pair.target, pair.draft_or_head, K) if K else NoDrafter() for K in lengths}
     work = dataclasses.replace(experiment.workload, batch=batch)
     work = doubled(work) if kind == "easy" else work

@@ -8,18 +8,18 @@ of the four cells, and the same command goes on where it was interrupted. The co
 not used.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from launch.lib import entry
 from launch.lib.cells import identity_of, read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline, refuse
 from launch.lib.rules import make_rule
 from launch.studies.forecasting import Agreement, agreement, agreement_table
 from specsamp import greedy, use_compilation_cache
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def compare(
-    config: ConfigDict,
+    config: ExperimentConfig,
     experiment: Experiment,
     results: Results,
     warp: Warp,
@@ -121,7 +121,7 @@ def fit_batches() -> dict[int, tuple[int, ...]]:
     return {1: (1,)} | between
 
 
-def task(config: ConfigDict, experiment: Experiment) -> str:
+def task(config: ExperimentConfig, experiment: Experiment) -> str:
     """Describes what is about to be compared, in a line."""
     fitted = ", ".join(map(str, sorted({0, *_FIT.value})))
     batches = [f"batch {batch} from {' and '.join(map(str, fit))}" for batch, fit in fit_batches().items()]
@@ -131,14 +131,14 @@ def task(config: ConfigDict, experiment: Experiment) -> str:
     )
 
 
-def in_words(config: ConfigDict) -> str:
-    return distribution_of(config.sampling.to_dict())
+def in_words(config: ExperimentConfig) -> str:
+    return distribution_of(dataclasses.asdict(config.sampling))
 
 
-def identity(config: ConfigDict, experiment: Experiment) -> dict[str, Any]:
+def identity(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Returns what all cells of one file share."""
     asked = {"fit": _FIT.value, "longest": _LONGEST.value, "batches": _BATCHES.value, "passes": _PASSES.value}
-    turned = {"rule": config.rule, "drafter": drafter_name(config), "sampling": config.sampling.to_dict()}
+    turned = {"rule": config.rule, "drafter": drafter_name(config), "sampling": dataclasses.asdict(config.sampling)}
     return identity_of(config, experiment) | turned | {"asked": asked}
 
 

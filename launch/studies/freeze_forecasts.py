@@ -18,7 +18,8 @@ import subprocess
 from absl import flags
 
 from launch.lib import entry
-from launch.lib.config import CHECKOUT, load_config
+from launch.lib.config import CHECKOUT
+from launch.lib.experiment import ExperimentConfig
 from launch.lib.round_times import draft_devices, draft_shape, setting_config
 from launch.lib.shapes import known_models
 from specsamp import storage
@@ -88,7 +89,7 @@ def settings() -> list[Setting]:
     ways += [(place, drafter) for place in INSIDE for drafter in ("early_exit", "head")]
     found = []
     for ((config, topology), drafter), batch in itertools.product(ways, BATCHES):
-        layers = known_models(load_config(config))["target"].config.num_layers
+        layers = known_models(ExperimentConfig.from_file(config))["target"].config.num_layers
         found.append(
             Setting(
                 config=config,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from launch.lib.config import heeds
-from launch.lib.experiment import make_sampling
 from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models
 from launch.lib.study import Document, Published, Study
@@ -43,7 +42,7 @@ def measure(options, key, say) -> dict:
         }
         drafter = ModelDrafter(sized["draft"], K, decode_window()) if K else NoDrafter()
         loop = Loop(target=sized["target"], drafter=drafter, rule=make_rule(config.rule), window=decode_window())
-        points.append(loop_memory(loop, make_sampling(config.sampling), batch, slots, sized["draft"] if K else None))
+        points.append(loop_memory(loop, config.sampling.warp(), batch, slots, sized["draft"] if K else None))
     heeded = {name: value for name, value in config.to_dict().items() if name in FIELDS}
     return {"config": heeded, "models": models, "result": points}
 

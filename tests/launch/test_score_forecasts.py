@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from launch.lib.config import load_config
+from launch.lib.experiment import ExperimentConfig
 from launch.lib.round_times import draft_shape, setting_config
 from launch.lib.shapes import known_models
 from specsamp.tpu.calibration import Band
@@ -67,7 +67,7 @@ def test_a_round_takes_longer_than_a_step_and_a_batch_longer_than_a_row():
 
 
 def test_a_forecast_scales_with_what_is_streamed():
-    target = known_models(load_config("configs/hf.py:llama-8b"))["target"].config
+    target = known_models(ExperimentConfig.from_file("configs/hf.py:llama-8b"))["target"].config
     few, many = (
         forecast(Setting(config="x", topology=t, batch=1, draft_length=0, slots=64), target, None, 1)
         for t in ("v5e:2x2", "v5e:2x4")
@@ -81,7 +81,7 @@ def test_what_an_early_exit_and_a_head_stream():
         Setting(config="configs/hf.py:llama-8b", topology="v5e:2x2", batch=1, draft_length=4, slots=64, **how)
         for how in (dict(drafter="early_exit", exit_layer=8), dict(drafter="head"))
     ]
-    target = Shape.of(known_models(load_config("configs/hf.py:llama-8b"))["target"].config)
+    target = Shape.of(known_models(ExperimentConfig.from_file("configs/hf.py:llama-8b"))["target"].config)
     early, head = (draft_shape(setting_config(setting)) for setting in settings)
     assert early.parameters == pytest.approx(target.parameters / 4, rel=1e-3)
     assert early.head_parameters == target.head_parameters
@@ -95,7 +95,7 @@ def test_forecasts_from_shapes_agree_with_those_of_compiled_programs():
     reports = {"qwen_3b_v5e": "hf.py:qwen-3b", "llama_70b_v5e": "hf.py:llama-70b", "chinchilla_v4": "chinchilla.py"}
     for name, config in reports.items():
         report = read_report(json.loads((ROOT / f"notebooks/results/compile_{name}.json").read_text())["report"])
-        models = known_models(load_config(f"configs/{config}"))
+        models = known_models(ExperimentConfig.from_file(f"configs/{config}"))
         setting = Setting(config="", topology=report.topology, batch=1, draft_length=4, slots=report.slots)
         chips = report.draft_model_parallelism or report.mesh["model"]
         shapes = forecast(setting, models["target"].config, Shape.of(models["draft"].config), chips)
@@ -191,7 +191,7 @@ def test_a_round_is_measured(monkeypatch):
     from launch.lib.round_times import random_pair, round_ms
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    config = load_config("configs/random_pair.py:tiny")
+    config = ExperimentConfig.from_file("configs/random_pair.py:tiny")
     pair = random_pair(config, 1)
     took = round_ms(pair, make_drafter(config, pair.target, pair.draft, 0), 1, 16, repeats=2)
     assert 0 < took.lower <= took.median <= took.upper
@@ -202,9 +202,8 @@ def test_a_head_of_random_weights_fits_its_target(monkeypatch):
     from launch.lib.round_times import random_pair
 
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    config = load_config("configs/random_pair.py:tiny")
-    with config.unlocked():
-        config.drafter, config.target.positions, config.target.num_layers = "head", "rotary", 8
+    config = ExperimentConfig.from_file("configs/random_pair.py:tiny")
+    config = config.turned({"drafter": "head", "target.positions": "rotary", "target.num_layers": 8})
     pair = random_pair(config, 1)
     assert make_drafter(config, pair.target, pair.draft_or_head, 4).K == 4 and pair.draft is None
 
