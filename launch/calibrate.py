@@ -5,7 +5,8 @@
     python launch/calibrate.py --dry_run --topology=v5e:4x4      # says what it would do there
 
 Measured are the bandwidth that is reached, the launch of a call, all-reduces by size and along each axis of the slice,
-and steps of small decoders with random weights. Minutes on a TPU, less than one on a CPU. What is measured on one slice
+and steps of small decoders with random weights. Each step stands beside what the calibration makes of it, and on a TPU
+beside the forecast from published measurements. Minutes on a TPU, less than one on a CPU. What is measured on one slice
 serves that slice: another chip or another shape is refused.
 """
 
@@ -18,13 +19,12 @@ from absl import flags
 
 from launch.lib import entry
 from launch.lib.experiment import bare_pair
-from launch.lib.round_times import devices_here, round_ms
 from specsamp.analysis.report import Table
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import own
+from specsamp.tpu.calibration import estimate
 from specsamp.tpu.shapes import Shape
 from specsamp.tpu.topology import CHIPS, Chip, parse
 
@@ -86,7 +86,7 @@ def main() -> None:
             pair, config = small_decoder(scale, layers, jax.device_count())
             for batch in scale.batches:
                 say(f"decoding, {layers} layers, batch {batch}")
-                took = round_ms(pair, NoDrafter(), batch, SLOTS, scale.repeats)
+                took = own.step_ms(pair, batch, SLOTS, scale.repeats)
                 work = Shape.of(config).call(
                     known, sizes, rows=batch, context=SLOTS, weights=scale.dtype, cache=scale.dtype
                 )
@@ -95,7 +95,7 @@ def main() -> None:
     timed = [(step["work"], step["ms"].median) for step in steps]
     found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
     fitted = [(step, found.milliseconds(step["work"])) for step in steps]
-    entry.show([measured_table(reached, rate, launch, sizes, collectives, fitted)], console)
+    entry.show([measured_table(chip, reached, rate, launch, sizes, collectives, fitted)], console)
     hiding = f", overlap {found.overlap:g} ({found.least_overlap:g} at least)" if collectives else ""
     console.print(
         f"{found.efficiency:.0%} of the rate, {found.call_ms:.3f} ms per call, {found.sequence_us:.2f} us per layer and "
@@ -146,6 +146,11 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
     return bare_pair(model, TransformerLM.for_backend(dataclasses.replace(config, num_layers=1)), 0, mesh=mesh), config
 
 
+def devices_here() -> str:
+    """Names the devices at hand, for people."""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
 def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -> Table:
     """Returns what is going to be measured."""
     groups = ", ".join(over(sizes, along) for along in own.groups(sizes)) or "none: one chip"
@@ -163,22 +168,24 @@ def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -
 
 
 def measured_table(
-    reached: float, rate: float, launch: float, sizes: tuple[int, ...], collectives: list, steps: list
+    chip: str, reached: float, rate: float, launch: float, sizes: tuple[int, ...], collectives: list, steps: list
 ) -> Table:
-    """Returns what was measured, steps beside what the calibration makes of them."""
+    """Returns what was measured; steps beside what the calibration makes of them, and beside the published forecast."""
     rows = [
-        ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", ""),
-        ("launch of a program", f"{launch * 1e3:.3g} us", ""),
+        ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", "", ""),
+        ("launch of a program", f"{launch * 1e3:.3g} us", "", ""),
     ]
     rows += [
-        (f"all-reduce of {one.bytes // 1024} KiB, {over(sizes, one.along)}", f"{one.microseconds:.3g} us", "")
+        (f"all-reduce of {one.bytes // 1024} KiB, {over(sizes, one.along)}", f"{one.microseconds:.3g} us", "", "")
         for one in collectives
     ]
-    rows += [
-        (f"a step, {s['layers']} layers, batch {s['batch']}", f"{s['ms'].median:.3g} ms", f"{fitted:.3g} ms")
-        for s, fitted in steps
-    ]
-    return Table(title=f"Measured on {devices_here()}", header=("", "measured", "fitted"), rows=rows)
+    for step, fitted in steps:
+        name, ms = f"a step, {step['layers']} layers, batch {step['batch']}", step["ms"].median
+        band = estimate(chip, step["work"]) if chip in CHIPS else None
+        forecast = "" if band is None else f"{band} ms" + ", outside" * (not band.covers(ms))
+        rows.append((name, f"{ms:.3g} ms", f"{fitted:.3g} ms", forecast))
+    header = ("", "measured", "fitted", "forecast, from published measurements")
+    return Table(title=f"Measured on {devices_here()}", header=header, rows=rows)
 
 
 if __name__ == "__main__":

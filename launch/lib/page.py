@@ -30,6 +30,10 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
+    r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
+    r"launch/(?:studies/)?in_flight\.py": "launch/study.py backtest --compile",
+    r"launch/(?:studies/)?freeze_forecasts\.py.*": "launch/study.py backtest --results=notebooks/results",  # a record
+    r"(launch/study\.py .*--figure)=(\S+)/\w+\.png": r"\1s=\2",
 }
 
 

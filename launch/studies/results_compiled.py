@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from launch.studies.held_out import COVERED
 from launch.studies.results_tables import EMITTED, Documents, table
 from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import ROUNDS_MS, Band, calibrate, estimate, ratio, two_digits
 from specsamp.tpu.costs import read_report
-from specsamp.tpu.ledger import read_ledger
 from specsamp.tpu.measurements import published
 from specsamp.tpu.tables import faster
 from specsamp.tpu.topology import parse
-from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
+from specsamp.tpu.work import Work, calls_of_round
 
 GIB, K = 2**30, 4
 COUNTED = ("streaming_ms", "cycles_ms")
@@ -237,75 +232,6 @@ def heads(documents: Documents) -> str:
     serial = ["serial collectives of a draft step", "of a round"]
     times = ("a draft step, ms", "a round, ms", "a round, over a step of the target")
     return table(("target", "chips", "drafter", *floors, *serial, *times), rows)
-
-
-def backtest(documents: Documents) -> str:
-    """Returns how published measurements were predicted from the others."""
-    rows = [
-        (
-            name,
-            found["rows"],
-            *("" if found[name] is None else f"{found[name]:.0%}" for name in ("median_error", "worst_error")),
-            f"{found['covered']} of {found['rows']}",
-            "" if found["covered"] >= COVERED * found["rows"] else two_digits(found["factor"]),
-        )
-        for name, found in documents["tpu_backtest"]["summaries"].items()
-    ]
-    summaries = documents["tpu_backtest"]["summaries"]
-    every = [
-        summaries["all steps, layout left out"],
-        *(s for name, s in summaries.items() if name.startswith("not fitted")),
-    ]
-    covered, total = (sum(found[name] for found in every) for name in ("covered", "rows"))
-    rows.append(("all of these, steps by layout", total, "", "", f"{covered} of {total}", ""))
-    return table(("", "rows", "median error", "worst error", "within the band", "wider by, to hold 90%"), rows)
-
-
-def in_flight(documents: Documents) -> str:
-    """Returns what is prefetched while collectives of compiled steps run, beside what one of them takes."""
-    rows, fit = [], calibrate().hidden
-    for cell in documents["compile_in_flight"]["programs"]:
-        name = cell["name"]
-        chip, sizes = parse(name["topology"])
-        chips = replica_axes(sizes, math.prod(sizes) // name["data"])
-        us = cell["streaming_us"]
-        rows.append(
-            (
-                f"{name['model']}, {name['weights']}",
-                f"{name['topology']}, tensor {math.prod(chips)} x data {name['data']}",
-                name["batch"],
-                len(us),
-                f"{fit.collective_us + hops(chips) * fit.hop_us:.0f}",
-                f"{min(us):.0f}",
-                f"{np.median(us):.0f}",
-            )
-        )
-    header = ("", "chips", "batch", "all-reduces of eight layers", "one takes, us, by the traces")
-    return table((*header, "in flight, us of streaming: least", "median"), rows)
-
-
-def forecasts(documents: Documents) -> str:
-    """Returns the frozen forecasts, a row for each pair and slice of a batch, and how those that were scored did."""
-    parts = []
-    for batch in read_ledger(documents["forecasts"]):
-        cells = {}
-        for one in batch.entries:
-            told = [
-                f"; {score['verdict']}" + (f" {two_digits(score['measured_ms'])}" if "measured_ms" in score else "")
-                for score in one.scores
-            ]
-            where = one.setting.name.partition(", batch")[0]
-            how = re.sub(r"exit \d+", "exit", one.setting.how)
-            cells.setdefault(where, {})[one.setting.batch, how] = f"{one.band}{''.join(told)}"
-        columns = list(dict.fromkeys(key for row in cells.values() for key in row))
-        scored = sum(bool(one.scores) for one in batch.entries)
-        parts.append(
-            f"Frozen {batch.date} at commit `{batch.commit[:12]}`; bands promise {batch.chance:.0%}; scored: {scored} of "
-            f"{len(batch.entries)}."
-        )
-        header = ("ms of a round", *(f"batch {size}, {how}" for size, how in columns))
-        parts.append(table(header, [(where, *(row.get(key, "") for key in columns)) for where, row in cells.items()]))
-    return "\n\n".join(parts)
 
 
 def variants(documents: Documents) -> str:

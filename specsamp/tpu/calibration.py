@@ -9,7 +9,7 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
   efficiency, the fixed time of a call and the time of a hop.
 - **hidden**: programs on TPU v5e, 24 steps of JAX of 2025 and one of PyTorch/XLA of 2023. Links and memory work side by
   side: at every collective between layers of our own compiled steps but the first of one of them more weights are in
-  flight than arrive while it runs (launch/studies/in_flight.py). So collectives show only as far as they outlast the streaming: the overlap is 1,
+  flight than arrive while it runs (`python launch/study.py backtest --compile`). So collectives show only as far as they outlast the streaming: the overlap is 1,
   no fitted number. Their time comes from profiler traces. Fitted are the efficiency, the fixed time of a call, and the
   time of a layer's attention and cache update per sequence. Smaller overlaps explain the steps nearly as well, down to
   `least_overlap`: the upper edge of a band takes that one. (A trace of one of the programs shows 40 of the 67 us that
@@ -207,6 +207,20 @@ def calibrate(rows: tuple[Measurement, ...] | None = None) -> Calibrations:
     """Fits both kinds of programs on published rows, each with its error on layouts that were left out."""
     rows = published() if rows is None else rows
     return Calibrations(added=_with_error(fit_added, rows), hidden=_with_error(fit_hidden, rows))
+
+
+def held_out(by: str) -> list[tuple[Measurement, Band]]:
+    """Returns every published step with its band from fits without the rows of its layout or of its source.
+
+    Args:
+      by: "layout" or "source".
+    """
+    rows, found = published(), []
+    for name in sorted({getattr(row, by) for row in rows}):
+        fits = calibrate(tuple(row for row in rows if getattr(row, by) != name))
+        left = [row for row in rows if getattr(row, by) == name and row.kind == "step"]
+        found += [(row, fits.of_row(row)) for row in left]
+    return found
 
 
 def fit_added(rows: Sequence[Measurement]) -> Calibration | None:

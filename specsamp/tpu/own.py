@@ -18,6 +18,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.optimize import nnls
 
+from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.workload import Workload, decoders
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.pair import Pair
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.warp import chain, temperature, top_p
 from specsamp.tpu.calibration import SHARES, Calibration, nearly_best
 from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work, hops, wire_ms
@@ -35,6 +41,7 @@ KINDS = {
 }
 DOUBLINGS = 6  # of a loop that is too short for the clock
 MOST_SECONDS = 20.0  # of one measurement, on a machine whose clocks do not settle
+PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
 LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
 
 
@@ -163,6 +170,16 @@ def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int, turns: int
     return AllReduce(
         along=tuple(along), chips=tuple(sizes[axis] for axis in along), bytes=size, microseconds=seconds * 1e6
     )
+
+
+def step_ms(pair: Pair, batch: int, slots: int, repeats: int) -> Quartiles:
+    """Returns the milliseconds of a step of plain decoding, nothing but the loop in them."""
+    work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=repeats)
+    contenders = {"plain": (NoDrafter(), TokenRule())}
+    side = decoders(pair, contenders, SAMPLING, work, least_length=slots - NEW_TOKENS)["plain"]
+    side.decode(0)  # compiles
+    timings = [side.decode(repeat) for repeat in range(repeats)]
+    return Quartiles.of(np.array([timing.loop_seconds / timing.rounds for timing in timings]) * 1e3)
 
 
 def fit_own(

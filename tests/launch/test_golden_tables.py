@@ -9,7 +9,7 @@ from support import golden_tables
 
 GOLDEN = json.loads(golden_tables.GOLDEN.read_text(encoding="utf-8"))
 # Second tables under one mark.
-SECOND = {"lossy_nucleus": "lossy", "scheduling_humaneval": "scheduling", "forecasts_later": "forecasts"}
+SECOND = {"lossy_nucleus": "lossy", "scheduling_humaneval": "scheduling"}
 
 
 def test_results_keep_their_bytes():

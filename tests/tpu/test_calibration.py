@@ -7,15 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from launch.studies import held_out
+from launch.studies import backtest
 from specsamp.tpu import calibration, measurements
-from specsamp.tpu.calibration import ROUNDS_MS, Band, Calibration, calibrate, estimate, ratio, two_digits
+from specsamp.tpu.calibration import ROUNDS_MS, Band, Calibration, calibrate, estimate, held_out, ratio, two_digits
 from specsamp.tpu.measurements import published
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes, wire_ms
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
 HIDDEN = Calibration(efficiency=0.9, call_ms=0.2, sequence_us=2.0, collective_us=8.0, hop_us=1.0, overlap=1.0)
-LLAMA = [row for row in published() if row.model == held_out.LLAMA_70B and row.chip == "v5e" and row.kind == "step"]
+LLAMA = [row for row in published() if row.model == backtest.LLAMA_70B and row.chip == "v5e" and row.kind == "step"]
 
 
 def made_by(added, hidden):
@@ -57,8 +57,9 @@ def test_no_number_is_negative_and_nothing_streams_faster_than_the_memory():
 def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
     """The bar: a median error of 10% at most, 25% at worst, with nothing of the row's own layout in the fit."""
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
-    made = held_out.summaries()["Llama 3.1 70B on v5e-16, its layout left out"]
-    assert made.rows == 24 and made.median_error <= 0.10 and made.worst_error <= 0.25 and made.covered == 24
+    found = [(row.milliseconds, band) for row, band in held_out("layout") if row in LLAMA]
+    errors = [abs(band.likely / ms - 1) for ms, band in found]
+    assert np.median(errors) <= 0.10 and max(errors) <= 0.25 and all(band.covers(ms) for ms, band in found)
 
 
 def test_the_sum_of_collectives_and_streaming_fails_that_bar():
@@ -111,43 +112,33 @@ def test_layouts_count_and_not_their_rows():
 
 @pytest.mark.parametrize("by", ["layout", "source"])
 def test_bands_cover_nine_of_ten_steps_that_were_left_out(by):
-    checks = held_out.held_out(by)
-    assert len(checks) == len([row for row in published() if row.kind == "step"])
-    assert sum(check.covered for check in checks) >= 0.9 * len(checks)
+    found = held_out(by)
+    assert len(found) == len([row for row in published() if row.kind == "step"])
+    assert sum(band.covers(row.milliseconds) for row, band in found) >= 0.9 * len(found)
 
 
 def test_a_band_half_as_wide_does_not_cover():
-    def halved(check):
-        band = check.forecast
+    def halved(row, band):
         return all(
-            math.log(edge / band.likely) * side >= 2 * math.log(check.measured_ms / band.likely) * side
+            math.log(edge / band.likely) * side >= 2 * math.log(row.milliseconds / band.likely) * side
             for edge, side in ((band.most, 1), (band.least, -1))
         )
 
-    checks = held_out.held_out("layout")
-    assert sum(map(halved, checks)) < 0.9 * len(checks)
+    found = held_out("layout")
+    assert sum(halved(*one) for one in found) < 0.9 * len(found)
 
 
 def test_a_source_that_is_alone_on_its_chip_leaves_a_chip_without_measurements():
     """Then the band goes from all hidden to all added, and holds nearly all that was measured there."""
-    checks = [c for c in held_out.held_out("source") if c.name.startswith(held_out.LLAMA_70B)]
-    summaries = held_out.summaries()
-    assert summaries["all steps, source left out, where only a range remains"].rows == len(checks) == 24
-    assert summaries["all steps, source left out, where only a range remains"].median_error is None
-    assert summaries["all steps, source left out, where fits remain"].rows == 13
-    assert all(check.forecast.open for check in checks) and sum(check.covered for check in checks) >= 22
+    found = [(row.milliseconds, band) for row, band in held_out("source") if row in LLAMA]
+    assert len(found) == 24 and all(band.open for _, band in found)
+    assert sum(band.covers(ms) for ms, band in found) >= 22
 
 
 def test_rounds_of_the_paper_were_not_fitted():
     target, draft = (next(r for r in published() if r.model == name).work() for name in ("Chinchilla 70B", "draft 4B"))
     for K, measured in ROUNDS_MS.items():
         assert calibrate().added.milliseconds(target, *[draft] * K) == pytest.approx(measured, rel=0.09)
-
-
-def test_what_is_not_fitted_is_shown():
-    kinds = {check.kind for check in held_out.unfitted()}
-    assert kinds == set(measurements.KINDS) - {"step", "collective"}
-    assert held_out.summaries()["not fitted: served"].factor > 1.2  # the bands do not claim to hold it
 
 
 def test_only_what_outlasts_the_streaming_is_exposed():

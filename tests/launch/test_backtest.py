@@ -1,0 +1,46 @@
+"""The back-test says today what it said when its result was written, and the record of frozen forecasts is shown."""
+
+import types
+
+import pytest
+
+from launch.lib import study
+from launch.studies import backtest
+from specsamp.analysis.report import as_json
+from specsamp.tpu.measurements import KINDS
+
+WRITTEN = study.read("tpu_backtest")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return as_json(backtest.measure(types.SimpleNamespace(compile=False), {}, print))
+
+
+def test_milliseconds_are_those_that_were_written(measured):
+    """Whoever changes the formula or a number of it sees every forecast that moves."""
+    assert len(measured["checks"]) == len(WRITTEN["checks"])
+    for mine, written in zip(measured["checks"], WRITTEN["checks"], strict=True):
+        mine, written = dict(mine), dict(written["check"])
+        bands = [
+            {name: band[name] for name in ("least", "likely", "most")}
+            for band in (mine, written)
+            for band in [band.pop("forecast")]
+        ]
+        assert mine == written and bands[0] == pytest.approx(bands[1], rel=1e-9), written["name"]
+
+
+def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_servers(measured):
+    checks = backtest.checks_of(measured)
+    assert {check["kind"] for check in checks if check["left_out"] == "kind"} == set(KINDS) - {"step", "collective"}
+    parts = backtest.parts_of(checks)
+    assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
+    assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
+
+
+def test_a_run_shows_what_it_asked(measured):
+    """With --compile the programs, otherwise the forecasts; the frozen ones are no result of a run."""
+    asked = [backtest.STUDY.shown(types.SimpleNamespace(compile=compiling)) for compiling in (False, True)]
+    assert asked == [["backtest_checks", "backtest", "tpu_backtest"], ["in_flight"]]
+    rows = backtest.checks_table(measured).rows
+    assert len(rows) == len(measured["checks"]) and {row[-1] for row in rows} == {"", "outside"}
