@@ -18,7 +18,8 @@ from launch.lib import entry
 from specsamp import storage
 from specsamp.checkpoints.head_export import write_head
 from specsamp.models.heads import FeatureHead
-from specsamp.training.run import TrainedModel, history, open_trained_head, without_paths
+from specsamp.training.run import history, last_metrics, without_paths
+from specsamp.training.source import Source, open_trained_head
 
 _RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
 _OUTPUT = entry.define_output("The folder to write, local or gs://.", required=True)
@@ -50,13 +51,13 @@ def check_folder(folder: str) -> None:
         raise ValueError(f"{folder} holds a model or a head that was not exported here: give a folder of its own")
 
 
-def export(trained: TrainedModel, folder: str, *, target_name: str | None = None, K: int | None = None) -> int:
+def export(trained: Source, folder: str, *, target_name: str | None = None, K: int | None = None) -> int:
     """Writes a head, its matrices in bfloat16 as public ones are; returns the bytes of its tensors.
 
     Raises:
       ValueError: a kind of head that the layout has not, see `write_head`.
     """
-    config = trained.run_config()
+    config = trained.provenance["config"]
     params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
     write_head(
         folder,
@@ -72,7 +73,7 @@ def export(trained: TrainedModel, folder: str, *, target_name: str | None = None
         "corpus": trained.made_from("corpus"),
         "target": trained.made_from("target"),
         "step": trained.step,
-        "last_metrics": trained.last_metrics(),
+        "last_metrics": last_metrics(trained.folder, trained.step),
         **history(trained.folder, trained.step),
     }
     storage.write_json(storage.place(folder) / "training.json", told)

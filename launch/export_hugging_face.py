@@ -11,7 +11,7 @@ from specsamp.checkpoints.export import export
 from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.int8 import decode_weights
-from specsamp.training.run import open_trained
+from specsamp.training.source import open_trained
 
 _RUN = flags.DEFINE_string("run", None, "The folder of a training run, whose last checkpoint is written.")
 _PAIR = flags.DEFINE_string(
@@ -28,10 +28,10 @@ def main() -> None:
     if _RUN.value is not None:
         trained = open_trained(_RUN.value)
         config, params = trained.config, trained.params
-        if "data" not in trained.run_config():
+        if "data" not in trained.provenance["config"]:
             raise ValueError(f"--run={_RUN.value} was converted from a public checkpoint: export that one's folder")
         with entry.reading(f"{_RUN.value}/run.json"):
-            eos = trained.run_config()["data"]["eos"]
+            eos = trained.provenance["config"]["data"]["eos"]
         tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
     else:
         pair = load_pair(_PAIR.value)

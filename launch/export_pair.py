@@ -16,7 +16,7 @@ from specsamp.checkpoints.pair import load_pair, save_pair
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.run import open_trained
+from specsamp.training.source import open_trained
 from specsamp.training.task import Distill, Pretrain
 
 _TARGET = flags.DEFINE_string("target", None, "The folder of the target's training run.", required=True)
@@ -44,31 +44,31 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
       ValueError: the runs do not belong together, or the text that they were trained on is another one now.
     """
     target, draft = open_trained(target_run), open_trained(draft_run)
-    if "data" not in target.run_config():
+    if "data" not in target.provenance["config"]:
         raise ValueError(
             f"{target_run} was converted from a public checkpoint and stays as it is: launch/export_hugging_face.py "
             f"--run={draft_run} gives a draft that configs/hf.py takes beside it"
         )
-    if "target" not in draft.run_config():
+    if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
     if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
     asked = draft.made_from("target")["sha256"]
-    if asked != target.describe()["sha256"]:
+    if asked != target.identity["sha256"]:
         raise ValueError(
             f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds"
         )
-    data = target.run_config()["data"]
+    data = target.provenance["config"]["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)
     run.check_same(target_run, "corpus", corpus.describe())
     provenance = {
         side: {
-            "config": run.without_paths(trained.run_config()),
+            "config": run.without_paths(trained.provenance["config"]),
             "corpus": trained.made_from("corpus"),
             "step": trained.step,
-            "last_metrics": trained.last_metrics(),
+            "last_metrics": run.last_metrics(trained.folder, trained.step),
         }
         for side, trained in (("target", target), ("draft", draft))
     }
@@ -80,7 +80,7 @@ def export(target_run: str, draft_run: str, output: pathlib.Path, console: Conso
             draft=(draft.config, draft.params),
             tokenizer_json=tokenizer_json,
             provenance=provenance,
-            eos=target.run_config()["data"]["eos"],
+            eos=target.provenance["config"]["data"]["eos"],
         )
 
     save()

@@ -39,7 +39,7 @@ from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
 from specsamp.text_format import human_count
-from specsamp.training import run
+from specsamp.training import run, source
 from specsamp.training.data import (
     Corpus,
     Mixture,
@@ -55,7 +55,7 @@ from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
 from specsamp.training.generated import complete_windows, mixed_sampling
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
-from specsamp.training.public_target import PublicTarget, Target, of_target, open_public_target
+from specsamp.training.source import Source
 from specsamp.training.task import Distill, Pretrain, Task
 from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
 
@@ -78,8 +78,8 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
     train_config, intervals, mesh = TrainConfig(**config.train), Intervals(**config.intervals), train_mesh(config)
     target = open_target(config, mesh, console) if "target" in config else None
-    if isinstance(target, PublicTarget):
-        config.model = ConfigDict(of_target(config.model.to_dict(), target.config))
+    if target is not None and target.public:
+        config.model = ConfigDict(source.of_target(config.model.to_dict(), target.config))
     run.check_run(folder, config.to_dict(), changeable=("intervals", "mesh"))
     model = make_model(config)
     first = open_first(config, target) if config.get("init") else None
@@ -104,7 +104,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     check_length(config, model, target)
     check_generated(config, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
-        made_from["target"] = target.describe() | sizes_of(target)
+        made_from["target"] = target.identity | sizes_of(target)
         run.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
@@ -138,7 +138,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     )
 
 
-def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Target:
+def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Source:
     """Opens what a draft or a head learns from: of a run or a pair, or a public checkpoint.
 
     Raises:
@@ -149,23 +149,23 @@ def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Target:
         raise ValueError(
             "a draft learns from a target: give --config.target, the folder of its training, a pair, or a public model"
         )
-    if run.is_trained_here(name):
-        return run.open_target(name)
+    if source.is_trained_here(name):
+        return source.open_target(name)
     try:
-        target = open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
+        target = source.open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no training run at {str(name)!r}, no pair and no public model: {error}") from error
-    for note in target.checkpoint.notes:
+    for note in target.public.notes:
         console.print(entry.visible(note), markup=False, soft_wrap=True)
     return target
 
 
-def make_task(config: ConfigDict, model: TransformerLM, target: Target | None) -> Task:
+def make_task(config: ConfigDict, model: TransformerLM, target: Source | None) -> Task:
     """Returns what is trained: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
     if "head" in config:
-        head = run.make_head(model.config, config.head, **sizes_of(target))
-        if isinstance(target, PublicTarget):
-            check_head_of(target.checkpoint, head.config, "the head")
+        head = source.make_head(model.config, config.head, **sizes_of(target))
+        if target.public:
+            check_head_of(target.public, head.config, "the head")
         beside = target.model_in(config.compute_dtype)
         return TrainHead(head=head, target=beside, objective=config.objective, **config.test_time)
     if target is not None:
@@ -178,9 +178,9 @@ def make_task(config: ConfigDict, model: TransformerLM, target: Target | None) -
 def make_teacher(
     config: ConfigDict,
     task: Task,
-    target: Target | None,
+    target: Source | None,
     windows: Windows,
-    first: run.TrainedModel | None = None,
+    first: Source | None = None,
 ) -> Any:
     """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
     if "head" not in config:
@@ -195,14 +195,14 @@ def make_teacher(
     return task.teacher(target.params, ids_U)
 
 
-def open_first(config: ConfigDict, target: Target | None) -> run.TrainedModel:
+def open_first(config: ConfigDict, target: Source | None) -> Source:
     """Reads what training begins with: a run of the same kind, a head that was exported or published, a pair's target."""
     if "head" in config:
-        return run.open_first_head(config.init, target.config)
-    return run.open_target(config.init) if target is None else run.open_trained(config.init)
+        return source.open_first_head(config.init, target.config)
+    return source.open_target(config.init) if target is None else source.open_trained(config.init)
 
 
-def sizes_of(target: Target) -> dict[str, int]:
+def sizes_of(target: Source) -> dict[str, int]:
     """Returns what a head must know of its target."""
     return {"target_layers": target.config.num_layers, "target_width": target.config.width}
 
@@ -223,12 +223,12 @@ def make_model(config: ConfigDict) -> TransformerLM:
     return TransformerLM(TransformerConfig(**config.model.to_dict(), dtype=config.compute_dtype))
 
 
-def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, parent: Target | None) -> JsonTokenizer:
+def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
     """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one.
 
     Its chat template is that of the model it is made from, or lies beside the given one.
     """
-    if isinstance(parent, PublicTarget):
+    if parent is not None and parent.public:
         return parent.tokenizer
     given = [folder / "tokenizer.json", parent and parent.folder / "tokenizer.json", config.data.tokenizer]
     chats = (read_chat_template(storage.place(path).parent) for path in filter(None, given[1:]))
@@ -244,7 +244,7 @@ def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, paren
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
-def target_rows(config: ConfigDict, folder: epath.Path, target: Target, windows: Windows, console: Console):
+def target_rows(config: ConfigDict, folder: epath.Path, target: Source, windows: Windows, console: Console):
     """Returns windows that the target completed; they are kept part by part, so a killed run goes on where it was.
 
     Processes take turns with the parts, or write each together where none has the whole target.
@@ -258,7 +258,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target: Target, windows:
     missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
     for number, first in enumerate(missing):
         is_mine = number % jax.process_count() == jax.process_index()
-        if is_mine or target.is_spread:
+        if is_mine or target.mesh is not None:  # what is spread over a mesh computes in all processes together
             part = complete_windows(
                 target.writer(config.compute_dtype),
                 rows[first : first + fields.batch],

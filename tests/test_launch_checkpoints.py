@@ -18,7 +18,7 @@ from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.training.data import train_tokenizer
-from specsamp.training.run import open_trained
+from specsamp.training.source import open_trained
 from support import extras
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call, module
@@ -98,7 +98,7 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
     target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
-    assert target.config == CONFIG and "data" not in target.run_config()
+    assert target.config == CONFIG and "data" not in target.provenance["config"]
     jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
     again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")

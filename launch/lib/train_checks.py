@@ -20,10 +20,9 @@ from specsamp.decoding.data_shards import DATA
 from specsamp.mesh import distributed
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
-from specsamp.training import run
 from specsamp.training.data import Corpus
 from specsamp.training.generated import mixed_sampling
-from specsamp.training.public_target import Target
+from specsamp.training.source import Source
 from specsamp.training.task import Task
 
 
@@ -52,13 +51,13 @@ def check_all_processes(folder: epath.Path, config: ConfigDict, corpus: Corpus, 
         raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
 
 
-def check_split(held_out: float, corpus: Corpus, other: Target) -> None:
+def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
     """Checks that neither of two models which are made from each other has read what the other is judged by.
 
     Raises:
       ValueError: both were given the same files, with another share of them held out.
     """
-    theirs = other.run_config().get("data")  # none: a converted public checkpoint
+    theirs = other.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
     if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
         return
     raise ValueError(
@@ -67,7 +66,7 @@ def check_split(held_out: float, corpus: Corpus, other: Target) -> None:
     )
 
 
-def check_length(config: ConfigDict, model: TransformerLM, target: Target | None) -> None:
+def check_length(config: ConfigDict, model: TransformerLM, target: Source | None) -> None:
     """Refuses windows that a model has no positions for: learned ones would silently repeat their last.
 
     Raises:
@@ -86,7 +85,7 @@ def check_length(config: ConfigDict, model: TransformerLM, target: Target | None
         )
 
 
-def check_generated(config: ConfigDict, target: Target | None, mesh: Mesh) -> None:
+def check_generated(config: ConfigDict, target: Source | None, mesh: Mesh) -> None:
     """Refuses numbers of generated text that make none: now, not after the hours in which the target writes.
 
     Raises:
@@ -100,7 +99,7 @@ def check_generated(config: ConfigDict, target: Target | None, mesh: Mesh) -> No
         if not least <= fields[name] <= most:
             raise ValueError(f"generated.{name} must be in [{least}, {most}]; got {fields[name]}")
     mixed_sampling(fields.batch, fields.greedy_share, fields.temperature, fields.top_p)
-    if target.is_spread and fields.batch % mesh.shape[DATA]:
+    if target.mesh is not None and fields.batch % mesh.shape[DATA]:
         raise ValueError(
             f"generated.batch {fields.batch} does not divide over {mesh.shape[DATA]} devices of the mesh axis '{DATA}'"
         )
@@ -111,9 +110,7 @@ def check_generated(config: ConfigDict, target: Target | None, mesh: Mesh) -> No
         )
 
 
-def check_first(
-    config: ConfigDict, first: run.TrainedModel, corpus: Corpus, tokenizer: JsonTokenizer, task: Task
-) -> Any:
+def check_first(config: ConfigDict, first: Source, corpus: Corpus, tokenizer: JsonTokenizer, task: Task) -> Any:
     """Returns the parameters of another run, after checking that training can begin with them.
 
     Raises:
@@ -131,7 +128,7 @@ def check_first(
     return params
 
 
-def check_same_head(config: ConfigDict, first: run.TrainedModel, task: Task) -> None:
+def check_same_head(config: ConfigDict, first: Source, task: Task) -> None:
     """Checks that a head is read as it was trained: shapes show neither its layers nor where its norms stand.
 
     Raises:
@@ -154,12 +151,9 @@ def check_same_head(config: ConfigDict, first: run.TrainedModel, task: Task) -> 
         )
 
 
-def say_what_it_was_trained_for(config: ConfigDict, first: run.TrainedModel, target: Target, console: Console) -> None:
+def say_what_it_was_trained_for(config: ConfigDict, first: Source, target: Source, console: Console) -> None:
     """Says where a head that training begins with was trained for another target, or nobody knows for which."""
-    try:
-        trained_for = first.made_from("target")["sha256"]
-    except (KeyError, FileNotFoundError):
-        trained_for = None
-    if trained_for != target.describe()["sha256"]:
+    trained_for = first.provenance.get("target", {}).get("sha256")
+    if trained_for != target.identity["sha256"]:
         known = "for another target" if trained_for else "for a target that its folder does not name"
         console.print(f"the head in {config.init} was trained {known}", style="yellow", markup=False, soft_wrap=True)

@@ -66,7 +66,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
-from specsamp.training.run import open_target
+from specsamp.training.source import open_target
 
 _PAIR = flags.DEFINE_string("pair", "python", "The pair, by name or folder.")
 _HEADS = flags.DEFINE_multi_string("head", [], "Another head of its target, as NAME=FOLDER; may be repeated.")

@@ -19,7 +19,8 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import held_out_windows, read_corpus, standard_library
 from specsamp.training.eagle import TrainHead
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.run import history, open_trained_head, without_paths
+from specsamp.training.run import history, without_paths
+from specsamp.training.source import open_trained_head
 from specsamp.training.task import Distill
 
 _RUN = flags.DEFINE_string("run", None, "The folder of the head's training run.", required=True)
@@ -36,7 +37,7 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     trained, pair = open_trained_head(_RUN.value), load_pair(_PAIR.value, draft="head", check_fit=False)
     drafting = load_pair(_PAIR.value)
-    config = trained.run_config()
+    config = trained.provenance["config"]
     data = config["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)

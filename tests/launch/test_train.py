@@ -190,14 +190,15 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
             folder=tmp_path / "target",
             config=model.config,
             model_in=lambda dtype: model,
-            describe=lambda: {"sha256": "a"},
+            identity={"sha256": "a"},
             params=jax.eval_shape(model.init, jax.random.key(0)),
-            run_config=dict,
-            is_spread=False,
+            provenance={},
+            public=None,
+            mesh=None,
         )
 
-    monkeypatch.setattr(train.run, "open_trained", trained)
-    monkeypatch.setattr(train.run, "is_trained_here", lambda name: True)
+    monkeypatch.setattr(train.source, "open_trained", trained)
+    monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
         train.start(
             training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), tmp_path / "run", quiet()
@@ -225,9 +226,9 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
 
 def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
     model = train.make_model(training_config("tiny_target", texts, TARGET))
-    trained = types.SimpleNamespace(model_in=lambda dtype: model, config=model.config)
-    monkeypatch.setattr(train.run, "open_trained", lambda folder: trained)
-    monkeypatch.setattr(train.run, "is_trained_here", lambda name: True)
+    trained = types.SimpleNamespace(model_in=lambda dtype: model, config=model.config, public=None)
+    monkeypatch.setattr(train.source, "open_trained", lambda folder: trained)
+    monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
         train.start(
             training_config("tiny_draft", texts, DRAFT | {"target": "target", "objective": "kl"}),

@@ -18,7 +18,8 @@ from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
-from specsamp.training.run import history, open_first_head, open_trained, open_trained_head
+from specsamp.training.run import history
+from specsamp.training.source import open_first_head, open_trained, open_trained_head
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call
 from support.training import HEAD, metrics, quiet, training_config
@@ -231,7 +232,7 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
     def refuse(*_):
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("specsamp.training.public_target.read_params", refuse)
+    monkeypatch.setattr("specsamp.training.source.read_params", refuse)
     config = public_config(public_target, chats, PUBLIC)
     config.update_from_flattened_dict(fields)
     with pytest.raises((ValueError, FileNotFoundError), match=message):

@@ -16,7 +16,7 @@ from rich.console import Console
 from specsamp import storage
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.training import run
+from specsamp.training import run, source
 from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import MetricsLog, Progress
 from support.weights import drawn_params
@@ -139,11 +139,11 @@ def trained(tmp_path_factory):
 def test_a_trained_model_is_opened_without_its_optimizer(trained):
     """On one device: there may be fewer where it is opened than where it was trained."""
     folder, params = trained
-    model = run.open_trained(folder)
+    model = source.open_trained(folder)
     assert model.config == CONFIG and model.step == 7
     seconds = 5 * 20 / 10 + 2 * 20 / 20  # steps of 2 rows of 10 tokens, at the pace of either report
     expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
-    assert expected.items() <= model.last_metrics().items()
+    assert expected.items() <= run.last_metrics(model.folder, model.step).items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, model.params, params)
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
@@ -151,16 +151,16 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
 
 def test_opening_what_is_no_trained_model(trained, tmp_path):
     with pytest.raises(FileNotFoundError, match="no training run at '.*nowhere': it has no run.json"):
-        run.open_trained(tmp_path / "nowhere")
+        source.open_trained(tmp_path / "nowhere")
     folder = shutil.copytree(trained[0], tmp_path / "run")
-    config = run.open_trained(folder).run_config()
+    config = source.open_trained(folder).provenance["config"]
     config["model"]["feedforward_width"] += 1
     storage.write_json(folder / "run.json", config)
     with pytest.raises(ValueError, match=r"up: \(16, 64\) there, \(16, 65\) wanted"):
-        run.open_trained(folder)
+        source.open_trained(folder)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
-        run.open_trained(folder)
+        source.open_trained(folder)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_damaged_run_json_is_named(tmp_path, content, message):
     with pytest.raises(
         ValueError, match=f"{tmp_path}/run.json {message}.*: restore the file, or begin anew in another --workdir"
     ):
-        run.open_trained(tmp_path)
+        source.open_trained(tmp_path)
     if "JSON" in message:  # what it says is compared when it is resumed
         with pytest.raises(ValueError, match=message):
             run.check_run(tmp_path, RUN)
@@ -204,7 +204,7 @@ def test_runs_of_older_versions_are_resumed_and_read(trained, tmp_path):
     run.check_run(folder, now | {"intervals": {"log": 10}})
     with pytest.raises(ValueError, match="train.batch was 2, is 4"):
         run.check_run(folder, now | {"train": {"batch": 4}, "intervals": {"log": 10}})
-    assert run.open_trained(folder).last_metrics() == run.open_trained(trained[0]).last_metrics()
+    assert run.last_metrics(folder, 7) == run.last_metrics(trained[0], 7)
 
 
 RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}

@@ -1,0 +1,320 @@
+"""Where the parameters come from that a training begins with, or that a draft or a head learns from.
+
+    open_trained(folder)         the model of a run
+    open_trained_head(folder)    the head of a run
+    open_target(name)            the target of a pair, or the model of a run
+    open_first_head(folder)      the head of a run, or one that was exported or published
+    open_public_target(name)     a public checkpoint, by folder, bucket or hub id
+
+A public target of billions of parameters is never whole on one device. Each device reads its part when the parameters
+are first used, after everything else about the training has been checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specsamp import storage
+from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.checkpoints.hugging_face import Checkpoint, Progress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.pair import load_pair, pair_folder
+from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.pair import Pair
+from specsamp.mesh.layout import MODEL, Layout, make_mesh
+from specsamp.mesh.sharded import ShardedModel, shard_model
+from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.checkpoint import Checkpoints
+from specsamp.training.run import FIX, IDS, read_array, read_config, read_description, read_training
+
+HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained
+
+# Fields of a head's decoder layer that it takes from its target where a configuration leaves them open. It never takes
+# norms of queries and keys, windows or caps: public heads are plain layers beside any target.
+OF_ITS_LAYERS = (
+    *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
+    *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """A model or a head, and where its parameters come from.
+
+    Attributes:
+      folder: of the run, the pair, the exported head, or the small files of the public checkpoint.
+      config: its shape.
+      read: reads the parameters.
+      step: of the checkpoint in a run.
+      provenance: what the files say about the run: its "config", "corpus" and "target", as far as they are there.
+      public: the checkpoint, if it is a public one.
+      mesh: whose model axis holds the parameters together. None: each process has all of them.
+    """
+
+    folder: epath.Path
+    config: TransformerConfig | HeadConfig
+    read: Callable[[], Any]
+    step: int = 0
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    public: Checkpoint | None = None
+    mesh: Mesh | None = None
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Returns the parameters, each where the training needs it."""
+        return self.read()
+
+    @property
+    def tokenizer(self) -> JsonTokenizer:
+        """Returns the tokenizer of a public checkpoint, with its chat template.
+
+        Raises:
+          ValueError: there is no tokenizer.json, or no token ends a text.
+        """
+        tokenizer = self.public.tokenizer
+        if not isinstance(tokenizer, JsonTokenizer):
+            raise ValueError(f"{self.public.name} has no tokenizer.json, which training reads texts with: add one")
+        if tokenizer.eos_id is None:
+            raise ValueError(f"{self.public.name} names no eos_token_id, which parts texts: add it to config.json")
+        return tokenizer
+
+    def made_from(self, name: str) -> dict[str, Any]:
+        """Returns the description of the run's "corpus" or "target"; raises FileNotFoundError if there is none."""
+        if name not in self.provenance:
+            raise FileNotFoundError(f"{self.folder} does not describe its {name} ({name}.json): {FIX}")
+        return self.provenance[name]
+
+    def model_in(self, dtype: str) -> TransformerLM:
+        """Builds the model with another compute dtype."""
+        return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
+
+    def writer(self, dtype: str) -> Pair:
+        """Returns the model as it writes text; a public one over its mesh, without the tokens of padding."""
+        model = self.model_in(dtype)
+        if self.mesh is None:
+            return Pair(target=model, target_params=self.params)
+        real = min(self.tokenizer.vocab_size, self.config.vocab_size)
+        model = _sharded(dataclasses.replace(model.config, num_real_tokens=real), self.mesh)
+        return Pair(target=model, target_params=self.params, shards=DataShards(self.mesh))
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """Returns a digest of all parameters, with the step of a run or the name of a public checkpoint."""
+        if self.public is not None:
+            name = self.public.name if self.public.from_hub else self.folder.name
+            return {"name": name, "sha256": digest(self.params)}
+        hashed = hashlib.sha256()
+        for leaf in jax.tree.leaves(self.params):
+            hashed.update(np.asarray(leaf).tobytes())
+        return {"step": self.step, "sha256": hashed.hexdigest()}
+
+
+def is_trained_here(name: str | os.PathLike) -> bool:
+    """Returns True for a pair or a training run, False for a public checkpoint."""
+    folder = storage.place(name)
+    try:
+        return bool(pair_folder(str(name)))
+    except FileNotFoundError:
+        return (folder / "run.json").exists() and not (folder / "config.json").exists()  # nor what was converted
+
+
+def open_target(name: str | os.PathLike) -> Source:
+    """Reads the target of a pair, by name or folder, or the model of a run.
+
+    Raises:
+      FileNotFoundError, ValueError: see `load_pair` and `open_trained`.
+    """
+    try:
+        folder = pair_folder(str(name))
+    except FileNotFoundError:
+        return open_trained(name)
+    pair = load_pair(folder)
+    provenance = storage.read_json(folder / "pair.json").get("provenance", {}).get("target", {})
+    return _source(folder, pair.target.config, pair.target_params, provenance.get("step", 0), provenance)
+
+
+def open_trained(folder: str | os.PathLike) -> Source:
+    """Reads the parameters of a run, without its optimizer.
+
+    Raises:
+      FileNotFoundError: no run, or no checkpoint.
+      ValueError: the configuration is damaged, or the checkpoint is, or does not fit it; or it is the run of a head.
+    """
+    folder, fields = storage.place(folder), read_config(folder)
+    if "head" in fields:
+        raise ValueError(f"{folder} is the run of a head, which is no model: launch/export_head.py reads it")
+    with _damaged(folder, "model"):
+        config = TransformerConfig.from_json(fields["model"])
+    params, step = _restore(folder, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    return _source(folder, config, params, step, _provenance(folder, fields))
+
+
+def open_trained_head(folder: str | os.PathLike) -> Source:
+    """Reads the parameters of the run of a head, with the ids of a reduced vocabulary.
+
+    Raises:
+      FileNotFoundError, ValueError: as `open_trained`; or it is no run of a head.
+    """
+    folder, fields = storage.place(folder), read_config(folder)
+    if "head" not in fields:
+        raise ValueError(f"{folder} is no run of a head")
+    target = read_description(folder / "target.json")
+    with _damaged(folder, "head"):
+        layer = TransformerConfig.from_json(fields["model"], dtype=fields["compute_dtype"])
+        sizes = {name: target[name] for name in ("target_layers", "target_width")}
+        head = make_head(layer, fields["head"], **sizes)
+    shapes = dict(jax.eval_shape(head.init, jax.random.key(0)))
+    ids = shapes.pop(DRAFT_IDS, None)
+    params, step = _restore(folder, shapes)
+    if ids is not None:
+        params = params | {DRAFT_IDS: jax.numpy.asarray(read_array(folder / IDS))}
+    return _source(folder, head.config, params, step, _provenance(folder, fields))
+
+
+def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Source:
+    """Reads the head that a training begins with: of a run, or one that was exported or published.
+
+    Raises:
+      FileNotFoundError, ValueError: as `open_trained_head`; or as `open_head`.
+    """
+    if (storage.place(folder) / "run.json").exists():
+        return open_trained_head(folder)
+    checkpoint = open_head(folder, target, dtype="float32")
+    params = read_head(checkpoint, FeatureHead(checkpoint.config))
+    told = read_training(storage.place(folder))
+    return _source(folder, checkpoint.config, params, told.get("step", 0), told)
+
+
+def open_public_target(name: str, dtype: str, mesh: Mesh, progress: Progress = lambda *_: None) -> Source:
+    """Opens a public checkpoint; once it is open, only the values of its tensors can still be wrong.
+
+    Args:
+      name: a folder, ``gs://`` folder or id of the hub.
+      dtype: of the parameters and of the target's forward pass.
+      mesh: of the training; the devices of its model axis hold a copy together.
+      progress: see `read_params`.
+
+    Raises:
+      FileNotFoundError, ValueError: see `open_checkpoint` and `Checkpoint.tensors`; or the model does not divide over
+        the mesh.
+    """
+    checkpoint = open_checkpoint(name, dtype=dtype)
+    if checkpoint.in_int8:
+        raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
+    config = checkpoint.config
+    if config.vocab_size % mesh.shape[MODEL]:
+        raise ValueError(
+            f"{name} has {config.vocab_size} tokens, which do not divide over the {mesh.shape[MODEL]} devices of "
+            "mesh.model: choose a number that divides them, or 1"
+        )
+    model = _sharded(config, mesh)
+    source = Source(
+        folder=checkpoint.folder,
+        config=config,
+        read=lambda: read_params(checkpoint, model, progress),
+        public=checkpoint,
+        mesh=mesh,
+    )
+    source.tokenizer
+    check_readable(checkpoint, model)
+    return source
+
+
+def make_head(
+    layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int
+) -> FeatureHead:
+    """Returns the head that ``head`` of a configuration describes.
+
+    Args:
+      layer: of its decoder layer.
+      fields: ``kind``, one of `HEADS`; and fields of its class. Left out or empty, ``hidden_layers`` are the usual ones
+        of the kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
+
+    Raises:
+      ValueError: an unknown kind, or what no head can be.
+    """
+    fields = dict(fields)
+    kind = fields.pop("kind")
+    if kind not in HEADS:
+        raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
+    size = fields.pop("draft_vocab_size", 0) or None
+    if not fields.get("hidden_layers"):
+        fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
+    layer = dataclasses.replace(layer, tied=False)  # embedding and output are fields of the head
+    shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
+    return FeatureHead(HEADS[kind](**shape, **fields))
+
+
+def of_target(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields of a head's decoder layer, with the target's value for each field that is None.
+
+    Raises:
+      ValueError: a field is None that a head does not take from its target.
+    """
+    open_fields = [name for name, value in fields.items() if value is None]
+    if beyond := set(open_fields) - set(OF_ITS_LAYERS):
+        raise ValueError(f"model.{min(beyond)} is None, but is not taken from the target: give a value")
+    taken = {name: getattr(target, name) for name in open_fields}
+    scaling = taken.get("rotary_scaling")
+    return {**fields, **taken} | ({} if scaling is None else {"rotary_scaling": dataclasses.asdict(scaling)})
+
+
+def _source(
+    folder: str | os.PathLike, config: TransformerConfig | HeadConfig, params: Any, step: int, provenance: Mapping
+) -> Source:
+    """Returns a source whose parameters have been read."""
+    place = storage.place(folder)
+    return Source(folder=place, config=config, read=lambda: params, step=step, provenance=provenance)
+
+
+def _provenance(folder: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Reads the descriptions of what a run was made from, beside its configuration."""
+    files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
+    return {"config": config} | {name: read_description(path) for name, path in files.items() if path.exists()}
+
+
+@contextlib.contextmanager
+def _damaged(folder: epath.Path, what: str):
+    """Names the run.json whose fields describe no model or head."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / 'run.json'} describes no {what} ({told}): {FIX}") from error
+
+
+def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
+    """Reads parameters of these shapes from the last checkpoint of a run; returns them and the step."""
+    # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if jax.process_count() > 1:
+        sharding = NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    if not (folder / "checkpoints").exists():  # opening it would make it
+        raise FileNotFoundError(f"no checkpoint in {folder}: its training has not saved one yet")
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        params, step = checkpoints.restore(params=shapes)["params"], checkpoints.latest
+    if jax.process_count() > 1:
+        params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), params)
+    return params, step
+
+
+def _sharded(config: TransformerConfig, mesh: Mesh) -> ShardedModel:
+    return shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
