@@ -85,6 +85,7 @@ setup(
             "pyarrow>=16",
             "starlette>=0.40",
             "uvicorn>=0.30",
+            "pydantic>=2",
             "openai>=1.55",  # the client of the endpoint
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
@@ -93,7 +94,7 @@ setup(
         "figures": ["matplotlib>=3.8"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
-        "serve": ["starlette>=0.40", "uvicorn>=0.30", "jinja2>=3.1"],
+        "serve": ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2", "jinja2>=3.1"],
         "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

@@ -32,7 +32,7 @@ from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.checks import check_exact
 from specsamp.decoding.method import Method
-from specsamp.serving.openai_requests import OPTIONAL_WARPS, make_warp
+from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
 from specsamp.serving.service import Service
 
 KEY = "SPECSAMP_SERVE_KEY"

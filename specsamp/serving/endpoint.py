@@ -23,9 +23,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from specsamp.serving.answer import Answer, Busy, Failed, TooLong
-from specsamp.serving.json_fields import ApiError, read_document
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, to_event, to_json
-from specsamp.serving.openai_requests import MAX_SEED, Asked, read_request
+from specsamp.serving.openai_requests import MAX_SEED, ApiError, GenerationRequest, read_document, read_request
 from specsamp.serving.service import Service
 
 JSON = "application/json"
@@ -48,7 +47,7 @@ def make_app(
     Args:
       service: started, of a pair with a tokenizer.
       model: the name that it has here.
-      warps: kinds that the service's method has besides temperature, see `openai_requests.make_warp`.
+      warps: kinds that the service's method has besides temperature, see `request_warps.make_warp`.
       has_chat: the tokenizer has a chat template.
       key: which requests must bring as a bearer's; None: nobody is asked.
       max_body: bytes of a request.
@@ -114,7 +113,7 @@ class _Endpoint:
         if is_chat and not self._has_chat:
             raise ApiError(f"{self._model!r} has no chat template: use /v1/completions", code="no_chat_template")
         document = read_document(await self._body(request))
-        asked = read_request(document, is_chat=is_chat, model=self._model, warps=self._warps)
+        asked = read_request(document, is_chat=is_chat, model=self._model)
         pieces = asyncio.Queue()
         # The service's thread hands pieces over; a queue of a loop takes them in that loop only.
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, pieces.put_nowait)
@@ -122,15 +121,15 @@ class _Endpoint:
         reply = Reply(asked, answer, self._model)
         return _Answering(asked, answer, reply, pieces, self._timeout)
 
-    def _ask(self, asked: Asked, deliver) -> Answer:
+    def _ask(self, asked: GenerationRequest, deliver) -> Answer:
         try:
             return self._service.ask(
                 asked.prompts,
                 asked.max_tokens,
                 deliver=deliver,
-                sampling=asked.sampling,
+                sampling=asked.sampling(self._warps),
                 seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
-                stop=asked.stop,
+                stop=asked.stops,
                 num_samples=asked.n,
                 is_streamed=asked.stream,
             )
@@ -173,7 +172,7 @@ class _Endpoint:
 class _Answering(Response):
     """Sends an answer as it comes, and drops it when the client leaves or does not read."""
 
-    def __init__(self, asked: Asked, answer: Answer, reply: Reply, pieces: asyncio.Queue, timeout: float):
+    def __init__(self, asked: GenerationRequest, answer: Answer, reply: Reply, pieces: asyncio.Queue, timeout: float):
         super().__init__()
         self._asked, self._answer, self._reply, self._pieces, self._timeout = asked, answer, reply, pieces, timeout
 

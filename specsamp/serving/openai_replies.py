@@ -10,7 +10,7 @@ from typing import Any
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.text import INCOMPLETE, Continuation
 from specsamp.serving.answer import Answer, Piece
-from specsamp.serving.openai_requests import Asked
+from specsamp.serving.openai_requests import GenerationRequest
 
 LEAST_LOG_PROB = -9999.0  # JSON has no -inf
 LAST_EVENT = b"data: [DONE]\n\n"
@@ -33,7 +33,7 @@ class Reply:
       is_complete: all texts have ended.
     """
 
-    def __init__(self, asked: Asked, answer: Answer, model: str):
+    def __init__(self, asked: GenerationRequest, answer: Answer, model: str):
         self._asked, self._prompts = asked, answer.job.prompts
         self._choices = [_Choice(asked, answer, row) for row in range(answer.job.rows)]
         kind = "chat.completion" if asked.is_chat else "text_completion"
@@ -110,7 +110,7 @@ def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | Non
 class _Choice:
     """Holds a text that grows."""
 
-    def __init__(self, asked: Asked, answer: Answer, row: int):
+    def __init__(self, asked: GenerationRequest, answer: Answer, row: int):
         self.row, self.text, self.finish = row, "", None
         self.stats: RowStats | None = None  # at the end
         self._tokens: list[int] = []

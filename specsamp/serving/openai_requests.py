@@ -1,39 +1,29 @@
-"""Reads what clients ask in OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions, read and checked.
+"""Requests of OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions as models of pydantic.
 
-Every field is served, or ignored because it changes no text, or refused with the reason: none is dropped in silence.
+Every field is served, or ignored because it changes no text, or refused with the reason: none is dropped in silence. A
+field that is null counts as left out: clients send back what they were sent, such as the refusal of an answer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Collection, Mapping
+from reprlib import repr  # short
+from typing import Annotated, Any, ClassVar, Literal
 
-from specsamp.decoding.checks import Prompt
-from specsamp.sampling.penalties import penalties
-from specsamp.sampling.warp import Warp, chain, min_p, temperature, top_k, top_p
-from specsamp.serving.json_fields import ApiError, Fields, is_text, show
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specsamp.sampling.warp import Warp
+from specsamp.serving.request_warps import ALL_TOKENS, OPTIONAL_WARPS, WARPS, make_warp
 from specsamp.serving.service import MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as there is room for
 MAX_SAMPLES = 128
 MAX_SEED = 2**32 - 1
-
-# Fields that each kind of warp takes; temperature is always there. In the order in which the warps are chained.
-WARPS = {
-    "penalties": ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    "temperature": ("temperature",),
-    "top_k": ("top_k",),
-    "top_p": ("top_p",),
-    "min_p": ("min_p",),
-}
-OPTIONAL_WARPS = tuple(name for name in WARPS if name != "temperature")
-NEUTRAL = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-NEUTRAL |= {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
-ALL_TOKENS = 2**31 - 1  # top_k that keeps every token
+MAX_MESSAGE = 500  # characters
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
-# Fields that are not served, with the values that ask for nothing.
+# Fields that are not served, with the values that change nothing.
 REFUSED = {
     "best_of": (1,),
     "echo": (False,),
@@ -53,216 +43,230 @@ REFUSED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Holds a checked request.
+class ApiError(Exception):
+    """A request that is refused, in the protocol's form."""
 
-    Attributes:
-      is_chat: it came to /v1/chat/completions.
-      max_tokens: None: as many as there is room for.
-      sampling: with the kinds of warps that the server offers.
-      seed: None: any.
-      include_usage: at the end of a stream.
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        param = param and param[:MAX_MESSAGE]
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def read_document(body: bytes) -> Any:
+    """Returns the JSON of a body; raises `ApiError` if the body is not JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(body, parse_constant=refuse)
+    except RecursionError as error:
+        raise ApiError("the body is nested too deeply") from error
+    except ValueError as error:  # not UTF-8 either, or a number of thousands of digits
+        raise ApiError(f"the body is no JSON: {error}") from error
+
+
+def _check_unicode(text: str) -> str:
+    text.encode()  # JSON can write half a character, for which this raises ValueError
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+StopText = Annotated[Text, Field(min_length=1)]
+Tokens = Annotated[list[int], Field(min_length=1)]
+Prompts = Annotated[list[Text] | list[Tokens], Field(min_length=1)]
+
+
+def _integer(default: int | None, least: int, most: int) -> Any:
+    return Field(default, ge=least, le=most, description=f"an integer from {least} to {most}")
+
+
+def _number(default: float, least: float, most: float) -> Any:
+    return Field(default, ge=least, le=most, description=f"a number from {least:g} to {most:g}")
+
+
+def _switch() -> Any:
+    return Field(False, description="true or false")
+
+
+def _own_tokens_only(default: int | None, how: str) -> Any:
+    wanted = f"0: log-probabilities of other tokens than the text's are not kept ({how} gives those of the text)"
+    return Field(default, ge=0, le=0, description=wanted)
+
+
+class _Fields(BaseModel):
+    """Takes the fields of its class in exactly their types, and no others.
+
+    The description of a field completes the message "FIELD must be ...; got VALUE".
     """
 
-    is_chat: bool
-    prompts: Sequence[Prompt]
-    max_tokens: int | None
-    sampling: Warp
-    n: int
-    seed: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    log_probs: bool
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, document: Any) -> Any:
+        if not isinstance(document, dict):
+            return document
+        return {name: value for name, value in document.items() if value is not None}
 
 
-def read_request(document: Any, *, is_chat: bool, model: str, warps: Collection[str]) -> Asked:
+class StreamOptions(_Fields):
+    include_usage: bool = _switch()
+    include_obfuscation: bool = _switch()
+
+
+class Part(_Fields):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Fields):
+    role: Text = Field(description="a text such as user")
+    content: Text | Annotated[list[Part], Field(min_length=1)] = Field(
+        description="a text of valid Unicode, or a list of parts of the type text"
+    )
+    name: Any = None
+
+    def turn(self) -> dict[str, str]:
+        """Returns the message with its parts joined."""
+        whole = isinstance(self.content, str)
+        return {"role": self.role, "content": self.content if whole else "".join(part.text for part in self.content)}
+
+
+class GenerationRequest(_Fields):
+    """The fields of both endpoints. Subclasses give ``prompts``, ``max_tokens`` and ``log_probs``."""
+
+    model: Text | None = Field(None, description="a text of valid Unicode")
+    n: int = _integer(1, 1, MAX_SAMPLES)
+    seed: int | None = _integer(None, 0, MAX_SEED)
+    stop: StopText | list[StopText] = Field(
+        [], max_length=MAX_STOPS, description=f"a text, or a list of at most {MAX_STOPS}, none of them empty"
+    )
+    stream: bool = _switch()
+    stream_options: StreamOptions | None = None
+    temperature: float = _number(1, 0, 1000)
+    top_k: int = _integer(0, -1, ALL_TOKENS)
+    top_p: float = Field(1, gt=0, le=1, description="above 0 and at most 1 (temperature = 0 takes the likeliest token)")
+    min_p: float = _number(0, 0, 1)
+    presence_penalty: float = _number(0, -2, 2)
+    frequency_penalty: float = _number(0, -2, 2)
+    repetition_penalty: float = _number(1, 0.01, 100)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Returns whether a stream ends with the counts of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, warps: Collection[str]) -> Warp:
+        """Returns the distribution of this request; raises `ApiError` if it sets a number of a kind not in ``warps``."""
+        numbers = {name: getattr(self, name) for kind in WARPS.values() for name in kind}
+        numbers["top_k"] = max(numbers["top_k"], 0)  # other servers write -1 for all tokens
+        for kind in set(OPTIONAL_WARPS) - set(warps):
+            for name, neutral in WARPS[kind].items():
+                if numbers[name] != neutral:
+                    why = f"is not offered: this server was started without {kind} in --warps"
+                    raise ApiError(f"{name} = {numbers[name]:g} {why}", param=name)
+        return make_warp(numbers, warps)
+
+
+class CompletionRequest(GenerationRequest):
+    is_chat: ClassVar[bool] = False
+    prompt: Text | Tokens | Prompts = Field(
+        description="a text, token ids, or a list of texts or of lists of token ids"
+    )
+    max_tokens: int = _integer(DEFAULT_MAX_TOKENS, 1, 2**31 - 1)
+    logprobs: int | None = _own_tokens_only(None, "0")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_single else self.prompt
+
+    @property
+    def log_probs(self) -> bool:
+        return self.logprobs is not None
+
+
+class ChatRequest(GenerationRequest):
+    is_chat: ClassVar[bool] = True
+    messages: list[Message] = Field(min_length=1, description="a list of messages, at least one")
+    max_tokens: int | None = _integer(None, 1, 2**31 - 1)  # None: as many as there is room for
+    max_completion_tokens: int | None = _integer(None, 1, 2**31 - 1)
+    logprobs: bool = _switch()
+    top_logprobs: int = _own_tokens_only(0, "logprobs = true")
+
+    @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        return [[message.turn() for message in self.messages]]
+
+    @property
+    def log_probs(self) -> bool:
+        return self.logprobs
+
+
+def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionRequest | ChatRequest:
     """Checks a request.
 
     Args:
       document: its JSON.
-      model: the name of the one that is served.
-      warps: the kinds that the server offers, of `OPTIONAL_WARPS`.
+      model: the name of the served model.
 
     Raises:
       ApiError: naming the field, the value and the fix.
     """
-    fields = Fields(document)
-    asked = fields.text("model")
-    if asked is not None and asked != model:
-        raise ApiError(
-            f"the model {show(asked)} is not served here: ask for {model!r}",
-            param="model",
-            status=404,
-            code="model_not_found",
-        )
-    n = fields.integer("n", 1, MAX_SAMPLES) or 1
-    if fields.peek("best_of") == n:  # the best n of n are all of them
-        fields.take("best_of")
-    for name, neutral in REFUSED.items():
-        value = fields.take(name)
-        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-            raise ApiError(f"{name} = {show(value)} is not supported: leave it out", param=name)
-    for name in IGNORED:
-        fields.take(name)
-    stream = fields.boolean("stream")
-    read = _read_chat if is_chat else _read_completion
-    found = Asked(
-        is_chat=is_chat,
-        n=n,
-        stream=stream,
-        include_usage=_read_stream_options(fields, stream),
-        seed=fields.integer("seed", 0, MAX_SEED),
-        stop=_read_stop(fields),
-        sampling=_read_sampling(fields, warps),
-        **read(fields),
-    )
-    fields.end()
-    return found
-
-
-def make_warp(numbers: Mapping[str, float], warps: Collection[str]) -> Warp:
-    """Returns the chain of the kinds ``warps`` and of temperature, with these numbers; what is not given is neutral."""
-    given = NEUTRAL | dict(numbers)
-    makers = {
-        "penalties": lambda: penalties(*(given[name] for name in WARPS["penalties"])),
-        "temperature": lambda: temperature(given["temperature"]),
-        "top_k": lambda: top_k(given["top_k"] if given["top_k"] > 0 else ALL_TOKENS),
-        "top_p": lambda: top_p(given["top_p"]),
-        "min_p": lambda: min_p(given["min_p"]),
-    }
-    return chain(*(make() for name, make in makers.items() if name == "temperature" or name in warps))
-
-
-def _read_completion(fields: Fields) -> dict[str, Any]:
-    log_probs = fields.integer("logprobs", 0, 5)
-    if log_probs:
-        raise ApiError(
-            f"logprobs = {log_probs} asks for other tokens than the text's, whose log-probabilities are not kept: 0 "
-            "gives those of the text",
-            param="logprobs",
-        )
-    max_tokens = fields.integer("max_tokens", 1, 2**31 - 1)
-    return {
-        "prompts": _read_prompts(fields),
-        "max_tokens": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
-        "log_probs": log_probs is not None,
-    }
-
-
-def _read_chat(fields: Fields) -> dict[str, Any]:
-    log_probs, others = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, 20)
-    if others:
-        raise ApiError(
-            f"top_logprobs = {others} asks for other tokens than the text's, whose log-probabilities are not kept: "
-            "logprobs = true gives those of the text",
-            param="top_logprobs",
-        )
-    limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
-    limits = {limit for limit in limits if limit is not None}
-    if len(limits) > 1:
-        raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    return {
-        "prompts": [_read_messages(fields)],
-        "max_tokens": next(iter(limits), None),
-        "log_probs": log_probs,
-    }
-
-
-def _read_prompts(fields: Fields) -> list[Prompt]:
-    """Returns the prompts: a text, texts, token ids, or lists of token ids."""
-    value = fields.take("prompt")
-    if is_text(value):
-        return [value]
-    if isinstance(value, list) and value:
-        if _is_tokens(value):
-            return [value]
-        if all(map(is_text, value)) or all(isinstance(one, list) and one and _is_tokens(one) for one in value):
-            return value
-    fields.refuse("prompt", value, "a text, token ids, or a list of texts or of lists of token ids")
-
-
-def _read_messages(fields: Fields) -> list[dict[str, str]]:
-    value = fields.take("messages")
-    if not isinstance(value, list) or not value:
-        fields.refuse("messages", value, "a list of messages, at least one")
-    messages = []
-    for number, one in enumerate(value):
-        where = f"messages[{number}]"
-        message = Fields(one, where)
-        role, content = message.text("role"), message.take("content")
-        message.take("name")
-        message.end()
-        if role is None:
-            message.refuse("role", role, "a text such as user")
-        messages.append({"role": role, "content": _read_content(content, f"{where}.content")})
-    return messages
-
-
-def _read_content(content: Any, where: str) -> str:
-    """Returns a message's text, also if it comes in parts."""
-    if isinstance(content, list) and content:
-        parts = []
-        for part in content:
-            fields = Fields(part, where)
-            kind, text = fields.take("type"), fields.text("text")
-            if kind != "text" or text is None:
-                raise ApiError(f"{where} has a part that is no text; got {show(part)}", param=where)
-            fields.end()
-            parts.append(text)
-        return "".join(parts)
-    if not is_text(content):
-        raise ApiError(f"{where} must be a text of valid Unicode; got {show(content)}", param=where)
-    return content
-
-
-def _read_stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("stop")
-    texts = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(is_text(one) and one for one in texts):
-        fields.refuse("stop", value, f"a text, or a list of at most {MAX_STOPS}, none of them empty")
-    return tuple(texts)
-
-
-def _read_stream_options(fields: Fields, stream: bool) -> bool:
-    value = fields.take("stream_options")
-    if value is None:
-        return False
-    if not stream:
+    kind = ChatRequest if is_chat else CompletionRequest
+    try:
+        request = kind.model_validate(_without_ignored(document) if isinstance(document, dict) else document)
+    except ValidationError as error:
+        raise _refusal(kind, document, error) from error
+    if request.model not in (None, model):
+        message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
+        raise ApiError(message, param="model", status=404, code="model_not_found")
+    if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options are of streams: leave them out, or set stream", param="stream_options")
-    options = Fields(value, "stream_options")
-    include_usage = options.boolean("include_usage")
-    options.boolean("include_obfuscation")
-    options.end()
-    return include_usage
+    if is_chat and request.max_completion_tokens is not None:
+        if request.max_tokens not in (None, request.max_completion_tokens):
+            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        request.max_tokens = request.max_completion_tokens
+    return request
 
 
-def _read_sampling(fields: Fields, warps: Collection[str]) -> Warp:
-    numbers = {
-        "temperature": fields.number("temperature", 0, 1000),
-        "top_k": fields.integer("top_k", -1, ALL_TOKENS),
-        "top_p": fields.number("top_p", 0, 1),
-        "min_p": fields.number("min_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 0.01, 100),
-    }
-    numbers = {name: value for name, value in numbers.items() if value is not None}
-    if numbers.get("top_p") == 0:
-        fields.refuse("top_p", 0, "above 0; temperature = 0 takes the most probable token")
-    if numbers.get("top_k") == -1:  # as other servers say it
-        numbers["top_k"] = 0
-    for kind in set(OPTIONAL_WARPS) - set(warps):
-        for name in WARPS[kind]:
-            value = numbers.get(name, NEUTRAL[name])
-            if value != NEUTRAL[name]:
-                raise ApiError(
-                    f"{name} = {show(value)} is not offered: this server was started without {kind} in --warps",
-                    param=name,
-                )
-    return make_warp(numbers, warps)
+def _without_ignored(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that are served; raises `ApiError` for a refused one with a value that would change a text."""
+    document = {name: value for name, value in document.items() if value is not None and name not in IGNORED}
+    if document.get("best_of") == document.get("n", 1):  # the best n of n are all of them
+        document.pop("best_of", None)
+    for name, neutral in REFUSED.items():
+        value = document.pop(name, None)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            raise ApiError(f"{name} = {repr(value)} is not supported: leave it out", param=name)
+    return document
 
 
-def _is_tokens(value: list) -> bool:
-    return all(type(one) is int for one in value)
+def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) -> ApiError:
+    """Returns the first problem that pydantic found, in the words of the field's description."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    where, value, wanted = "", document, None
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            where, value = f"{where}[{part}]", value[part]
+        elif kind is not None:
+            where, value = f"{where}.{part}".removeprefix("."), value.get(part)
+            wanted = kind.model_fields[part].description if part in kind.model_fields else None
+            kind = {"messages": Message, "stream_options": StreamOptions}.get(part)
+        else:
+            break  # the rest names a branch of a union
+    if problem["type"] == "extra_forbidden":
+        return ApiError(f"unknown field {repr(where)}: leave it out", param=where)
+    if problem["type"] == "model_type":
+        wanted = "a JSON object"
+    elif problem["type"] == "string_unicode":
+        wanted = "an object whose names are valid Unicode"
+    return ApiError(f"{where or 'the body'} must be {wanted}; got {repr(value)}", param=where or None)

@@ -12,7 +12,7 @@ import pytest
 from support import extras
 from support.run_script import call, save_tiny_pair
 
-pytestmark = extras.needs("starlette", "uvicorn")
+pytestmark = extras.needs("starlette", "uvicorn", "pydantic")
 KEY = "SPECSAMP_SERVE_KEY"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from support import extras
 
-pytestmark = extras.needs("starlette", "uvicorn", "openai")
+pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "openai")
 if extras.is_here("openai"):
     import openai
 if extras.is_here("starlette"):

@@ -6,23 +6,31 @@ import pytest
 
 from specsamp.sampling.penalties import Penalties
 from specsamp.sampling.warp import MinP, Temperature, TopK, TopP
-from specsamp.serving.json_fields import MAX_MESSAGE, ApiError, read_document
-from specsamp.serving.openai_requests import OPTIONAL_WARPS, make_warp, read_request
+from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
+from support import extras
+
+pytestmark = extras.needs("pydantic")
+if extras.is_here("pydantic"):
+    from specsamp.serving.openai_requests import MAX_MESSAGE, ApiError, read_document, read_request
 
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def read(document, is_chat=False, warps=OPTIONAL_WARPS):
-    return read_request(document, is_chat=is_chat, model="m", warps=warps)
+def read(document, is_chat=False):
+    return read_request(document, is_chat=is_chat, model="m")
+
+
+def sampling(numbers, warps=OPTIONAL_WARPS):
+    return read({"prompt": "a"} | numbers).sampling(warps)
 
 
 def test_defaults_are_those_of_the_protocol():
     asked = read({"prompt": "a"})
-    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stop) == (["a"], 16, 1, None, ())
+    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (["a"], 16, 1, None, ())
     assert not (asked.is_chat or asked.stream or asked.include_usage or asked.log_probs)
-    assert asked.sampling == make_warp({}, OPTIONAL_WARPS)
-    assert [type(warp) for warp in asked.sampling.warps] == [Penalties, Temperature, TopK, TopP, MinP]
-    assert [type(warp) for warp in read({"prompt": "a"}, warps=()).sampling.warps] == [Temperature]
+    assert sampling({}) == make_warp({}, OPTIONAL_WARPS)
+    assert [type(warp) for warp in sampling({}).warps] == [Penalties, Temperature, TopK, TopP, MinP]
+    assert [type(warp) for warp in sampling({}, ()).warps] == [Temperature]
     chat = read({"messages": HI}, is_chat=True)
     assert chat.is_chat and chat.max_tokens is None and chat.prompts == [HI]
 
@@ -30,17 +38,17 @@ def test_defaults_are_those_of_the_protocol():
 def test_every_number_reaches_its_warp():
     given = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125}
     given |= {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5}
-    penalised, heat, k, p, least = read({"prompt": "a"} | given).sampling.warps
+    penalised, heat, k, p, least = sampling(given).warps
     assert (heat.value, k.value, p.value, least.value) == (0.5, 7, 0.25, 0.125)
     assert (penalised.repetition, penalised.presence, penalised.frequency) == (1.5, -1, 0.5)
-    assert read({"prompt": "a", "top_k": -1}).sampling == read({"prompt": "a"}).sampling, "as other servers say it"
+    assert sampling({"top_k": -1}) == sampling({}), "as other servers say it"
 
 
 def test_fields_that_are_served():
     asked = read(
         {"prompt": [[1, 2], [3]], "max_tokens": 3, "n": 2, "seed": 5, "stop": "x", "logprobs": 0, "model": "m"}
     )
-    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stop) == ([[1, 2], [3]], 3, 2, 5, ("x",))
+    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == ([[1, 2], [3]], 3, 2, 5, ("x",))
     assert asked.log_probs
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     document = {"messages": [{"role": "user", "content": parts, "name": "Ann"}], "logprobs": True, "top_logprobs": 0}
@@ -79,7 +87,7 @@ def test_what_asks_for_nothing_is_taken():
         ({"temperature": float("inf")}, "temperature", "got inf"),
         ({"temperature": False}, "temperature", "got False"),
         ({"top_p": 0}, "top_p", "above 0"),
-        ({"top_p": 1.1}, "top_p", "from 0 to 1; got 1.1"),
+        ({"top_p": 1.1}, "top_p", "at most 1 .*got 1.1"),
         ({"top_k": 2.5}, "top_k", "got 2.5"),
         ({"n": 0}, "n", "an integer from 1 to 128"),
         ({"n": 129}, "n", "got 129"),
@@ -94,7 +102,7 @@ def test_what_asks_for_nothing_is_taken():
         ({"stream": True, "stream_options": 5}, "stream_options", "must be a JSON object; got 5"),
         ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a", "unknown field 'stream_options.a'"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "got 1"),
-        ({"logprobs": 2}, "logprobs", "0 gives those of the text"),
+        ({"logprobs": 2}, "logprobs", "logprobs must be 0.* got 2"),
         ({"logprobs": True}, "logprobs", "got True"),
         ({"echo": True}, "echo", "echo = True is not supported"),
         ({"echo": 0}, "echo", "echo = 0 is not supported"),
@@ -127,10 +135,14 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message):
         ({"messages": [{"role": "user"}]}, "messages[0].content", "got None"),
         ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content", "got 5"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "must be a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content",
+            "got .*image_url",
+        ),
         ({"messages": [*HI, HI[0] | {"tool_calls": []}]}, "messages[1].tool_calls", "unknown field"),
         ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
-        ({"top_logprobs": 3}, "top_logprobs", "logprobs = true gives those of the text"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs = true gives those of the text.* got 3"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ: give one"),
     ],
@@ -154,8 +166,8 @@ def test_another_model_and_warps_that_are_not_offered():
         read({"prompt": "a", "model": "gpt-5"})
     assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
     with pytest.raises(ApiError, match="presence_penalty = 1 is not offered: .* without penalties in --warps"):
-        read({"prompt": "a", "presence_penalty": 1}, warps=["top_p"])
-    assert read({"prompt": "a", "presence_penalty": 0, "top_k": 0}, warps=()).sampling == make_warp({}, ())
+        sampling({"presence_penalty": 1}, ["top_p"])
+    assert sampling({"presence_penalty": 0, "top_k": 0}, ()) == make_warp({}, ())
 
 
 @pytest.mark.parametrize(
@@ -189,6 +201,6 @@ def test_messages_are_short_and_can_be_sent():
     deep = json.loads("[" * 900 + "]" * 900)
     with pytest.raises(ApiError, match="prompt must be"):
         read({"prompt": deep})
-    with pytest.raises(ApiError, match="unknown field") as caught:
+    with pytest.raises(ApiError, match="names are valid Unicode.*ud800") as caught:
         read({"prompt": "a", "\ud800": 1})
     json.dumps(caught.value.body).encode()

@@ -11,7 +11,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.serving.answer import Busy, Failed
 from specsamp.serving.batch import Batch
-from specsamp.serving.openai_requests import make_warp
+from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import CountingLM
 from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service

@@ -35,6 +35,7 @@ LEFT_OUT = {
     "pyarrow": "data sets in Parquet",
     "starlette": "the endpoint",
     "uvicorn": "the endpoint",
+    "pydantic": "the endpoint",
     "openai": "the endpoint, by the client of others",
     "shellcheck": "the check of shell scripts",
     "libtpu": "programs compiled for TPUs",

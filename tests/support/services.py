@@ -11,7 +11,7 @@ from specsamp import generate
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.method import Method
-from specsamp.serving.openai_requests import make_warp
+from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import counting_pair
 
