@@ -9,7 +9,7 @@ After the colon comes the name of a pair below, or a target and a draft, each a 
 model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's, or
 once more the target, where a module for multi-token prediction lies in its checkpoint. Some models want their licence
 accepted on their page, and a token.
-launch/export_hugging_face.py writes a model that was trained here as such a folder.
+launch/export.py writes a model that was trained here as such a folder.
 """
 
 import dataclasses

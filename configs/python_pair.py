@@ -14,7 +14,7 @@ that drafts with its own first layers: from scratch, or tuned from a target. Thr
 hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's. With
 "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute. "llama_target"
 and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
-(launch/export_hugging_face.py).
+(launch/export.py).
 """
 
 from ml_collections import ConfigDict, FieldReference, config_dict

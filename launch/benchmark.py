@@ -3,26 +3,46 @@
     python launch/benchmark.py --config=configs/random_pair.py:38m --output=runs/NAME.json
     python launch/benchmark.py --config=configs/trained_pair.py --grid=draft_length=0,1,2,4,8 --grid=rule=token,block \\
         --grid=sampling.temperature=0.0,0.8 --grid=batch=1,8 --grid=drafter=model,ngram --output=runs/grid.json
+    python launch/benchmark.py --sweep --config=configs/trained_pair.py --output=runs/python_pair_grid.json
+    python launch/benchmark.py --sweep --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/s.json
+    python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
 
 Every cell is measured beside plain decoding of the same prompts, in turn; K = 0 is plain decoding beside itself,
 which shows how far a speedup may be off. The file is written after each cell: the same command goes on where it was
 interrupted, another grid of the same configuration adds its cells. A file belongs to one machine: times of two are
 not mixed. --trace=runs/trace also says what within a round takes the time.
+
+--sweep measures the points that ``get_hyper(h)`` of the configuration's file asks for (see launch/lib/hyper.py). With
+--pod points become commands for launch/tpu/run.sh, to be run one after the other: all add their cell to the same file,
+and a bucket has no lock that would keep two apart.
 """
+
+import shlex
+import sys
+import types
 
 import jax
 from absl import flags
+from rich.console import Console
 
-from launch.lib import entry, price, tracing
+from launch.lib import entry, hyper, price, tracing
 from launch.lib.cells import check_points, known_identity, parse_grid, read_prompts, run_cells
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
-from specsamp.analysis import grid
+from specsamp.analysis import grid, tables
 
 _CONFIG = ConfigFlag("configs/random_pair.py")
 _GRID = flags.DEFINE_multi_string(
     "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
+)
+_SWEEP = flags.DEFINE_bool("sweep", False, "Measure the points that get_hyper of the configuration's file asks for.")
+_POD = flags.DEFINE_string(
+    "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
+)
+_GATHER = flags.DEFINE_multi_string(
+    "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
 )
 _PROMPTS = flags.DEFINE_string(
     "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
@@ -35,14 +55,22 @@ _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output ho
 
 def main() -> None:
     console = entry.make_console()
+    if _GATHER.value:
+        gather(console)
+        return
     config = _CONFIG.value
+    asked = [hyper_points(_CONFIG.module, _CONFIG.text)] if _SWEEP.value else []
+    points = hyper.product([*asked, parse_grid(_GRID.value)])
+    if _TRACE.value and len(points) > 1:
+        raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
+    check_points(config, points)  # before weights are read
+    if _POD.value:
+        for point in points:
+            print(pod_command(_POD.value, point, _CONFIG.text, sys.argv[1:]))
+        return
     entry.check_output(_OUTPUT.value)
     grid.check_output(_OUTPUT.value, known_identity(config))
-    points = parse_grid(_GRID.value)
-    if _TRACE.value and len(points) > 1:
-        raise ValueError(f"--trace is of one cell, and --grid asks for {len(points)}: choose one")
     tracing.check_trace(_TRACE.value)
-    check_points(config, points)  # before weights are read
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
     experiment = build(config, prompts, mesh=config_mesh(config))
     console.print(headline(experiment))
@@ -50,6 +78,52 @@ def main() -> None:
     run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
+
+
+def gather(console: Console) -> None:
+    """Shows a table of each file of --gather: files are of other pairs or machines."""
+    for name in sorted({"output", "pod", "again", "chip_hour", "sweep", "grid", "trace", "prompts"}):
+        if flags.FLAGS[name].present:
+            raise ValueError(f"--gather measures and writes nothing: leave out --{name}")
+    for path in _GATHER.value:
+        document = grid.read_document(path)
+        with entry.reading(path):
+            table = tables.grid_table(path, document["cells"], full=console.width >= tables.FULL_WIDTH)
+        console.print(grid.origin(path, document), soft_wrap=True, markup=False)
+        entry.show([table], console)
+
+
+def hyper_points(module: types.ModuleType, name: str) -> list[Point]:
+    """Returns the points that ``get_hyper`` of a configuration's file asks for.
+
+    Raises:
+      ValueError: it has none, or asks for no points.
+    """
+    get_hyper = getattr(module, "get_hyper", None)
+    if get_hyper is None:
+        raise ValueError(f"{name} has no get_hyper(h): see launch/lib/hyper.py for how to write one")
+    points = get_hyper(hyper)
+    if not points:
+        raise ValueError(f"get_hyper of {name} asks for no points")
+    return points
+
+
+def pod_command(name: str, point: Point, config: str, arguments: list[str]) -> str:
+    """Returns the command that measures one point on a slice, with what was set for all points.
+
+    Raises:
+      ValueError: a flag whose value is a word of its own, which could be lost on the way.
+    """
+    shared = [argument for argument in arguments if argument.startswith("--config")]
+    apart = next((argument for argument in shared if "=" not in argument), None)
+    if apart is not None:
+        raise ValueError(f"write {apart}=VALUE as one word: it goes into the commands as it is")
+    if not any(argument.startswith("--config=") for argument in shared):
+        shared = [f"--config={config}", *shared]
+    turned = [f"--config.{field}={value}" for field, value in point.items()]
+    writes = [*([f"--output={_OUTPUT.value}"] if _OUTPUT.value else ()), *(["--again"] if _AGAIN.value else ())]
+    program = ["python", "launch/benchmark.py", *shared, *turned, "--distributed", *writes]
+    return shlex.join(["launch/tpu/run.sh", f"--name={name}", "--", *program])
 
 
 if __name__ == "__main__":

@@ -1,31 +1,76 @@
-"""Looks for what is wrong with this machine before an hour is spent on it: versions, devices, memory, caches, access.
+"""Looks for what is wrong with this machine, a head or the names of a pair, before an hour is spent on them.
 
-    python launch/doctor.py
+    python launch/doctor.py                                          # versions, devices, memory, caches, access
     python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files within reach?
     python launch/doctor.py --bucket=gs://my-bucket/runs             # can results be written there?
+    python launch/doctor.py --look_at=head --config=configs/hf.py:llama-8b-eagle3
+    python launch/doctor.py --look_at=head --config=configs/hf.py:TARGET,HEAD --config.drafter=head --prompts=mine.txt
+    python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
+    python launch/doctor.py --look_at=names --pair=llama-8b --pair=Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B
+    python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
-Exit status: 0, nothing; 1, a warning; 2, something that must be mended first.
+--look_at=head checks that a head fits its target. The target continues the prompts by itself. On these texts the head
+drafts as it does in decoding, but reads the tokens of the text: once as it is configured, and once for each way in which
+its files could be meant instead, such as layers that are counted from one. A head that is read wrongly costs speed and
+nothing else, so nothing but this shows it.
+
+--look_at=names looks whether public names exist, may be read and would load. Config, tokenizer and the headers of the
+tensors are read from the hub, some megabytes; no weights are downloaded.
+
+Exit status: 0, nothing is wrong; 1, a warning, a head that does not fit, or a name that would not load; 2, something
+that must be mended first, or cannot be looked at (stderr says why).
 """
 
+import dataclasses
+import os
+
 from absl import flags
+from rich.console import Console
 from rich.markup import escape
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag
+from launch.lib.cells import read_prompts
+from launch.lib.config import ConfigFlag, load_file
+from launch.lib.experiment import build, config_mesh, headline
 from launch.lib.shapes import known_models
-from specsamp import storage
-from specsamp.doctor import Finding, Level, Wanted, examine, facts
+from specsamp import doctor, storage, use_compilation_cache
+from specsamp.analysis.report import Table
+from specsamp.checkpoints import name_check
+from specsamp.checkpoints.head_check import HeadCheck, check_head, write_texts
+from specsamp.doctor import Finding, Level, Wanted
 
+FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py")
+_LOOK_AT = flags.DEFINE_enum("look_at", "machine", list(FLAGS_OF), "What is looked at.")
 _BUCKET = flags.DEFINE_string("bucket", None, "Try to write into this folder, local or gs://.")
+_PROMPTS = flags.DEFINE_string(
+    "prompts", None, "File of prompts, as JSON or one in each line. By default the prompts that come with the pair."
+)
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 64, "Number of tokens that the target writes after each prompt; the head reads them.", lower_bound=1
+)
+_PAIR = flags.DEFINE_multi_string(
+    "pair", [], "Look at this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all of that file."
+)
+_HEAD = flags.DEFINE_bool("head", False, "The second name of each TARGET,DRAFT is a head of the first.")
+_OUTPUT = entry.define_output()
 
 SIGNS = {Level.FINE: ("fine", "green"), Level.WARNING: ("warning", "yellow"), Level.ERROR: ("mend", "red")}
 
 
 def main() -> int:
     console = entry.make_console()
-    known = facts()
-    findings = examine(known, wanted(known.devices))
+    for name in {name for names in FLAGS_OF.values() for name in names} - {*FLAGS_OF[_LOOK_AT.value]}:
+        if flags.FLAGS[name].present:
+            raise ValueError(f"--{name} would not be heeded with --look_at={_LOOK_AT.value}: leave it out")
+    entry.check_output(_OUTPUT.value)
+    return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[_LOOK_AT.value](console)
+
+
+def look_at_machine(console: Console) -> int:
+    """Prints what is found of the machine, and returns how bad it is."""
+    known = doctor.facts()
+    findings = doctor.examine(known, wanted(known.devices))
     if _BUCKET.value:
         findings.append(writable(_BUCKET.value))
     for finding in findings:
@@ -41,8 +86,7 @@ def wanted(devices: int) -> Wanted:
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
     data, model = config.mesh.data or 1, config.mesh.model
-    models = known_models(config)
-    sizes = [one.config.weight_bytes for one in models.values()]
+    sizes = [one.config.weight_bytes for one in known_models(config).values()]
     each = sum(sizes) / (model or max(devices // data, 1)) if sizes else None
     return Wanted(devices=data * (model or 1), weights_bytes=each, from_hub=from_hub)
 
@@ -55,13 +99,79 @@ def writable(folder: str) -> Finding:
         storage.place(probe).unlink()
     except Exception as error:  # noqa: BLE001, of a file system, a network or a login
         told = " ".join(str(error).split())
-        fix = (
-            "gcloud auth application-default login, and pip install gcsfs"
-            if folder.startswith("gs://")
-            else "choose another"
-        )
+        log_in = "gcloud auth application-default login, and pip install gcsfs"
+        fix = log_in if folder.startswith("gs://") else "choose another"
         return Finding(level=Level.ERROR, what=f"{folder} cannot be written ({type(error).__name__}: {told})", fix=fix)
     return Finding(level=Level.FINE, what=f"{folder} can be written")
+
+
+def look_at_head(console: Console) -> int:
+    """Prints how often the head of --config would be accepted, in every way to read it; returns 1 if it does not fit."""
+    config, prompts = _CONFIG.value, read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
+    experiment = build(config, prompts, mesh=config_mesh(config), check_heads=False)
+    if experiment.pair.head is None:
+        raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
+    use_compilation_cache()
+    console.print(headline(experiment, task="a check of the head"))
+    texts_of, sampling = experiment.workload.prompts, experiment.sampling
+    with entry.progress(console, "the target writes the texts"):
+        texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
+    with entry.progress(console, "the head reads them"):
+        found = check_head(experiment.pair, texts, experiment.drafter.K, sampling=sampling)
+    entry.show([readings_table(found)], console)
+    for sentence in found.sentences:
+        console.print(sentence, style="bold green" if found.fits else "bold red", soft_wrap=True, markup=False)
+    readings = [
+        {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance_by_position": one.by_position}
+        for one in found.readings
+    ]
+    document = {
+        "config": config.to_dict(),
+        "pair": experiment.pair_name,
+        "fits": found.fits,
+        "sentences": found.sentences,
+        "drafts": len(found.readings[0].acceptance_NK),
+        "readings": readings,
+    }
+    entry.write_result(_OUTPUT.value, document, console)
+    return int(not found.fits)
+
+
+def readings_table(found: HeadCheck) -> Table:
+    """Returns a row for each way to read a head."""
+    most = max(len(one.by_position) for one in found.readings)
+    shares = [[f"{share:.1%}" for share in one.by_position] for one in found.readings]
+    rows = [(one.name, *cells, *[""] * (most - len(cells))) for one, cells in zip(found.readings, shares)]
+    header = ("read", *(str(k + 1) for k in range(most)))
+    return Table(title="Acceptance by position, teacher-forced", header=header, rows=rows)
+
+
+def look_at_names(console: Console) -> int:
+    """Prints which public names would load; returns 1 if one would not."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub's library has a bar for every small file
+    public, findings = load_file("configs/hf.py"), []
+    known = {**public.PAIRS, **public.HEADS}
+    asked = {word: public.find(word) for word in _PAIR.value or known}
+    with entry.progress(console, "asking the hub") as say:
+        for number, (word, pair) in enumerate(asked.items()):
+            say(f"pair {number + 1} of {len(asked)}, {word}")
+            is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
+            names = {"name": word, "target": pair.target, "draft": pair.draft}
+            findings += name_check.check_pair(name_check.NamedPair(**names, is_head=is_head, chat=pair.chat))
+    entry.show([names_table(findings)], console)
+    entry.write_result(_OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console)
+    return int(any(finding.problem is not None for finding in findings))
+
+
+def names_table(findings: list[name_check.Finding]) -> Table:
+    """Returns a row for each name of each pair."""
+    rows = []
+    for one in findings:
+        loads, why = ("loads", "; ".join(one.notes)) if one.problem is None else ("does not load", one.problem)
+        rows.append(tuple(map(entry.visible, (one.pair, one.role, one.model, loads, why))))
+    failed = sum(finding.problem is not None for finding in findings)
+    title = f"{len(findings)} names, of which {failed} would not load"
+    return Table(title=title, header=("pair", "as", "name", "", "why, or what differs"), rows=rows, left=5)
 
 
 if __name__ == "__main__":

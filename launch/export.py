@@ -48,6 +48,7 @@ from specsamp.text_format import human_count
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
+from specsamp.training.source import Source, open_trained, open_trained_head
 from specsamp.training.task import Distill, Pretrain
 
 _TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
@@ -61,7 +62,9 @@ _OUTPUT = entry.define_output("The folder to write, local or gs://; that of a pa
 _SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
 _INT8 = flags.DEFINE_bool("int8", False, "Write matrices of a model in int8, which only this project reads.")
 _TARGET_NAME = flags.DEFINE_string(
-    "target_name", None, "Where readers of a head find its target: a folder or an id of the hub. Default: as in its run."
+    "target_name",
+    None,
+    "Where readers of a head find its target: a folder or an id of the hub. Default: as in its run.",
 )
 _K = flags.DEFINE_integer(
     "K", None, "Tokens per round that readers of a head are told to draft. Default: the steps it was trained with.", 1
@@ -113,23 +116,23 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
       FileNotFoundError: a run has no checkpoint.
       ValueError: the runs do not belong together, or the text that they were trained on is another one now.
     """
-    target, draft = run.open_trained(target_run), run.open_trained(draft_run)
-    if "data" not in target.run_config():
+    target, draft = open_trained(target_run), open_trained(draft_run)
+    if "data" not in target.provenance["config"]:
         raise ValueError(
             f"{target_run} was converted from a public checkpoint and stays as it is: launch/export.py --run={draft_run} "
             "gives a draft that configs/hf.py takes beside it"
         )
-    if "target" not in draft.run_config():
+    if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     tokenizer_json = (target.folder / "tokenizer.json").read_text(encoding="utf-8")
     if tokenizer_json != (draft.folder / "tokenizer.json").read_text(encoding="utf-8"):
         raise ValueError(f"{target_run} and {draft_run} have different tokenizers: train the draft from this target")
     asked = draft.made_from("target")["sha256"]
-    if asked != target.describe()["sha256"]:
+    if asked != target.identity["sha256"]:
         raise ValueError(
             f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds"
         )
-    data = target.run_config()["data"]
+    data = target.provenance["config"]["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)
     run.check_same(target_run, "corpus", corpus.describe())
@@ -158,13 +161,13 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     console.print(f"{output}: {size / 1e6:.1f} MB")
 
 
-def provenance_of(trained: run.TrainedModel) -> dict:
+def provenance_of(trained: Source) -> dict:
     """Returns how a model was trained."""
     return {
-        "config": run.without_paths(trained.run_config()),
+        "config": run.without_paths(trained.provenance["config"]),
         "corpus": trained.made_from("corpus"),
         "step": trained.step,
-        "last_metrics": trained.last_metrics(),
+        "last_metrics": run.last_metrics(trained.folder, trained.step),
     }
 
 
@@ -193,9 +196,9 @@ def export_head(console: Console) -> None:
         raise ValueError(
             f"{_OUTPUT.value} holds a model or a head that was not exported here: give a folder of its own"
         )
-    trained = run.open_trained_head(_RUN.value)
+    trained = open_trained_head(_RUN.value)
     with entry.reading(f"{_RUN.value}/run.json"):
-        config, target = trained.run_config(), trained.made_from("target")
+        config, target = trained.provenance["config"], trained.made_from("target")
         name = _TARGET_NAME.value or target.get("name") or config["target"].rstrip("/").split("/")[-1]
         params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
         K = _K.value or config["test_time"]["test_steps"]
@@ -210,16 +213,18 @@ def export_model(console: Console) -> None:
     """Writes the model of --run, or one of --pair, as transformers loads it."""
     if _PAIR.value:
         pair = load_pair(_PAIR.value)
-        model, params = (pair.target, pair.target_params) if _SIDE.value == "target" else (pair.draft, pair.draft_params)
+        model, params = (
+            (pair.target, pair.target_params) if _SIDE.value == "target" else (pair.draft, pair.draft_params)
+        )
         config, tokenizer = model.config, pair.tokenizer
     else:
         check_heeded("the run of a model", ("int8",))
-        trained = run.open_trained(_RUN.value)
+        trained = open_trained(_RUN.value)
         config, params = trained.config, trained.params
-        if "data" not in trained.run_config():
+        if "data" not in trained.provenance["config"]:
             raise ValueError(f"--run={_RUN.value} was converted from a public checkpoint: export that one's folder")
         with entry.reading(f"{_RUN.value}/run.json"):
-            eos = trained.run_config()["data"]["eos"]
+            eos = trained.provenance["config"]["data"]["eos"]
         tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
     if _INT8.value:
         params = decode_weights(params, config.compute_dtype, "int8")

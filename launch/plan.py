@@ -9,7 +9,7 @@
 
 Acceptance is a rate, one chance for each drafted position (given that those before were accepted), or rounds by
 number of accepted tokens (0, 1, ..., K). Costs are milliseconds per call, what launch/compile_report.py wrote, or
-a roofline of the configuration's models on a chip. What launch/benchmark.py or launch/sweep.py measured gives both.
+a roofline of the configuration's models on a chip. What launch/benchmark.py measured gives both.
 """
 
 import functools

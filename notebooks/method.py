@@ -21,7 +21,7 @@
 # many to draft; last a better rule, and three others, two of them wrong.
 
 # %%
-REPOSITORY = "https://github.com/OWNER/specsamp"  # launch/set_repository.py writes the address here
+REPOSITORY = "https://github.com/OWNER/specsamp"  # put your repository here, see notebooks/README.md
 
 import glob
 import importlib.util

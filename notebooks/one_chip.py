@@ -19,7 +19,7 @@
 # to hold them, the pair that comes with the package takes their place and writes Python.
 
 # %%
-REPOSITORY = "https://github.com/OWNER/specsamp"  # launch/set_repository.py writes the address here
+REPOSITORY = "https://github.com/OWNER/specsamp"  # put your repository here, see notebooks/README.md
 
 import glob
 import importlib.util

@@ -18,7 +18,7 @@
 # device; then: how much is accepted, on which kind of text, and which draft length K pays.
 
 # %%
-REPOSITORY = "https://github.com/OWNER/specsamp"  # launch/set_repository.py writes the address here
+REPOSITORY = "https://github.com/OWNER/specsamp"  # put your repository here, see notebooks/README.md
 
 import glob
 import importlib.util

@@ -14,6 +14,17 @@ from collections.abc import Sequence
 PACKAGE = pathlib.Path(__file__).parent
 COPY = PACKAGE / "checkout"  # of launch and configs, see setup.py
 USAGE = "usage: specsamp COMMAND [--FLAG=VALUE ...]; specsamp COMMAND --help says more"
+NOW = {  # commands of before, and what does the same today
+    "sweep": "benchmark --sweep",
+    "export-pair": "export --target=RUN --draft=RUN",
+    "export-head": "export --run=RUN",
+    "export-hugging-face": "export --run=RUN",
+    "convert": "export --checkpoint=NAME",
+    "check-head": "doctor --look_at=head",
+    "check-names": "doctor --look_at=names",
+    "score-forecasts": "calibrate",
+    "set-repository": "nothing: notebooks/README.md has the line of sed",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0].replace("_", "-")
     if name not in known:
-        print(f"no command {arguments[0]!r}: choose one of {', '.join(known)}", file=sys.stderr)
+        today = f"it is now {NOW[name]}" if name in NOW else f"choose one of {', '.join(known)}"
+        print(f"no command {arguments[0]!r}: {today}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(folder().parent))
     sys.argv = ["specsamp", name, *arguments[1:]]

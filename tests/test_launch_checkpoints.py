@@ -65,7 +65,14 @@ def test_a_head_is_checked(folder, head, tmp_path):
     (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
     common = [f"--config=configs/hf.py:{folder},{head}", "--config.hugging_face.dtype=float32", "--plain"]
     common += ["--config.draft_length=2", "--config.sampling.temperature=0", f"--prompts={tmp_path / 'prompts.txt'}"]
-    done = call("check_head", *common, "--config.drafter=head", "--tokens=8", f"--output={tmp_path / 'check.json'}")
+    done = call(
+        "doctor",
+        "--look_at=head",
+        *common,
+        "--config.drafter=head",
+        "--tokens=8",
+        f"--output={tmp_path / 'check.json'}",
+    )
     assert done.returncode == 1, done.stderr
     assert "as configured" in done.stdout and "THE HEAD DOES NOT FIT" in done.stdout
     document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
@@ -73,7 +80,9 @@ def test_a_head_is_checked(folder, head, tmp_path):
     names = [reading["name"] for reading in document["readings"]]
     assert names[0] == "as configured" and "the norms of token and feature swapped" in names
     assert all(len(reading["acceptance_by_position"]) == 2 for reading in document["readings"])
-    wrong = call("check_head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32")
+    wrong = call(
+        "doctor", "--look_at=head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32"
+    )
     assert wrong.returncode == 2 and "drafter = 'model', and the pair has no head" in wrong.stderr
 
 
@@ -90,36 +99,40 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
     texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
     assert texts == ["user: some text", "user: someassistant: text"]
     said = capsys.readouterr().err
-    assert "the head is accepted with" in said and "THE HEAD DOES NOT FIT" in said and "launch/check_head.py" in said
+    assert (
+        "the head is accepted with" in said
+        and "THE HEAD DOES NOT FIT" in said
+        and "launch/doctor.py --look_at=head" in said
+    )
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
-    done = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
+    done = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
     target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
     assert target.config == CONFIG and "data" not in target.provenance["config"]
     jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
-    again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "holds a model already: choose another folder" in again.stderr
-    export_of_it = call("export_hugging_face", f"--run={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
+    export_of_it = call("export", f"--run={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
     assert export_of_it.returncode == 2 and "was converted from a public checkpoint: export" in export_of_it.stderr
     (tmp_path / "orbax" / "run.json").unlink()
-    again = call("convert", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
+    again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "a conversion that did not end: delete the folder" in again.stderr
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"wdth": 3}}'])
 def test_a_damaged_run_is_one_line(tmp_path, content):
     (tmp_path / "run.json").write_text(content, encoding="utf-8")
-    done = call("export_hugging_face", f"--run={tmp_path}", f"--output={tmp_path / 'out'}")
+    done = call("export", f"--run={tmp_path}", f"--output={tmp_path / 'out'}")
     assert done.returncode == 2 and done.stderr.startswith(f"{tmp_path}/run.json ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_exporting_the_shipped_target(tmp_path):
-    done = call("export_hugging_face", "--pair=python", f"--output={tmp_path}")
+    done = call("export", "--pair=python", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensors and checkpoint.config.activation == "gelu"

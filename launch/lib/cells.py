@@ -1,4 +1,4 @@
-"""Turns a configuration and points of a sweep into cells, and measures them for launch/benchmark and launch/sweep."""
+"""Turns a configuration and points of a sweep into cells, and measures them for launch/benchmark.py."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
     for sentence in found.sentences:
         console.print(entry.visible(sentence), style=None if found.fits else "bold red", markup=False)
     if not found.fits:
-        console.print("launch/check_head.py with the same configuration shows all readings", markup=False)
+        console.print("launch/doctor.py --look_at=head with the same configuration shows all readings", markup=False)
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:

@@ -25,6 +25,7 @@ MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)(.*?)(<!-- end -->)", r
 
 # Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
 MOVED: Mapping[str, str] = {
+    r"launch/sweep\.py": "launch/benchmark.py --sweep",
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",

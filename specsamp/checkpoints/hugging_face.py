@@ -7,7 +7,7 @@
 Opening reads config, tokenizer and headers; `read_params` reads tensors, each process only what its devices hold, and
 at most one tensor at a time lies in host memory beside what is already in its place.
 
-A converted checkpoint (`write_converted`, launch/convert.py) has its parameters in Orbax's format, which reads faster
+A converted checkpoint (`write_converted`, launch/export.py) has its parameters in Orbax's format, which reads faster
 on a mesh:
 
     config.json, tokenizer.json, ...   as they were, but for what `Checkpoint.config` corrects

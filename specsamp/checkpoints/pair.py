@@ -2,14 +2,14 @@
 
     pair = load_pair("python")                  # the one that comes with the package
     pair = load_pair("python", draft="head")    # its target, with the head that drafts inside it
-    pair = load_pair("runs/my_pair")            # of launch/export_pair.py
+    pair = load_pair("runs/my_pair")            # of launch/export.py
 
     pair.json             shapes of both models, how they were trained, what was measured
     target.safetensors    int8 with a scale per output channel, see int8_storage.py
     draft.safetensors
     tokenizer.json
     prompts.json          prompts from held-out files, if there are any
-    head                  a head for this target, if there is one: launch/export_head.py
+    head                  a head for this target, if there is one: launch/export.py
 
 Pairs of public checkpoints are read by public_pair.py.
 """

@@ -41,7 +41,7 @@ def read_pair(
     """Reads a pair of two checkpoints, ready for `generate`.
 
     Args:
-      target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/convert.py made of them.
+      target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/export.py made of them.
       dtype: of weights, activations and caches.
       int8: what is in int8 instead; weights are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.

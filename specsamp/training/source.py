@@ -159,7 +159,7 @@ def open_trained(folder: str | os.PathLike) -> Source:
     """
     folder, fields = storage.place(folder), read_config(folder)
     if "head" in fields:
-        raise ValueError(f"{folder} is the run of a head, which is no model: launch/export_head.py reads it")
+        raise ValueError(f"{folder} is the run of a head, which is no model: launch/export.py reads it")
     with _damaged(folder, "model"):
         config = TransformerConfig.from_json(fields["model"])
     params, step = _restore(folder, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))

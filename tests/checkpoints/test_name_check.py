@@ -111,18 +111,25 @@ def test_weights_that_are_pickles(hub):
 
 def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_path):
     output = tmp_path / "names.json"
-    done = call("check_names", "--pair=some/target,some/draft", "--plain", f"--output={output}")
+    done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", "--plain", f"--output={output}")
     assert done.returncode == 0, done.stderr
     assert "2 names, of which 0 would not load" in done.stdout
     assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [None, None]
     hub.gated.add("some/draft")
-    done = call("check_names", "--pair=some/target,some/draft", "--pair=some/target,some/head", "--head", "--plain")
+    done = call(
+        "doctor",
+        "--look_at=names",
+        "--pair=some/target,some/draft",
+        "--pair=some/target,some/head",
+        "--head",
+        "--plain",
+    )
     assert done.returncode == 1 and "does not load" in done.stdout and "gated: accept its licence" in done.stdout
     assert "4 names, of which 1" in done.stdout and "some/head" in done.stdout
 
 
 def test_without_a_network_there_is_one_line(hub):
     hub.network = False
-    done = call("check_names")
+    done = call("doctor", "--look_at=names")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "the hub cannot be reached, and names are looked up there (TimeoutError: nobody answers)" in done.stderr

@@ -71,7 +71,7 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
         (["--methods="], "--methods is empty"),
         (["--methods=token/none"], "drafts nothing: write plain"),
         (["--config.rule=block"], "--config.rule=block would not be heeded: name it in --methods"),
-        (["--config.draft_temperature=0.5"], "config.draft_temperature = 0.5 would not be heeded"),
+        (["--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
         (["--methods=token,token"], "names token, model, K = 3 twice"),
         (["--task=humaneval", "--source=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--config.max_new_tokens=2040"], "6 of 6 problems are too long for 2048 positions, such as"),

@@ -94,9 +94,7 @@ def test_every_command_starts_and_names_itself_as_it_is_called(site):
     told = run_each(site, [])
     assert {"demo", "chat", "benchmark", "plan", "audit", "compile-report", "evaluate"} <= told.keys()
     assert told.keys() >= commands().keys()
-    assert "specsamp check-head --config=" in told["check-head"] and "launch/check_head.py" not in "".join(
-        told.values()
-    )
+    assert "specsamp doctor --config=" in told["doctor"] and "launch/doctor.py" not in "".join(told.values())
 
 
 @pytest.mark.slow
@@ -131,3 +129,5 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
 def test_an_unknown_command_is_refused_with_those_there_are(capsys):
     assert main(["serf"]) == 2
     assert "no command 'serf': choose one of audit, benchmark," in capsys.readouterr().err
+    assert main(["check_head", "--plain"]) == 2
+    assert "no command 'check_head': it is now doctor --look_at=head" in capsys.readouterr().err

@@ -18,16 +18,16 @@ def test_the_shipped_sweeps():
 
 def test_pod_commands_hold_what_was_set_for_all():
     shared = ["--config=configs/chinchilla.py:v4-32", "--config.repeats=5"]
-    done = call("sweep", *shared, "--pod=pod", "--output=gs://b/s.json", "--again")
+    done = call("benchmark", "--sweep", *shared, "--pod=pod", "--output=gs://b/s.json", "--again")
     lines = done.stdout.strip().splitlines()
     assert done.returncode == 0 and len(lines) == 16, done.stderr
     assert lines[9] == (
         f"launch/tpu/run.sh --name=pod -- python launch/benchmark.py {shared[0]} {shared[1]} "
         "--config.sampling.temperature=0.0 --config.draft_length=1 --distributed --output=gs://b/s.json --again"
     )
-    (first, *_) = call("sweep", "--pod=pod").stdout.splitlines()  # benchmark's default is another pair
-    assert "launch/benchmark.py --config=configs/trained_pair.py --config." in first
-    apart = call("sweep", "--config", "configs/chinchilla.py:v4-32", "--pod=pod")
+    (first,) = call("benchmark", "--grid=batch=8", "--pod=pod").stdout.splitlines()
+    assert first.endswith("launch/benchmark.py --config=configs/random_pair.py --config.batch=8 --distributed")
+    apart = call("benchmark", "--sweep", "--config", "configs/chinchilla.py:v4-32", "--pod=pod")
     assert apart.returncode == 2 and "write --config=VALUE as one word" in apart.stderr and not apart.stdout
 
 
@@ -64,36 +64,36 @@ def swept(tmp_path):
 def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     output = tmp_path / "sweep.json"
     output.write_text("half a fi", encoding="utf-8")
-    done = call("sweep", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
+    done = call("benchmark", "--sweep", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
     assert "set aside as" in done.stdout.replace("\n", " ")
     assert (tmp_path / "sweep.json.aside-1").read_text() == "half a fi"
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
-    gathered = call("sweep", f"--gather={output}", f"--gather={output}", "--plain")
+    gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
     assert gathered.stdout.count("greedy, K = 0, batch 1") == gathered.stdout.count("ms per token over all rows") == 2
 
 
 def test_gathering_writes_nothing(tmp_path):
-    done = call("sweep", f"--gather={tmp_path / 'cells.json'}", f"--output={tmp_path / 'other.json'}")
+    done = call("benchmark", f"--gather={tmp_path / 'cells.json'}", f"--output={tmp_path / 'other.json'}")
     assert done.returncode == 2 and "--gather measures and writes nothing: leave out --output" in done.stderr
 
 
 def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"a": 1}', encoding="utf-8")
-    for script in ("sweep", "benchmark"):
-        done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
+    for more in ([], ["--grid=draft_length=1"]):
+        done = call("benchmark", *more, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and "holds no cells" in done.stderr and "left alone" in done.stderr
     assert other.read_text(encoding="utf-8") == '{"a": 1}'
     other.write_text('{"identity": {"jax": "0.1"}, "cells": []}', encoding="utf-8")
-    for script in ("sweep", "benchmark"):
-        done = call(script, "--config=configs/trained_pair.py:nothing", f"--output={other}")
+    for more in ([], ["--grid=draft_length=1"]):
+        done = call("benchmark", *more, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and f"{other} holds cells of a" in done.stderr
 
 
 def test_a_file_without_cells_is_not_gathered(tmp_path):
     (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
-    done = call("sweep", f"--gather={tmp_path / 'cells.json'}")
+    done = call("benchmark", f"--gather={tmp_path / 'cells.json'}")
     assert done.returncode == 2 and "holds no cells" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""launch/train.py and export_pair.py: killed and resumed, and what is refused before anything is written."""
+"""launch/train.py and export.py: killed and resumed, and what is refused before anything is written."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from configs import python_pair
-from launch import export_pair
+from launch import export
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
 from support.run_script import FIXED, ROOT, call
@@ -80,7 +80,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     parts[-1].unlink()  # as if killed before it was written
     train.start(config, tmp_path / "draft", quiet())
     assert parts[-1].read_bytes() == last_part
-    export_pair.export(target, tmp_path / "draft", tmp_path / "pair", quiet())
+    export.export_pair(target, tmp_path / "draft", tmp_path / "pair", quiet())
     pair = load_pair(tmp_path / "pair")
     assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
     provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
@@ -95,11 +95,13 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
 
     with pytest.raises(ValueError, match="target is no run of a draft: it was not distilled from a target"):
-        export_pair.export(target, target, tmp_path / "none", quiet())
+        export.export_pair(target, target, tmp_path / "none", quiet())
     run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
-    (target / "run.json").write_text(json.dumps({"model": run_json["model"]}), encoding="utf-8")  # as launch/convert.py
+    (target / "run.json").write_text(
+        json.dumps({"model": run_json["model"]}), encoding="utf-8"
+    )  # as of a converted one
     with pytest.raises(ValueError, match="was converted from a public checkpoint and stays as it is"):
-        export_pair.export(target, tmp_path / "draft", tmp_path / "none", quiet())
+        export.export_pair(target, tmp_path / "draft", tmp_path / "none", quiet())
     assert not (tmp_path / "none").exists()
 
 
@@ -124,9 +126,9 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
     corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
     (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
-    export_pair.write_prompts(tmp_path / "prompts.json", corpus)
+    export.write_prompts(tmp_path / "prompts.json", corpus)
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
-    export_pair.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
+    export.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
 
 

@@ -69,10 +69,10 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
         load_pair(pair_folder, draft="head", check_fit=False)
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
-    done = call("export_head", *arguments)
+    done = call("export", *arguments)
     assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
     (pair_folder / "config.json").write_text("{}", encoding="utf-8")
-    refused = call("export_head", arguments[0], f"--output={pair_folder}")
+    refused = call("export", arguments[0], f"--output={pair_folder}")
     assert refused.returncode == 2 and "give a folder of its own" in refused.stderr
     (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
@@ -95,9 +95,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
     assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
 
-    with pytest.raises(
-        ValueError, match="head is the run of a head, which is no model: launch/export_head.py reads it"
-    ):
+    with pytest.raises(ValueError, match="head is the run of a head, which is no model: launch/export.py reads it"):
         open_trained(tmp_path / "head")
     with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, medusa, mtp"):
         train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
@@ -117,7 +115,7 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
     last = metrics(tmp_path / "run")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
     trained = open_trained_head(tmp_path / "run")
-    done = call("export_head", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
+    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
     assert (done.returncode or 0) == 0, done.stderr
     assert (pair_folder / "head" / file).is_file()
     pair = load_pair(pair_folder, draft="head", check_fit=False)
@@ -192,7 +190,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
     train.start(again, tmp_path / "head", quiet())  # there is nothing left to do, and nothing differs
 
-    done = call("export_head", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
+    done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_head_pair(str(public_target), str(tmp_path / "exported"), dtype="float32", check_fit=False)
     trained = open_trained_head(tmp_path / "head")
