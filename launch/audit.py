@@ -105,7 +105,7 @@ def main() -> int:
 
 def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:
     """Returns the pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
-    (cell,) = make_cells(config, [{}], experiment)
+    (cell,) = make_cells([config], experiment)
     work = cell.workload
     prompts = work.prompts
     if not prompts:  # several lengths, as texts would have

@@ -26,7 +26,7 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry, hyper, price, tracing
-from launch.lib.cells import check_points, known_identity, parse_grid, read_prompts, run_cells
+from launch.lib.cells import known_identity, parse_grid, read_prompts, run_cells, turned
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, config_mesh, headline
 from launch.lib.hyper import Point
@@ -63,7 +63,7 @@ def main() -> None:
     points = hyper.product([*asked, parse_grid(_GRID.value)])
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
-    check_points(config, points)  # before weights are read
+    settings = turned(config, points)  # all are checked before weights are read
     if _POD.value:
         for point in points:
             print(pod_command(_POD.value, point, _CONFIG.text, sys.argv[1:]))
@@ -75,7 +75,7 @@ def main() -> None:
     experiment = build(config, prompts, mesh=config_mesh(config))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    run_cells(config, points, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)
+    run_cells(config, settings, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 

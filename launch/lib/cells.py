@@ -25,7 +25,6 @@ from specsamp.analysis.trace import Trace
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, temperature
 
@@ -67,53 +66,30 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
     return product(sweeps)
 
 
-def make_cells(config: ExperimentConfig, points: Sequence[Point], experiment: Experiment) -> list[Cell]:
-    """Returns a cell for each point, the first of equal ones; all are checked before any is measured.
+def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:
+    """Returns the configuration at each point; all are checked before any is measured.
 
     Raises:
       ValueError: a field that does not exist or cannot be turned, a value out of range.
     """
+    for field in {field for point in points for field in point} - TURNED:
+        known = ", ".join(sorted(TURNED))
+        raise ValueError(f"a sweep turns {known}; {field!r} makes another pair or text: run it apart")
+    return [config.turned(point) for point in points]
+
+
+def make_cells(configs: Sequence[ExperimentConfig], experiment: Experiment) -> list[Cell]:
+    """Returns a cell for each configuration, the first of equal ones."""
     cells: dict[str, Cell] = {}
-    for point in points:
-        cell = _cell(_turned(config, point), experiment)
+    for config in configs:
+        cell = _cell(config, experiment)
         cells.setdefault(json.dumps(cell.key), cell)
     return list(cells.values())
 
 
-def _turned(config: ExperimentConfig, point: Point) -> ExperimentConfig:
-    unknown = next((field for field in point if field not in TURNED), None)
-    if unknown is not None:
-        known = ", ".join(sorted(TURNED))
-        raise ValueError(f"a sweep turns {known}; {unknown!r} makes another pair or text: run it apart")
-    return config.turned(point)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Holds what a point says of its cell, without a model."""
-
-    key: dict[str, Any]
-    draft_length: int  # 0: plain decoding
-    rule: Rule
-    sampling: Warp
-    draft_sampling: Warp | None  # None: the target's
-
-
-def check_points(config: ExperimentConfig, points: Sequence[Point]) -> None:
-    """Checks what can be known before weights are read.
-
-    Raises:
-      ValueError: a field that does not exist or cannot be turned, a value out of range.
-    """
-    for point in points or [{}]:
-        _setting(_turned(config, point))
-
-
-def _setting(config: ExperimentConfig) -> Setting:
-    plain = config.draft_length == 0 or not config.word.drafts
+def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
+    plain, pair = config.is_plain, experiment.pair
     K, rule = 0 if plain else config.draft_length, make_rule(config.rule)
-    if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
-        rule = make_rule("token")
     key = {
         "draft_length": K,
         "drafter": "none" if plain else config.drafter_name,
@@ -122,13 +98,24 @@ def _setting(config: ExperimentConfig) -> Setting:
         **{name: getattr(config.sampling, name) for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else config.draft_temperature,
     }
+    if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
+        rule = make_rule("token")
     if not plain and config.adaptive is not None and not config.adaptive.is_off:
         key["adaptive"] = dataclasses.asdict(config.adaptive)
     if not plain and config.synthetic_acceptance is not None:
         key["synthetic_acceptance"] = config.synthetic_acceptance
         rule = SyntheticAcceptance(rule, config.synthetic_acceptance)
     sampling, draft_sampling = _samplings(config.sampling, config.draft_temperature)
-    return Setting(key=key, draft_length=K, rule=rule, sampling=sampling, draft_sampling=draft_sampling)
+    drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
+    return Cell(
+        key=key,
+        drafter=drafter,
+        adaptive=config.make_adaptive(drafter),
+        rule=rule,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+        workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
+    )
 
 
 def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
@@ -142,20 +129,6 @@ def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple
     if (draft_temperature == 0) == (fields.temperature == 0):
         return tuple(one.warp() for one in both)
     return tuple(one.warp() if one.temperature else chain(temperature(0.0)) for one in both)
-
-
-def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
-    setting, pair = _setting(config), experiment.pair
-    drafter = config.make_drafter(pair.target, pair.draft_or_head, setting.draft_length)
-    return Cell(
-        key=setting.key,
-        drafter=drafter,
-        adaptive=config.make_adaptive(drafter),
-        rule=setting.rule,
-        sampling=setting.sampling,
-        draft_sampling=setting.draft_sampling,
-        workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
-    )
 
 
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:
@@ -191,7 +164,7 @@ def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, A
 
 def run_cells(
     config: ExperimentConfig,
-    points: Sequence[Point],
+    points: Sequence[ExperimentConfig],
     experiment: Experiment,
     output: str | None,
     console: Console,
@@ -202,11 +175,12 @@ def run_cells(
     """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
 
     Args:
+      points: the configuration, turned.
       again: measures what it does hold, too.
       chip_hour: dollars, to say what tokens cost.
       trace: a folder, to profile the only cell into.
     """
-    cells = make_cells(config, points, experiment)
+    cells = make_cells(points, experiment)
     for cell in cells:
         check_fits(experiment.pair, [cell.drafter], cell.workload)
 

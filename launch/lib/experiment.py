@@ -134,14 +134,15 @@ class ExperimentConfig:
     checkpoints: CheckpointFields | None = None
 
     def __post_init__(self):
-        rule, word = make_rule(self.rule), choose("drafter", self.drafter, DRAFTERS)
-        if word.takes:
-            integer(word.takes, getattr(self, word.takes), 1)
+        choose("drafter", self.drafter, DRAFTERS)
+        if self.word.takes:
+            integer(self.word.takes, self.own_number, 1)
         integer("draft_length", self.draft_length, 0)
         integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range
         if self.draft_temperature is not None:
             temperature(self.draft_temperature)
+        rule = make_rule(self.rule)
         if self.synthetic_acceptance is not None:
             SyntheticAcceptance(rule, self.synthetic_acceptance)
 
@@ -152,26 +153,20 @@ class ExperimentConfig:
         Raises:
           ValueError: a field that is missing, that nothing reads, or whose value is wrong.
         """
-        return cls.from_dict(config.to_dict())
+        return _read(cls, config.to_dict())
 
     @classmethod
     def from_file(cls, text: str) -> ExperimentConfig:
         """Reads the configuration of ``FILE.py:WORD``."""
         return cls.from_config_dict(load_config(text))
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> ExperimentConfig:
-        """Does what `from_config_dict` does, of what `to_dict` returns."""
-        groups = {name: read(fields[name]) for name, read in _GROUPS.items() if fields.get(name) is not None}
-        return _read(cls, {**fields, **groups})
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as the configuration has them, and as files of results hold them."""
-        told = dataclasses.asdict(self) | {side: getattr(self, side) for side in ("target", "draft")}
-        told |= {side: told[side].to_dict() for side in ("target", "draft") if told[side] is not None}
+        told = dataclasses.asdict(self)
+        told |= {side: dict(told[side]["fields"]) for side in ("target", "draft") if told[side] is not None}
         if self.mesh.num_kv_heads is None:
             del told["mesh"]["num_kv_heads"]
-        return {name: value for name, value in told.items() if value is not None or name not in _OPTIONAL}
+        return {name: value for name, value in told.items() if value is not None or name not in _LEFT_OUT}
 
     def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
         """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
@@ -179,7 +174,7 @@ class ExperimentConfig:
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return ExperimentConfig.from_dict(fields)
+        return _read(ExperimentConfig, fields)
 
     @property
     def writes_text(self) -> bool:
@@ -199,9 +194,19 @@ class ExperimentConfig:
         return DRAFTERS[self.drafter]
 
     @property
+    def own_number(self) -> int | None:
+        """Returns the number that the drafter takes beside K, such as its beams."""
+        return getattr(self, self.word.takes) if self.word.takes else None
+
+    @property
     def drafter_name(self) -> str:
         """Returns what results call the drafter: its word, and the number that it takes."""
-        return f"{self.drafter} {getattr(self, self.word.takes)}" if self.word.takes else self.drafter
+        return f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether nothing is drafted."""
+        return self.draft_length == 0 or not self.word.drafts
 
     def make_drafter(
         self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
@@ -215,8 +220,7 @@ class ExperimentConfig:
           ValueError: a field that does not fit the target.
         """
         K = self.draft_length if draft_length is None else draft_length
-        number = getattr(self, self.word.takes) if self.word.takes else None
-        return self.word.make(target, draft, K, number) if K else NoDrafter()
+        return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
 
     def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
         """Returns the draft lengths that rows choose from; None: it is always the drafter's K."""
@@ -228,31 +232,35 @@ class ExperimentConfig:
         return Workload(**{name: getattr(self, name) for name in names})
 
 
+_GROUPS = {
+    "sampling": SamplingFields,
+    "mesh": MeshFields,
+    "adaptive": AdaptiveFields,
+    "int8": Int8Fields,
+    "hugging_face": PublicNames,
+    "checkpoints": CheckpointFields,
+}
+_LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints", "adaptive"}  # where None
+
+
 def _read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration; whole numbers become floats where it has floats."""
-    known = {field.name: field for field in dataclasses.fields(kind)}
+    """Returns a dataclass of the fields of a configuration, or of a group of them."""
+    known, values = {field.name: field for field in dataclasses.fields(kind)}, {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
         names = ", ".join(group + name for name in missing)
         raise ValueError(f"--config has no field {names}: this command needs a configuration that has")
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"--config has a field {group}{unknown[0]}, which nothing reads: leave it out")
-    floats = {name for name, field in known.items() if field.type.startswith("float")}
-    whole = {name: float(fields[name]) for name in floats & {*fields} if isinstance(fields[name], int)}
-    return kind(**{**fields, **whole})
-
-
-_GROUPS = {
-    "sampling": functools.partial(_read, SamplingFields, group="sampling."),
-    "mesh": functools.partial(_read, MeshFields, group="mesh."),
-    "adaptive": functools.partial(_read, AdaptiveFields, group="adaptive."),
-    "int8": functools.partial(_read, Int8Fields, group="int8."),
-    "hugging_face": functools.partial(_read, PublicNames, group="hugging_face."),
-    "checkpoints": functools.partial(_read, CheckpointFields, group="checkpoints."),
-    "target": ModelFields.from_dict,
-    "draft": ModelFields.from_dict,
-}
-_OPTIONAL = {"adaptive", "pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints"}
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
+        if name in _GROUPS and isinstance(value, Mapping):
+            value = _read(_GROUPS[name], value, f"{name}.")
+        elif isinstance(value, Mapping):  # a model's
+            value = ModelFields(tuple(value.items()))
+        elif isinstance(value, int) and known[name].type.startswith("float"):
+            value = float(value)
+        values[name] = value
+    return kind(**values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from launch.lib.config import choose
@@ -49,30 +48,17 @@ class Int8Fields:
         return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in words.items()})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ModelFields:
-    """A preset of specsamp/models/config.py, and the fields of its shape that are set."""
+    """A preset of specsamp/models/config.py, and fields of its shape: names and values; None is the preset's."""
 
-    preset: str
-    shape: tuple[tuple[str, Any], ...]  # names and values; a value that is None is the preset's
-
-    def __post_init__(self):
-        choose("preset", self.preset, PRESETS)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> ModelFields:
-        """Reads what a configuration has in ``target`` or ``draft``."""
-        shape = {**fields}
-        return cls(preset=shape.pop("preset"), shape=tuple(shape.items()))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as the configuration has them."""
-        return {"preset": self.preset, **dict(self.shape)}
+    fields: tuple[tuple[str, Any], ...]
 
     def model(self, **decoding: str | None) -> TransformerLM:
         """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
-        changes = {name: value for name, value in self.shape if value is not None} | decoding
-        return TransformerLM.for_backend(PRESETS[self.preset](**changes))
+        changes = {name: value for name, value in self.fields if value is not None} | decoding
+        preset = choose("preset", changes.pop("preset", None), PRESETS)
+        return TransformerLM.for_backend(preset(**changes))
 
 
 def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM:

@@ -34,20 +34,20 @@ def points(*texts):
 def test_a_grid_becomes_cells(experiment):
     config = ExperimentConfig.from_config_dict(trained_pair.get_config())
     turned = points("draft_length=0,3", "rule=token,block", "drafter=model,ngram", "sampling.temperature=0.0,0.8")
-    made = cells.make_cells(config, turned, experiment)
+    made = cells.make_cells(cells.turned(config, turned), experiment)
     plain = [one for one in made if one.key["draft_length"] == 0]
     assert len(made) == 2 + 8 and len(plain) == 2  # plain decoding has neither rule nor drafter
     assert all(one.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
     assert {type(one.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
     assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
-    (heated,) = cells.make_cells(config, points("draft_temperature=0.5"), experiment)
+    (heated,) = cells.make_cells(cells.turned(config, points("draft_temperature=0.5")), experiment)
     temperatures = [float(warp.warps[0].value) for warp in (heated.sampling, heated.draft_sampling)]
     np.testing.assert_allclose(temperatures, [0.8, 0.5])
-    both = cells.make_cells(config, [{"draft_temperature": 0.5}, {"draft_length": 3}], experiment)
+    both = cells.make_cells(cells.turned(config, [{"draft_temperature": 0.5}, {"draft_length": 3}]), experiment)
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before
-    (cold,) = cells.make_cells(config, points("draft_temperature=0"), experiment)
+    (cold,) = cells.make_cells(cells.turned(config, points("draft_temperature=0")), experiment)
     assert float(cold.draft_sampling.warps[0].value) == 0 and float(cold.sampling.warps[0].value) > 0.7
-    (made_up,) = cells.make_cells(config, points("synthetic_acceptance=0.7"), experiment)
+    (made_up,) = cells.make_cells(cells.turned(config, points("synthetic_acceptance=0.7")), experiment)
     assert made_up.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
     assert "synthetic_acceptance" not in heated.key
 
@@ -86,9 +86,9 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
         (["draft_length=1", "draft_length=2"], "'draft_length' is swept twice"),
     ],
 )
-def test_a_grid_is_checked_before_anything_is_measured(experiment, texts, message):
+def test_a_grid_is_checked_before_anything_is_measured(texts, message):
     with pytest.raises(ValueError, match=message):
-        cells.make_cells(ExperimentConfig.from_config_dict(random_pair.get_config("tiny")), points(*texts), experiment)
+        cells.turned(ExperimentConfig.from_config_dict(random_pair.get_config("tiny")), points(*texts))
 
 
 @pytest.mark.parametrize(
