@@ -24,7 +24,8 @@ from absl import flags
 from launch.lib import entry
 from launch.lib.cells import make_cells, read_prompts
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline
+from launch.lib.experiment import Experiment, build, config_mesh, headline
+from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit

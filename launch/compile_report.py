@@ -27,7 +27,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 from launch.lib import entry
 from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import ExperimentConfig
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import first_layers, head_of, known_models
 from specsamp.analysis import report as tables

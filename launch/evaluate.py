@@ -34,7 +34,8 @@ from absl import flags
 from launch.lib import entry, price
 from launch.lib.config import ConfigFlag, choose
 from launch.lib.evaluation_tables import tables
-from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
 from specsamp import storage
 from specsamp.analysis import report

@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 
 from configs import chinchilla
 from launch.lib import experiment
-from launch.lib.experiment import ExperimentConfig
+from launch.lib.fields import ExperimentConfig
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
 from specsamp.training.checkpoint import Checkpoints

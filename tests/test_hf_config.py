@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 
 from configs import hf
 from launch.lib import shapes
-from launch.lib.experiment import ExperimentConfig
+from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes

@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from configs import random_pair
 from launch.lib import experiment
-from launch.lib.experiment import ExperimentConfig, SamplingFields
+from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
     BeamDrafter,

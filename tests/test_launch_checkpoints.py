@@ -10,7 +10,7 @@ import pytest
 
 from configs import hf
 from launch.lib import experiment
-from launch.lib.experiment import ExperimentConfig
+from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint

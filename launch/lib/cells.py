@@ -14,7 +14,8 @@ import jax
 from rich.console import Console
 
 from launch.lib import entry, price, tracing
-from launch.lib.experiment import Experiment, ExperimentConfig, SamplingFields
+from launch.lib.experiment import Experiment
+from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
 from launch.lib.rules import make_rule
 from specsamp import storage

@@ -60,7 +60,7 @@ class ConfigFlag:
     def value(self) -> Any:
         """Returns what the fields say; ValueError names one that is missing or wrong."""
         if self.read is None:
-            from launch.lib.experiment import ExperimentConfig
+            from launch.lib.fields import ExperimentConfig
 
             return ExperimentConfig.from_config_dict(self.fields)
         return self.read(self.fields)

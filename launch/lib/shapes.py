@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Any
 
-from launch.lib.config import choose
+from launch.lib.fields import ExperimentConfig
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
@@ -16,49 +15,9 @@ from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
-from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
-if TYPE_CHECKING:
-    from launch.lib.experiment import ExperimentConfig
-
-PRESETS = {
-    preset.__name__: preset
-    for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
-}
-
 EAGLE3_VOCABULARY = 32_000
-INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8Fields:
-    """What of a pair is decoded in int8: none, target, draft or both."""
-
-    weights: str = "none"
-    caches: str = "none"
-
-    def __post_init__(self):
-        self.sides  # refuses unknown words
-
-    @property
-    def sides(self) -> Int8:
-        """Returns the sides of both; raises ValueError for an unknown word."""
-        words = {"weights": self.weights, "caches": self.caches}
-        return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in words.items()})
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelFields:
-    """A preset of specsamp/models/config.py, and fields of its shape: names and values; None is the preset's."""
-
-    fields: tuple[tuple[str, Any], ...]
-
-    def model(self, **decoding: str | None) -> TransformerLM:
-        """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
-        changes = {name: value for name, value in self.fields if value is not None} | decoding
-        preset = choose("preset", changes.pop("preset", None), PRESETS)
-        return TransformerLM.for_backend(preset(**changes))
 
 
 def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM:

@@ -26,7 +26,8 @@ from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import DRAFTERS, make_drafter
-from launch.lib.experiment import Experiment, ExperimentConfig, build, headline, refuse
+from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.studies.adaptive_points import HEADER, NOTE, Point, rows_of
 from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache

@@ -19,7 +19,8 @@ from launch.lib import entry
 from launch.lib.cells import identity_of, read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, ExperimentConfig, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.studies.forecasting import Agreement, agreement, agreement_table
 from specsamp import greedy, use_compilation_cache

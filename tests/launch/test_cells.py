@@ -5,7 +5,8 @@ import pytest
 
 from configs import random_pair, trained_pair
 from launch.lib import cells
-from launch.lib.experiment import Experiment, ExperimentConfig, build
+from launch.lib.experiment import Experiment, build
+from launch.lib.fields import ExperimentConfig
 from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter

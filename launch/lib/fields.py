@@ -1,0 +1,276 @@
+"""Reads the fields of a configuration into one dataclass, each once, with its check; nothing after it sees a ConfigDict."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from launch.lib.config import choose, load_config
+from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
+from launch.lib.rules import make_rule
+from specsamp.analysis.workload import Workload
+from specsamp.decoding.adaptive import Adaptive
+from specsamp.decoding.checks import Prompt, integer
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.models import config as models
+from specsamp.models.heads import FeatureHead
+from specsamp.models.int8 import SIDES, Int8
+from specsamp.models.interface import LanguageModel
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.synthetic import SyntheticAcceptance
+from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
+
+PRESETS = {
+    preset.__name__: preset
+    for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
+}
+INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8Fields:
+    """What of a pair is decoded in int8: none, target, draft or both."""
+
+    weights: str = "none"
+    caches: str = "none"
+
+    def __post_init__(self):
+        self.sides  # refuses unknown words
+
+    @property
+    def sides(self) -> Int8:
+        """Returns the sides of both; raises ValueError for an unknown word."""
+        words = {"weights": self.weights, "caches": self.caches}
+        return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in words.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFields:
+    """A preset of specsamp/models/config.py, and fields of its shape: names and values; None is the preset's."""
+
+    fields: tuple[tuple[str, Any], ...]
+
+    def model(self, **decoding: str | None) -> TransformerLM:
+        """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
+        changes = {name: value for name, value in self.fields if value is not None} | decoding
+        preset = choose("preset", changes.pop("preset", None), PRESETS)
+        return TransformerLM.for_backend(preset(**changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """How texts are sampled; a temperature of 0 is greedy."""
+
+    temperature: float
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1.0 is off
+    min_p: float = 0.0  # 0.0 is off
+
+    def __post_init__(self):
+        self.warp()  # refuses numbers out of range
+
+    def warp(self) -> Warp:
+        """Returns the distribution; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
+        if self.temperature == 0:
+            return greedy()
+        filters = [make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off]
+        return chain(temperature(self.temperature), *filters)
+
+
+_FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFields:
+    """The devices that a pair is spread over, see configs/common.py."""
+
+    data: int = 1
+    model: int = 1
+    draft_model_parallelism: int = 0
+    num_kv_heads: int | None = None  # only a pair of public checkpoints says it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicNames:
+    """A pair of public checkpoints."""
+
+    target: str
+    draft: str
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFields:
+    """Folders of training runs; an empty one stands for random weights."""
+
+    target: str = ""
+    draft: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
+
+    configs/common.py says what the fields mean. A pair is named by ``pair``, by ``hugging_face``, or by the shapes
+    ``target`` and ``draft`` with or without ``checkpoints``.
+    """
+
+    rule: str
+    drafter: str
+    draft_length: int
+    sampling: SamplingFields
+    mesh: MeshFields
+    batch: int
+    prompt_length: int
+    max_new_tokens: int
+    repeats: int
+    seed: int
+    beams: int = 4
+    exit_layer: int | None = None
+    adaptive: AdaptiveFields | None = None
+    attention: str = "plain"
+    int8: Int8Fields = Int8Fields()
+    draft_temperature: float | None = None
+    synthetic_acceptance: float | None = None
+    pair: str | None = None
+    hugging_face: PublicNames | None = None
+    prompts: Sequence[Prompt] | None = None
+    chat: bool | None = None
+    target: ModelFields | None = None
+    draft: ModelFields | None = None
+    checkpoints: CheckpointFields | None = None
+
+    def __post_init__(self):
+        choose("drafter", self.drafter, DRAFTERS)
+        if self.word.takes:
+            integer(self.word.takes, self.own_number, 1)
+        integer("draft_length", self.draft_length, 0)
+        integer("seed", self.seed, 0, 2**32)
+        self.workload()  # refuses numbers out of range
+        if self.draft_temperature is not None:
+            temperature(self.draft_temperature)
+        rule = make_rule(self.rule)
+        if self.synthetic_acceptance is not None:
+            SyntheticAcceptance(rule, self.synthetic_acceptance)
+
+    @classmethod
+    def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
+        """Reads a configuration.
+
+        Raises:
+          ValueError: a field that is missing, that nothing reads, or whose value is wrong.
+        """
+        return _read(cls, config.to_dict())
+
+    @classmethod
+    def from_file(cls, text: str) -> ExperimentConfig:
+        """Reads the configuration of ``FILE.py:WORD``."""
+        return cls.from_config_dict(load_config(text))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as the configuration has them, and as files of results hold them."""
+        told = dataclasses.asdict(self)
+        told |= {side: dict(told[side]["fields"]) for side in ("target", "draft") if told[side] is not None}
+        if self.mesh.num_kv_heads is None:
+            del told["mesh"]["num_kv_heads"]
+        return {name: value for name, value in told.items() if value is not None or name not in _LEFT_OUT}
+
+    def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
+        """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
+        fields = self.to_dict()
+        for name, value in point.items():
+            *groups, last = name.split(".")
+            functools.reduce(operator.getitem, groups, fields)[last] = value
+        return _read(ExperimentConfig, fields)
+
+    @property
+    def writes_text(self) -> bool:
+        """Returns whether the pair is one with a tokenizer."""
+        return self.pair is not None or self.hugging_face is not None
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Returns the kv heads of the target, where the configuration says them."""
+        if self.hugging_face is not None:
+            return self.mesh.num_kv_heads or None
+        return None if self.target is None else self.target.model().config.num_kv_heads
+
+    @property
+    def word(self) -> Word:
+        """Returns what the word of the drafter means."""
+        return DRAFTERS[self.drafter]
+
+    @property
+    def own_number(self) -> int | None:
+        """Returns the number that the drafter takes beside K, such as its beams."""
+        return getattr(self, self.word.takes) if self.word.takes else None
+
+    @property
+    def drafter_name(self) -> str:
+        """Returns what results call the drafter: its word, and the number that it takes."""
+        return f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether nothing is drafted."""
+        return self.draft_length == 0 or not self.word.drafts
+
+    def make_drafter(
+        self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
+    ) -> Drafter:
+        """Returns the drafter, or one that drafts nothing for K = 0.
+
+        Args:
+          draft_length: K; None: the configuration's.
+
+        Raises:
+          ValueError: a field that does not fit the target.
+        """
+        K = self.draft_length if draft_length is None else draft_length
+        return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
+
+    def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
+        """Returns the draft lengths that rows choose from; None: it is always the drafter's K."""
+        return None if self.adaptive is None else self.adaptive.make(drafter)
+
+    def workload(self) -> Workload:
+        """Returns what is decoded, without prompts."""
+        names = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
+        return Workload(**{name: getattr(self, name) for name in names})
+
+
+_GROUPS = {
+    "sampling": SamplingFields,
+    "mesh": MeshFields,
+    "adaptive": AdaptiveFields,
+    "int8": Int8Fields,
+    "hugging_face": PublicNames,
+    "checkpoints": CheckpointFields,
+}
+_LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints", "adaptive"}  # where None
+
+
+def _read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
+    """Returns a dataclass of the fields of a configuration, or of a group of them."""
+    known, values = {field.name: field for field in dataclasses.fields(kind)}, {}
+    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
+    if missing:
+        names = ", ".join(group + name for name in missing)
+        raise ValueError(f"--config has no field {names}: this command needs a configuration that has")
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
+        if name in _GROUPS and isinstance(value, Mapping):
+            value = _read(_GROUPS[name], value, f"{name}.")
+        elif isinstance(value, Mapping):  # a model's
+            value = ModelFields(tuple(value.items()))
+        elif isinstance(value, int) and known[name].type.startswith("float"):
+            value = float(value)
+        values[name] = value
+    return kind(**values)
