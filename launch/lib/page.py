@@ -34,7 +34,12 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
     r"launch/(?:studies/)?in_flight\.py": "launch/study.py backtest --compile",
     r"launch/(?:studies/)?freeze_forecasts\.py.*": "launch/study.py backtest --results=notebooks/results",  # a record
-    r"(launch/study\.py .*--figure)=(\S+)/\w+\.png": r"\1s=\2",
+    r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
+    r"launch/(?:studies/)?scheduling\.py(.*) --two_kinds": r"launch/study.py serving --ask=two_kinds --rows=4\1",
+    r"launch/(?:studies/)?scheduling\.py": "launch/study.py serving --ask=arrivals --rows=4",
+    r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
+    # Last, of all studies: a figure was a file, and is one of a folder.
+    r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }
 
 

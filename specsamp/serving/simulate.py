@@ -1,6 +1,6 @@
-"""Simulates a queue from a table of costs: loads and machines beyond the one at hand, with the same schedules.
+"""Simulates a queue from costs: loads and machines beyond the one at hand, with the same schedules.
 
-    costs = Costs(seconds_per_round={8: 0.012}, emitted_per_round=2.4)
+    costs = Costs(seconds_per_round=0.012, emitted_per_round=2.4)
     served = simulate(poisson(requests, rate=3.0), ShortestFirst(), costs, rows=8)
     summary(served)["mean"]     # seconds per token
 
@@ -10,31 +10,32 @@ busy, as it does on a device.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from specsamp.serving.schedule import ROUNDS_PER_LOOK, Predictor, Schedule, Served, Ticket
+from specsamp.serving.schedule import (
+    ROUNDS_PER_LOOK,
+    FirstCome,
+    Nearest,
+    Predictor,
+    Schedule,
+    Served,
+    ShortestFirst,
+    Ticket,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of a machine in seconds, measured or compiled.
+    """Costs of a machine in seconds: of a round of the batch, of a token of a prompt, of putting a text aside and back."""
 
-    Attributes:
-      seconds_per_round: of a batch, by its rows.
-      seconds_per_prefill_token: of prompts.
-      seconds_per_swap: to put a text aside and to bring it back.
-      emitted_per_round: tokens that a busy row gains.
-    """
-
-    seconds_per_round: Mapping[int, float]
+    seconds_per_round: float
     seconds_per_prefill_token: float = 0.0
     seconds_per_swap: float = 0.0
-    emitted_per_round: float = 1.0
+    emitted_per_round: float = 1.0  # tokens that a busy row gains
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,23 @@ class Oracle(Predictor):
         return self.lengths[ticket.row] - ticket.emitted
 
 
+def informed(past: Sequence[Arrival]) -> Nearest:
+    """Returns a predictor that has seen these texts."""
+    predictor = Nearest()
+    for row, one in enumerate(past):
+        predictor.finish(Ticket(row=row, prompt=one.prompt, budget=one.budget, emitted=one.length))
+    return predictor
+
+
+def schedules(past: Sequence[Arrival], texts: Sequence[Arrival], ageing: float = 1.0) -> dict[str, Schedule]:
+    """Returns new schedules by name, for ``texts`` that come after the past; the oracle knows lengths."""
+    return {
+        "first come": FirstCome(),
+        "shortest predicted": ShortestFirst(predictor=informed(past), ageing=ageing),
+        "oracle": ShortestFirst(predictor=Oracle([one.length for one in texts]), ageing=ageing),
+    }
+
+
 def poisson(arrivals: Sequence[Arrival], rate: float, seed: int = 0) -> list[Arrival]:
     """Returns the arrivals at random times, ``rate`` a second on average."""
     seconds = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(arrivals)))
@@ -75,18 +93,12 @@ def simulate(
     rows: int,
     rounds_per_slice: int = ROUNDS_PER_LOOK,
 ) -> list[Served]:
-    """Returns when each text ends, in the order of ``arrivals``.
-
-    Raises:
-      ValueError: ``costs`` has no round of so many rows.
-    """
-    if rows not in costs.seconds_per_round:
-        raise ValueError(f"no cost of a round of {rows} rows; known: {sorted(costs.seconds_per_round)}")
+    """Returns when each text ends, in the order of ``arrivals``."""
     tickets = [
         Ticket(row=row, prompt=one.prompt, budget=one.budget, arrived=one.seconds) for row, one in enumerate(arrivals)
     ]
     decoded_R = [one.length + one.dropped for one in arrivals]
-    to_come = collections.deque(sorted(tickets, key=lambda ticket: ticket.arrived))
+    to_come = sorted(tickets, key=lambda ticket: ticket.arrived)
     waiting: list[Ticket] = []
     running: list[Ticket] = []
     served: dict[int, Served] = {}
@@ -95,7 +107,7 @@ def simulate(
         if not waiting and not running:
             now = max(now, to_come[0].arrived)
         while to_come and to_come[0].arrived <= now:
-            waiting.append(to_come.popleft())
+            waiting.append(to_come.pop(0))
         if waiting and len(running) == rows and schedule.preempts:  # one at a time, as where one row is refilled
             last = schedule.displace(schedule.choose(waiting), running)
             if last is not None:
@@ -109,7 +121,7 @@ def simulate(
             now += 0.0 if ticket.emitted else costs.seconds_per_prefill_token * len(ticket.prompt)
         left = min(decoded_R[ticket.row] - ticket.emitted for ticket in running)
         rounds = min(rounds_per_slice, math.ceil(left / costs.emitted_per_round))
-        now += rounds * costs.seconds_per_round[rows]
+        now += rounds * costs.seconds_per_round
         for ticket in list(running):
             ticket.emitted += rounds * costs.emitted_per_round
             if ticket.emitted >= decoded_R[ticket.row]:

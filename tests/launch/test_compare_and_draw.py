@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from support import extras
-from support.run_script import call, module, save_tiny_pair
+from support.run_script import call, save_tiny_pair
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/random_pair.py:tiny"
@@ -25,7 +25,8 @@ TINY = "--config=configs/random_pair.py:tiny"
         ),
         ("studies/agreement", [TINY], "a pair without prompts has no halves of them"),
         ("studies/speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
-        ("studies/scheduling", ["--task=nothing"], "there is no task 'nothing'"),
+        ("study", ["serving", "--task=nothing"], "there is no task 'nothing'"),
+        ("study", ["serving", "--ask=arrivals", "--task=python", "--past=19"], "--past=19: give less than 19, as 20"),
         ("studies/figures", ["--cells=README.md"], "README.md holds no cells"),
         ("studies/figures", ["--cells=nothing.json"], "nothing.json"),
     ],
@@ -78,24 +79,8 @@ def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     assert other.returncode == 2 and "asked.longest was 1, is 2. Give another --output" in other.stderr
 
 
-def schedules(names=("first come", "shortest predicted", "oracle")):
-    """A result of the study of schedules."""
-    found = [
-        {"load": load, "schedule": name, "mean": 0.1 * load, "p90": 0.2, "longest": 3.0, "put_aside": 4.0}
-        for load in (0.5, 1.0)
-        for name in names
-    ]
-    costs = ("seconds_per_round", "seconds_per_prefill_token", "seconds_per_swap", "emitted_per_round")
-    shared = {"correlation": None, "lengths": [1, 9], "capacity": 2.5, "rows": 4, "costs": dict.fromkeys(costs, 0.5)}
-    return shared | {"measured": found[:3], "simulated": found}
-
-
-def test_a_table_of_schedules_has_what_was_measured_beside_what_was_simulated():
-    (table,) = module("studies/scheduling").tables(schedules())
-    assert table.rows[0] == ("0.5", "first come", "50.0", "200.0", "50.0", "200.0", "3.0", "4")
-    assert table.rows[3] == ("1", "first come", "", "", "100.0", "200.0", "", "")
-
-
 @extras.needs("matplotlib")
-def test_schedules_are_drawn():
-    assert module("studies/scheduling").draw(schedules()).startswith(b"\x89PNG")
+def test_schedules_are_drawn_from_the_committed_results(tmp_path):
+    done = call("study", "serving", "--results=notebooks/results", f"--figures={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "scheduling.png").read_bytes().startswith(b"\x89PNG")

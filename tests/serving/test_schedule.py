@@ -128,7 +128,7 @@ def test_queue_and_simulator_take_the_same_turns(slices):
     work = generate_many(PAIR, prompts, budgets, rounds_per_slice=slices, schedule=by_length(budgets), **PLAIN)
     ends = {row.prompt_index: at for at, row in enumerate(work)}
     arrivals = [Arrival(prompt=prompt, length=length, budget=99) for prompt, length in zip(prompts, budgets)]
-    costs = Costs(seconds_per_round={3: 1.0})
+    costs = Costs(seconds_per_round=1.0)
     served = simulate(arrivals, by_length(budgets), costs, rows=3, rounds_per_slice=slices or 99)
     order = sorted(range(24), key=ends.get)
     assert [served[index].ended for index in order] == sorted(one.ended for one in served)
