@@ -8,6 +8,7 @@ hugging_face.py    a checkpoint in the format of Hugging Face: open_checkpoint, 
 public_pair.py     two such checkpoints as a pair: read_pair
 published.py       config.json of public models, for plans that need no download
 pair.py            a pair trained here, in a folder: load_pair, save_pair, with int8_storage.py
+chat.py            chat templates, which run in a process of their own: chat_sandbox.py
 export.py          a model trained here as a folder for transformers
 tokenizer.py       tokenizers of bytes, tokenizer.json and SentencePiece
 """

@@ -3,18 +3,21 @@
     template = read_chat_template(folder)
     text = template.render([{"role": "user", "content": "Why is the sky blue?"}])
 
-A template is a Jinja program that comes with a checkpoint. It runs in the sandbox of the library jinja2: it reads the
-messages and the special tokens, calls what `_environment` offers, and reaches nothing else.
+A template is a Jinja program that comes with a checkpoint. It runs in a process of its own, with limits on its time and
+memory, in the sandbox of the library jinja2 (chat_sandbox.py).
 """
 
 from __future__ import annotations
 
-import contextvars
+import atexit
 import dataclasses
-import datetime
-import functools
-import itertools
+import importlib.util
 import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,8 @@ from specsamp import storage
 
 CONFIG, FILE = "tokenizer_config.json", "chat_template.jinja"  # the second comes first, where there is one
 DEFAULT = "default"  # of several templates, the one for plain conversations
-MAX_STEPS = 10**5  # passes of loops and calls of a template for one conversation; real ones take some for each message
+MAX_SECONDS = 5.0  # of a processor, for one conversation; real templates take milliseconds
+MAX_BYTES = 256 * 2**20  # of the process that runs templates
 
 
 class NoTemplateLibrary(ValueError):
@@ -53,22 +57,19 @@ class ChatTemplate:
           options: variables that the template knows, such as ``enable_thinking``.
 
         Raises:
-          ValueError: a turn that is none, a template that is no Jinja program or refuses the conversation, or one that
-            leaves its sandbox; with the file.
+          ValueError: a message without role or content; or the template is no Jinja program, refuses the messages, leaves
+            its sandbox, or takes too much time or memory; with the file.
           NoTemplateLibrary: jinja2 is not installed.
         """
         _check(messages)
-        try:
-            import jinja2
-        except ImportError as error:
-            raise NoTemplateLibrary("chat templates take a library: pip install jinja2") from error
-
-        given = {"add_generation_prompt": True, **dict(self.special_tokens), **options}
-        _steps_left.set(MAX_STEPS)
-        try:
-            return _compile(self.source).render(messages=[dict(message) for message in messages], **given)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            raise ValueError(f"the chat template of {self.path} does not take these messages: {error}") from error
+        if importlib.util.find_spec("jinja2") is None:
+            raise NoTemplateLibrary("chat templates take a library: pip install jinja2")
+        messages = [dict(message) for message in messages]
+        variables = {"messages": messages, "add_generation_prompt": True, **dict(self.special_tokens), **options}
+        answer = _run(self.source, variables)
+        if "error" in answer:
+            raise ValueError(f"the chat template of {self.path} does not take these messages: {answer['error']}")
+        return answer["text"]
 
 
 def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
@@ -125,70 +126,42 @@ def _check(messages: Sequence[Mapping[str, str]]) -> None:
                 raise ValueError(f"message {number} has {key} = {message.get(key)!r}; a text is wanted")
 
 
-_steps_left: contextvars.ContextVar[int] = contextvars.ContextVar("steps left to the template that runs")
+_lock = threading.Lock()
+_idle: list[subprocess.Popen] = []  # the process that runs templates, while it runs none
 
 
-def _take_steps(count: int) -> None:
-    """Counts steps of the template that runs; raises ValueError if it has none left."""
-    left = _steps_left.get() - count
-    if left < 0:
-        raise ValueError(f"it takes more than {MAX_STEPS} passes of loops and calls")
-    _steps_left.set(left)
+def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the "text" that a template wrote, or its "error"."""
+    try:
+        request = json.dumps([source, variables])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"messages and options of a conversation must be values of JSON: {error}") from error
+    with _lock:
+        process = _idle.pop() if _idle else _start()
+        try:
+            print(request, file=process.stdin, flush=True)
+            answer = json.loads(process.stdout.readline())
+            _idle.append(process)
+            return answer
+        except (OSError, ValueError):  # the system ended the process
+            return {"error": f"it takes more than {MAX_SECONDS:g} seconds, or more than {MAX_BYTES:,} bytes of memory"}
+        finally:
+            if not _idle:
+                process.kill()
+                process.communicate()
 
 
-def _counted(values: Any) -> Any:
-    """Returns what a loop runs over, whose passes are counted before they begin."""
-    if not hasattr(values, "__len__"):
-        values = list(itertools.islice(values, _steps_left.get() + 1))
-    _take_steps(len(values))
-    return values
-
-
-@functools.cache
-def _compile(source: str) -> Any:
-    return _environment().from_string(source)
-
-
-@functools.cache
-def _environment() -> Any:
-    """Returns the sandbox, in which templates find what they find in transformers."""
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Besides, no template fills the memory by repeating a text, and none loops or calls itself for ever."""
-
-        intercepted_binops = frozenset({"*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**" or not all(isinstance(value, (int, float)) for value in (left, right)):
-                raise jinja2.sandbox.SecurityError(f"{operator} is for products of numbers only")
-            return super().call_binop(context, operator, left, right)
-
-        def call(self, *arguments: Any, **named: Any) -> Any:
-            _take_steps(1)
-            return super().call(*arguments, **named)
-
-        def _parse(self, *source: Any) -> Any:
-            tree = super()._parse(*source)
-            for loop in tree.find_all(jinja2.nodes.For):
-                loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            return tree.set_environment(self)
-
-    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    sandbox.filters |= {"tojson": _to_json, "counted": _counted}
-    sandbox.globals |= {"raise_exception": _refuse, "strftime_now": _format_now}
-    return sandbox
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Returns JSON as text, where Jinja's own filter would make it safe for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _refuse(message: str) -> None:
-    raise ValueError(message)
-
-
-def _format_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+def _start() -> subprocess.Popen:
+    """Starts the process that runs templates."""
+    command = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("chat_sandbox.py"))]
+    process = subprocess.Popen(
+        [*command, str(MAX_SECONDS), str(MAX_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # the terminal interrupts this program, not the template
+    )
+    atexit.register(process.kill)
+    return process

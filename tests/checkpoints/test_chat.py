@@ -8,6 +8,7 @@ import pytest
 from etils import epath
 
 from specsamp import Pair, generate
+from specsamp.checkpoints import chat
 from specsamp.checkpoints.chat import ChatTemplate, NoTemplateLibrary, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import ByteTokenizer
@@ -103,10 +104,20 @@ def test_what_templates_find_besides():
         '[{"role": "user", "content": "<é>"}]'
     )
     assert len(template("{{ strftime_now('%Y-%m-%d') }}").render([ASK])) == 10
-    text = "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 1 }}{% endfor %}"
-    with pytest.raises(ValueError, match="products of numbers only"):
-        template(text).render(TALK)
-    assert template(text.replace(" * 1", "")).render(TALK) == "su"
+    text = "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 2 }}{% endfor %}"
+    assert template(text).render(TALK) == "ssuu"
+    text = "{% for m in messages %}{% generation %}{{ m.role }},{% endgeneration %}{% endfor %}"
+    assert template(text).render([ASK, ANSWER]) == "user,assistant,"
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Templates have 0.3 seconds."""
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "_idle", [])
+
+
+DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
 
 
 @pytest.mark.parametrize(
@@ -124,13 +135,24 @@ def test_what_templates_find_besides():
         "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1]) }}{{ loop([n - 1]) }}{% endif %}{% endfor %}",
         "{{ 'x' * 999999999 }}",
         "{{ [0] * 999999999 }}",
+        DOUBLED % ("'x'", "ns.x ~ ns.x"),
+        DOUBLED % ("[0]", "ns.x + ns.x"),
+        DOUBLED % ("3", "ns.x * ns.x"),
+        "{% set a %}x{% endset %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40 + "{{ a }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%999999999d'|format(1) }}",
+        "{{ '{:999999999}'.format(1) }}",
+        "{{ 'x'.zfill(999999999) }}",
+        "{{ 'x'|center(999999999) }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ lipsum(99999999) }}",
         "{% include '/etc/passwd' %}",
         "{{ self._TemplateReference__context.environment.globals }}",
         "{% no such tag %}",
         "{{ 1 / 0 }}",
     ],
 )
-def test_what_a_template_may_not_do(source):
+def test_what_a_template_may_not_do(short, source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
 
@@ -146,15 +168,22 @@ def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
         knows_conversations(tokenizer)
 
 
-def test_the_steps_of_a_template_are_of_one_conversation(monkeypatch):
-    """Loops of many kinds go on as they did, and a conversation does not pay for those before it."""
-    source = "{% for m in messages if m.role %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
-    source += "{% for k, v in messages[0].items() %} {{ k }}{% else %}!{% endfor %}{% for x in none_such %}{% else %}.{% endfor %}"
-    monkeypatch.setattr("specsamp.checkpoints.chat.MAX_STEPS", 10)
-    for _ in range(5):
-        assert template(source).render([ASK, ASK]) == "1/2,2/2 role content."
-    with pytest.raises(ValueError, match="it takes more than 10 passes of loops and calls"):
-        template(source).render([ASK] * 11)
+def test_limits_are_those_of_one_conversation(short):
+    """A conversation does not pay for those before it; after one that was ended, the next is written."""
+    source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
+    assert [template(source).render([ASK] * 10) for _ in range(12)] == ["."] * 12
+    with pytest.raises(ValueError, match="here.json .* more than 0.3 seconds"):
+        template(source).render([ASK] * 5_000)
+    assert template(source).render([ASK]) == "."
+
+
+def test_an_interrupted_conversation_does_not_answer_the_next(monkeypatch):
+    template("first").render([ASK])
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.json, "loads", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            template("interrupted").render([ASK])
+    assert template("next").render([ASK]) == "next"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +191,7 @@ def test_the_steps_of_a_template_are_of_one_conversation(monkeypatch):
     [
         ([], "a conversation without messages"),
         ([{"role": "user"}], "message 0 has content = None; a text is wanted"),
+        ([ASK | {"time": {1}}], "values of JSON: .*set"),
         ([ASK, "Why?"], "message 1 must be an object with role and content; got 'Why[?]'"),
     ],
 )

@@ -1,0 +1,74 @@
+"""Runs chat templates in a process of its own: `python chat_sandbox.py SECONDS BYTES`, started by chat.py.
+
+A template is a Jinja program by the author of a checkpoint. It runs in the sandbox of jinja2, with the extensions,
+filters and functions that it has in transformers. A program that still fills the memory or runs for hours is ended by
+the limits of the operating system on this process.
+
+Each line of the input is a JSON list, the program and its variables. Each line of the output is a JSON object: the
+"text" that the program wrote, or the "error" that it ended with.
+"""
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+
+class Generation(jinja2.ext.Extension):
+    """Keeps what stands between {% generation %} and {% endgeneration %}, which mark text to train on."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+def to_json(value, indent=None, **options):
+    """Returns JSON as text, where Jinja's own filter would make it safe for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(pattern):
+    return datetime.datetime.now().strftime(pattern)
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(source):
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return sandbox.from_string(source)
+
+
+def run(source, variables):
+    try:
+        return {"text": compiled(source).render(**variables)}
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as error:  # a program can fail in any way
+        return {"error": str(error) or type(error).__name__}
+
+
+def main(seconds, size):
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        answer = json.dumps(run(*json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))
