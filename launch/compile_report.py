@@ -29,11 +29,12 @@ from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
-from launch.lib.shapes import first_layers, head_of, known_models
+from launch.lib.shapes import head_of, known_models
 from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
 from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.heads import FeatureHead
@@ -159,7 +160,7 @@ def models_of(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | 
     """
     known = known_models(config)
     if config.word.inside and "target" in known:
-        known["draft"] = first_layers(known["target"], config.exit_layer)
+        known["draft"] = EarlyExitDrafter(known["target"], config.exit_layer, K=1).reader
     sides = ("target",) if config.word.draft == "head" else ("target", "draft")
     for side in sides:
         if side not in known and config.hugging_face:

@@ -24,13 +24,14 @@ from rich.console import Console
 from launch.lib import entry, price
 from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
-from launch.lib.shapes import first_layers, known_models
+from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
 from specsamp.analysis.adaptive_forecast import AdaptiveForecast, plan_adaptive
 from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import Plan, make_plan
+from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import compiled_costs
@@ -288,7 +289,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = models["target"]
-    draft = first_layers(target, config.exit_layer) if inside else models["draft"]
+    draft = EarlyExitDrafter(target, config.exit_layer, K=1).reader if inside else models["draft"]
     check_devices([target.config] if inside else [target.config, draft.config])
     return Roofline(
         target=ModelSize.of(target.config),

@@ -11,25 +11,12 @@ from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
-from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
 from specsamp.models.transformer import TransformerLM
 
 EAGLE3_VOCABULARY = 32_000
-
-
-def first_layers(target: TransformerLM, exit_layer: int | None) -> TransformerLM:
-    """Returns the shape of what drafts in an early exit, as a model of its own.
-
-    Raises:
-      ValueError: the target has no such exit.
-    """
-    EarlyExitDrafter(target, exit_layer, K=1)
-    windowless = tuple(layer for layer in target.config.global_layers if layer < exit_layer)
-    config = dataclasses.replace(target.config, num_layers=exit_layer, global_layers=windowless)
-    return dataclasses.replace(target, config=config)
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:

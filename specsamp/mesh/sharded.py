@@ -130,10 +130,14 @@ class ShardedModel(LayeredModel):
     Models may name the logical axes of their arrays with ``param_axes()``, ``weight_axes()`` and ``cache_axes()``,
     each a tree of `PartitionSpec`. Every device has all of the arrays whose axes are not named.
     The model can be called in parts if the one inside can.
+
+    Attributes:
+      whole: the model whose caches calls are given, where ``model`` is the first layers of it; None: it is ``model``.
     """
 
     model: LanguageModel
     layout: Layout
+    whole: LanguageModel | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -186,7 +190,7 @@ class ShardedModel(LayeredModel):
         return self.model.chosen(weights, tokens)
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        return self._place_cache(self.model.init_cache(batch, slots))
+        return self._place_cache((self.whole or self.model).init_cache(batch, slots))
 
     def __call__(
         self,
@@ -206,6 +210,10 @@ class ShardedModel(LayeredModel):
             cache=self._place_cache(output.cache),
             hidden=tuple(map(self.layout.on_all_devices, output.hidden)),
         )
+
+    def first(self, num_layers: int) -> ShardedModel:
+        """Returns the model that ends after its first layers, for the weights and the caches of this one."""
+        return dataclasses.replace(self, model=self.model.first(num_layers), whole=self.whole or self.model)
 
     def compact(self, cache: Any, start_B: jax.Array, rows_BT: jax.Array, num_rows: int) -> Any:
         rows_BT, start_B = self.layout.of_all_rows(rows_BT, start_B)
@@ -249,4 +257,4 @@ class ShardedModel(LayeredModel):
         return self.layout.by_rows(self.model.unembed_normed(weights, x_BTD))
 
     def _place_cache(self, cache: Any) -> Any:
-        return self.layout.place_cache(self.model.cache_axes(), cache)
+        return self.layout.place_cache((self.whole or self.model).cache_axes(), cache)

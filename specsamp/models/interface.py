@@ -183,6 +183,17 @@ class LayeredModel(LanguageModel):
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
         """Returns float32 logits ``[B, T, V]`` of the stream after the last layer; includes the final norm."""
 
+    def first(self, num_layers: int) -> LayeredModel:
+        """Returns the model that ends after its first layers, with the same final norm and output.
+
+        It runs on weights of its own, and as well on those of the whole model, and on a cache of the whole: layers
+        behind the first are passed through untouched.
+
+        Raises:
+          NotImplementedError: unless a model says how.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers")
+
     def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
         """Returns `unembed` without the final norm, for heads that share the target's output.
 

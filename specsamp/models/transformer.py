@@ -73,6 +73,12 @@ class TransformerLM(LayeredModel):
     def width(self) -> int:
         return self.config.width
 
+    def first(self, num_layers: int) -> TransformerLM:
+        """See `LayeredModel.first`."""
+        without_window = tuple(layer for layer in self.config.global_layers if layer < num_layers)
+        config = dataclasses.replace(self.config, num_layers=num_layers, global_layers=without_window)
+        return dataclasses.replace(self, config=config)
+
     # Parameters.
 
     @functools.partial(jax.jit, static_argnums=0)  # layer by layer it takes ten times as long

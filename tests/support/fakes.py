@@ -63,6 +63,9 @@ class LayeredTableLM(LayeredModel):
     def width(self):
         return self.vocab_size + 1
 
+    def first(self, num_layers):
+        return dataclasses.replace(self, num_layers=num_layers)
+
     def init_cache(self, batch, slots):
         return tuple(TableLM(self.vocab_size).init_cache(batch, slots) for _ in range(self.num_layers))
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafters import BeamDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter, VotingDrafter
-from specsamp.decoding.drafters.early_exit import ExitModel
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
+from specsamp.models.interface import LayeredModel
 from specsamp.sampling import rejection
 from specsamp.sampling.lossy import Bounded
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -72,9 +72,12 @@ class HoleInTheCache(ModelDrafter):
     first_window = 1
 
 
-class OneSlotEarly(ExitModel):
-    def __call__(self, weights, tokens_BT, start_B, cache, **options):
-        return super().__call__(weights, tokens_BT, jnp.maximum(start_B - 1, 0), cache, **options)
+@dataclasses.dataclass(frozen=True)
+class OneSlotEarly:
+    model: LayeredModel
+
+    def __call__(self, weights, tokens_BT, start_B, cache):
+        return self.model(weights, tokens_BT, jnp.maximum(start_B - 1, 0), cache)
 
 
 class WritesOverWhatWasScored(EarlyExitDrafter):
@@ -82,7 +85,7 @@ class WritesOverWhatWasScored(EarlyExitDrafter):
 
     @property
     def reader(self):
-        return OneSlotEarly(self.model, self.exit_layer)
+        return OneSlotEarly(super().reader)
 
 
 class PutsItsOwnCacheBack(EarlyExitDrafter):

@@ -20,46 +20,11 @@ import jax.numpy as jnp
 from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
+from specsamp.models.interface import LanguageModel, LayeredModel
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
 _Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class ExitModel(LanguageModel):
-    """The first ``exit_layer`` layers of ``model`` with its final norm and output, on its weights and its cache."""
-
-    model: LayeredModel
-    exit_layer: int
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.model.max_positions
-
-    def init_cache(self, batch: int, slots: int) -> Any:
-        return self.model.init_cache(batch, slots)
-
-    def __call__(
-        self,
-        weights: Any,
-        tokens_BT: Array,
-        start_B: Array,
-        cache: Any,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
-    ) -> Output:
-        x_BTD, cache = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
-        x_BTD, cache, hidden = self.model.layers(
-            weights, x_BTD, start_B, cache, 0, self.exit_layer, hidden_layers=hidden_layers, block=block
-        )
-        return Output(logits_BTV=self.model.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +69,8 @@ class EarlyExitDrafter(Drafter):
         return None
 
     @property
-    def reader(self) -> ExitModel:
-        return ExitModel(self.model, self.exit_layer)
+    def reader(self) -> LayeredModel:
+        return self.model.first(self.exit_layer)
 
     def reader_weights(self, weights: Weights) -> Any:
         return weights.target
