@@ -32,7 +32,8 @@ class SourceWithCommands(sdist):
 
 def commands():
     """Returns the files of launch and configs, from here."""
-    found = [path.relative_to(ROOT) for name in COMMANDS for path in sorted((ROOT / name).rglob("*.py"))]
+    paths = [path for name in COMMANDS for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".json")]
+    found = [path.relative_to(ROOT) for path in paths]
     if {path.parts[0] for path in found} != set(COMMANDS):
         raise FileNotFoundError(
             f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the source"

@@ -42,9 +42,8 @@ from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import calibrate
-from specsamp.tpu.head_step import shard_head_step
 from specsamp.tpu.program import USABLE
-from specsamp.tpu.programs import Programs
+from specsamp.tpu.programs import Programs, sharded_head_model
 from specsamp.tpu.report import LATENCIES_US, NAMES, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
@@ -85,32 +84,27 @@ def main() -> None:
     num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
     asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
-    fewer = not asked and parallelism < num_devices
-    parallelism = None if parallelism == num_devices else parallelism
-    num_kv_heads = target.config.num_kv_heads
-    rows = config.batch // max(config.mesh.data, 1)
-    try:
-        mesh = described_mesh(
-            _TOPOLOGY.value, config.mesh.data, draft_model_parallelism=parallelism, num_kv_heads=num_kv_heads, rows=rows
-        )
-    except RuntimeError as error:  # no libtpu
-        raise ValueError(str(error)) from error
-    if fewer:
+    if parallelism < num_devices and not asked:
         console.print(f"the draft's {draft.config.num_heads} heads go over {parallelism} of the {num_devices} devices")
+    parallelism = None if parallelism == num_devices else parallelism
+    mesh = described_mesh(
+        _TOPOLOGY.value,
+        config.mesh.data,
+        draft_model_parallelism=parallelism,
+        num_kv_heads=target.config.num_kv_heads,
+        rows=config.batch // max(config.mesh.data, 1),
+    )
     if head is not None:
         console.print(f"the head is of the kind {head.config.kind}")
-    target = shard_model(target, Layout.tensor_parallel(mesh))
     layout = draft_layout(mesh, parallelism)
-    draft = shard_model(draft, layout) if head is None else shard_head_step(target.config, head, layout)
     programs = Programs(
-        target=target,
-        draft=draft,
+        target=shard_model(target, Layout.tensor_parallel(mesh)),
+        draft=shard_model(draft, layout) if head is None else sharded_head_model(target, head, layout),
         mesh=mesh,
         sampling=config.sampling.warp(),
         batch=config.batch,
         slots=_SLOTS.value,
-        exit_layer=config.exit_layer if word.inside else None,
-        head=head,
+        inside=word.inside,
     )
     if _FITS.value:
         grid = fits(programs, chip.hbm_bytes // chip.devices)

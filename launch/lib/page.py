@@ -29,6 +29,10 @@ MOVED: Mapping[str, str] = {
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
+    r".* --study=variants .*": "",  # its programs are gone, what they said is beside the file
+    r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
+    r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
+    r"launch/(?:studies/)?compile_training\.py": "launch/study.py compile --grid=training",
     r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
@@ -107,8 +111,9 @@ def source(name: str, document: Document) -> str:
     )
     environments = [record["environment"] for record in records if "environment" in record]
     facts = [_machine(environments)] if environments else []
-    facts += [f"{key} {document[key]}" for key in ("libtpu", "torch", "transformers") if key in document]
-    commands = dict.fromkeys(today(record["command"]) for record in records if "command" in record)
+    known = document.get("identity", {}) | document
+    facts += [f"{key} {known[key]}" for key in ("libtpu", "torch", "transformers") if key in known]
+    commands = filter(None, dict.fromkeys(today(record["command"]) for record in records if "command" in record))
     again = "".join(f"\n  - `{command}`" for command in commands)
     return f"- [`{name}.json`]({name}.json)" + (": " if facts else "") + "; ".join(facts) + again
 

@@ -24,7 +24,9 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
     So are the published ones for Llama 3.1 8B; those for other targets differ a little.
     """
-    layer = dataclasses.replace(target, num_layers=1, tied=False, query_key_norm=False, global_layers=(), experts=None)
+    layer = dataclasses.replace(
+        target, num_layers=1, positions="rotary", tied=False, query_key_norm=False, global_layers=(), experts=None
+    )
     return Eagle3Config(
         layer=layer,
         target_layers=target.num_layers,

@@ -16,7 +16,7 @@ is compiled once for each K, and greedy decoding pays for the warp that it does 
 when it is done, and one that the output already holds is not measured again.
 
 A second table says what the same acceptance would be worth on a chip, by the costs that the compiler estimates for another
-target and its drafters (``--costs``, of compile_study.py): a head is taken to cost what EAGLE-3's does there.
+target and its drafters (``--costs``, of the study compile): a head is taken to cost what EAGLE-3's does there.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _REPEATED = flags.DEFINE_bool("repeated", False, "Add to each prompt the first h
 _COSTS = flags.DEFINE_string(
     "costs",
     str(pathlib.Path(__file__).parents[2] / "notebooks" / "results" / "compile_heads.json"),
-    "Take the costs on a chip from this file, which compile_study.py wrote of heads.",
+    "Take the costs on a chip from this file, which the study compile wrote of heads.",
 )
 _CHIPS = flags.DEFINE_string("chips", "v5e:2x2", "Forecast for this slice of the file of costs.")
 _CHIP_TARGET = flags.DEFINE_string("chip_target", "Llama 3.1 8B", "Forecast for this target of the file of costs.")

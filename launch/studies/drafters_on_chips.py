@@ -1,6 +1,6 @@
 """Says what the acceptance that drafters.py measured would be worth on a chip, beside a larger target.
 
-A round costs there what the compiler estimates (compile_heads.json, of compile_study.py) for that target and a drafter of
+A round costs there what the compiler estimates (compile_heads.json, of the study compile) for that target and a drafter of
 the same kind; any head is taken to cost what EAGLE-3's does.
 """
 
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.studies.compile_tables import answers
 from specsamp.analysis import tables
 from specsamp.analysis.costs import CostTable
 from specsamp.analysis.measured import measured_acceptance
@@ -32,19 +33,18 @@ def costs_of_drafters(document: Mapping[str, Any], target: str, slice_name: str,
     continuation.
 
     Args:
-      document: of compile_study.py.
+      document: of the study compile, its grid of heads.
       path: of the document, for the message.
 
     Raises:
       ValueError: the document has no such target or slice, with those that it has.
     """
     asked, found = {"target": target, "topology": slice_name}, {}
-    for cell in document["cells"]:
-        name = cell["name"]
+    for name, answer in answers(document):
         if any(name[field] != value for field, value in asked.items()):
             continue
         drafter, chip = name["drafter"], name["topology"].partition(":")[0]
-        works = {program: Work(**facts["work"]) for program, facts in cell["programs"].items()}
+        works = {program: Work(**facts["work"]) for program, facts in answer["programs"].items()}
         K = works["round"].calls - 1
         bands = [
             estimate(chip, works["target step"]),
@@ -52,7 +52,7 @@ def costs_of_drafters(document: Mapping[str, Any], target: str, slice_name: str,
         ]
         found[kind_of(drafter)] = drafter, banded_costs((0, K), bands, batch=1)
     if not found:
-        known = sorted({f"{cell['name']['target']} on {cell['name']['topology']}" for cell in document["cells"]})
+        known = sorted({f"{name['target']} on {name['topology']}" for name, _ in answers(document)})
         raise ValueError(f"{path} has no {target} on {slice_name}: it has {'; '.join(known)}")
     return found
 

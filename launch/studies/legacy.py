@@ -5,7 +5,6 @@ A table that moves leaves this list, and its function goes; then this file goes.
 
 from launch.studies import adaptive_points as adaptive
 from launch.studies import lossy_curve
-from launch.studies import results_compiled as compiled
 from launch.studies import results_drafters as drafted
 from launch.studies import results_in_short as short
 from launch.studies import results_int8 as int8
@@ -32,14 +31,4 @@ TABLES = {
     "int8_error": int8.int8_error,
     "int8_speed": int8.int8_speed,
     "int8_stored": int8.int8_stored,
-    "chinchilla": compiled.chinchilla,
-    "slices": compiled.slices,
-    "kernels": compiled.kernels,
-    "scoring": compiled.scoring,
-    "shapes": compiled.shapes,
-    "complements": compiled.complements,
-    "public_pairs": compiled.public_pairs,
-    "heads": compiled.heads,
-    "head_training": compiled.head_training,
-    "variants": compiled.variants,
 }

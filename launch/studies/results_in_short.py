@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launch.lib.experiment import looked_up_parameters
-from launch.studies import results_compiled as compiled
 from launch.studies import results_tables as measured
+from launch.studies.compile_tables import forecast
 from launch.studies.results_tables import Documents, table
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
@@ -27,7 +27,7 @@ def headline(documents: Documents) -> str:
         )
         where = f"{sizes} parameters, float32, batch {speedup['config']['batch']}, {cores} CPU cores, {curve['prompts']} prompts"
         rows.append((f"**{point['speedup']['median']:.2f}x**", f"measured: {setting}, token rule; {where}{same}"))
-    alone, drafted = compiled.forecast(_slice(documents, "v4:2x2x4", 1))
+    alone, drafted = forecast(documents["compile_slices"], "v4:2x2x4", 1)
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append(
         (f"**{faster(calibration.ratio(alone, drafted))}**", f"forecast from a compiler estimate, nothing ran: {where}")
@@ -55,7 +55,7 @@ def summary(documents: Documents) -> str:
     worst = max(cell["result"]["worst_error"] for cell in curves)
     rows.append((f"forecast ms per token, worst error of {len(curves)} curves", cpu, f"{worst:.1%}"))
     for topology, batch in (("v4:2x2x4", 1), ("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
-        alone, drafted = compiled.forecast(_slice(documents, topology, batch))
+        alone, drafted = forecast(documents["compile_slices"], topology, batch)
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
         rows.append(
             (f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, faster(calibration.ratio(alone, drafted)))
@@ -77,8 +77,3 @@ def _streamed(model: Mapping[str, Any]) -> int:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
     config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
     return config.num_parameters - looked_up_parameters(config)
-
-
-def _slice(documents: Documents, topology: str, batch: int) -> Mapping[str, Any]:
-    wanted = {"topology": topology, "batch": batch}
-    return next(cell for cell in documents["compile_slices"]["cells"] if cell["name"] == wanted)

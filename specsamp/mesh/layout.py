@@ -216,7 +216,7 @@ class Layout:
         """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.
 
         Warps then need no collectives. If all devices warped all rows, a batch of eight would cost ten times the cycles
-        (launch/studies/compile_variants.py); divided rows cost a few small collectives per round, for tokens and
+        (notebooks/results/compile_variants.json); divided rows cost a few small collectives per round, for tokens and
         accepted counts. A single row is on all devices.
 
         The sharding changes in two steps. Directly from the product to divided rows the compiler gathers the embedding,

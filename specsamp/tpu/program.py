@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
+
 from specsamp.tpu.topology import Chip
 from specsamp.tpu.work import Work, hops, wire_ms
 
@@ -21,6 +23,18 @@ class Memory:
     outputs: int  # without those that reuse the memory of arguments
     code: int = 0
     capacity: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled, capacity: int) -> Memory:
+        """Takes the bytes of a compiled program on a device of ``capacity`` bytes."""
+        sizes = compiled.memory_analysis()
+        return cls(
+            arguments=sizes.argument_size_in_bytes,
+            temporaries=sizes.temp_size_in_bytes,
+            outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+            code=sizes.generated_code_size_in_bytes,
+            capacity=capacity,
+        )
 
     @property
     def total(self) -> int:

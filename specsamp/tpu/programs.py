@@ -1,6 +1,6 @@
 """Lowers the programs of decoding for a described slice: arguments are shapes with shardings.
 
-    programs = Programs(target, draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1, slots=2048)
+    programs = Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1, slots=2048)
     compiled = programs.call(target, tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
 
 No memory is allocated: a 70B pair takes a few seconds to lower.
@@ -22,9 +22,12 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Request, Weights
-from specsamp.mesh.sharded import ShardedModel
+from specsamp.mesh.layout import Layout
+from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.mesh.sharded_head import shard_head
+from specsamp.models.head_model import HeadModel
 from specsamp.models.heads import FeatureHead
+from specsamp.models.interface import LayeredModel, Output
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -35,9 +38,9 @@ WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not
 class Programs:
     """The programs of one pair, batch and mesh.
 
-    With an ``exit_layer`` the target drafts with its first layers. Calls of a draft are then those of ``draft``, a model
-    of these layers alone; a round has no weights and no cache but the target's. With a ``head``, ``draft`` is a step of
-    it, see `specsamp.tpu.head_step`; a round has the head's weights and its state.
+    Attributes:
+      draft: a model beside the target; a head as a model, see `sharded_head_model`; or the target's first layers.
+      inside: it is the target's first layers: in a round it has no weights and no cache but the target's.
     """
 
     target: ShardedModel
@@ -46,8 +49,12 @@ class Programs:
     sampling: Warp | None
     batch: int
     slots: int
-    exit_layer: int | None = None  # None: the draft is a model beside the target, or a head
-    head: FeatureHead | None = None
+    inside: bool = False
+
+    @property
+    def head(self) -> FeatureHead | None:
+        """Returns the head that drafts; None: a model does."""
+        return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
 
     def check(self) -> None:
         """Checks the slots.
@@ -81,43 +88,37 @@ class Programs:
         """
         weights = self.weights(model)
         streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
-        read = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(weights) if id(leaf) in streamed)
+        read = _size([leaf for leaf in jax.tree.leaves(weights) if id(leaf) in streamed])
         rows = self.batch // DataShards(self.mesh).count
         for matrix, share in model.chosen(weights, rows * tokens):
-            read += share * sum(map(_bytes_per_device, jax.tree.leaves(matrix)))
-        return read + live * sum(map(_bytes_per_device, jax.tree.leaves(self.cache(model))))
+            read += share * _size(matrix)
+        return read + live * _size(self.cache(model))
 
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
         """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""
-        fused = [] if self.head is None else self.draft.model.fused(self.weights(self.draft))
-        drafts = draft_length * self.floor(self.draft, live) + sum(map(_bytes_per_device, jax.tree.leaves(fused)))
-        return self.floor(self.target, live, tokens=draft_length + 1) + drafts
+        fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
+        return (
+            self.floor(self.target, live, tokens=draft_length + 1)
+            + draft_length * self.floor(self.draft, live)
+            + _size(fused)
+        )
 
     def bytes_of_state(self) -> tuple[int, int]:
         """Returns the bytes per device of weights, and of caches: of the target, and of what drafts beside it."""
-        parts = (self.weights(self.target), self.draft_weights()), (self.cache(self.target), self.draft_cache())
-        weights, caches = (sum(map(_bytes_per_device, jax.tree.leaves(part))) for part in parts)
-        return weights, caches
+        weights = self.weights(self.target), self.draft_weights()
+        return _size(weights), _size((self.cache(self.target), self.draft_cache()))
 
     def draft_weights(self) -> Any:
         """Returns the shapes of what a round drafts with beside the target's weights, sharded."""
-        if self.exit_layer is not None:
+        if self.inside:
             return None
         return self.weights(self.draft) if self.head is None else self.weights(self.draft)["head"]
 
     def draft_cache(self) -> Any:
         """Returns the shapes of the cache of what drafts beside the target, sharded."""
-        if self.exit_layer is not None:
+        if self.inside:
             return ()
         return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
-
-    def bytes_of(self, model: ShardedModel) -> tuple[int, int]:
-        """Returns the bytes per device of one model's weights, and of its cache."""
-
-        def size(tree):
-            return sum(map(_bytes_per_device, jax.tree.leaves(tree)))
-
-        return size(self.weights(model)), size(self.cache(model))
 
     def call(self, model: ShardedModel, tokens: int) -> jax.stages.Lowered:
         """Lowers a call of a model with ``tokens`` tokens per row; its logits are replicated."""
@@ -165,9 +166,9 @@ class Programs:
         """Returns what drafts in a round."""
         if self.head is not None:
             return FeatureDrafter(self.target, shard_head(self.head, self.draft.layout), draft_length, WINDOW)
-        if self.exit_layer is None:
-            return ModelDrafter(self.draft, draft_length, WINDOW)
-        return EarlyExitDrafter(self.target, self.exit_layer, draft_length, WINDOW)
+        if self.inside:
+            return EarlyExitDrafter(self.target, self.draft.num_layers, draft_length, WINDOW)
+        return ModelDrafter(self.draft, draft_length, WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
@@ -188,5 +189,19 @@ def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _bytes_per_device(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+def _size(tree: Any) -> int:
+    """Returns the bytes per device of the arrays of a tree."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+class _ShardedHeadModel(ShardedModel):
+    """A `HeadModel` over a mesh; head and target place what they return themselves."""
+
+    def __call__(self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, **options: Any) -> Output:
+        inside = HeadModel(shard_model(self.model.target, self.layout), shard_head(self.model.head, self.layout))
+        return inside(weights, *self.layout.of_all_rows(tokens_BT, start_B), cache)
+
+
+def sharded_head_model(target: LayeredModel, head: FeatureHead, layout: Layout) -> ShardedModel:
+    """Returns a step of a head as a model that is laid out over a mesh, for `Programs.draft`."""
+    return _ShardedHeadModel(HeadModel(target.first(1), head), layout)

@@ -216,19 +216,11 @@ def measure(
         if not is_out_of_memory(error):
             raise
         return Program(**known, memory=None, out_of_memory=_largest(str(error)))
-    sizes = compiled.memory_analysis()
-    memory = Memory(
-        arguments=sizes.argument_size_in_bytes,
-        temporaries=sizes.temp_size_in_bytes,
-        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-        code=sizes.generated_code_size_in_bytes,
-        capacity=capacity,
-    )
     text = compiled.as_text()
     traffic = traffic_of(text)
     return Program(
         **known,
-        memory=memory,
+        memory=Memory.of(compiled, capacity),
         out_of_memory=None,
         hbm_bytes=traffic.bytes,
         live_hbm_bytes=traffic_of(text, live).bytes,

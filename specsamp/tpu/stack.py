@@ -1,29 +1,33 @@
 """Programs of deep models from shallow ones: a layer costs what the next one costs.
 
-    program = Stack(chinchilla_70b(), described_mesh("v4:2x2x4"), "v4:2x2x4").call(tokens=5)
-    facts(program, "v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
+    pair = Stack(chinchilla_70b(), described_mesh("v4:2x2x4"), "v4:2x2x4", drafter=draft_4b())
+    facts(pair.round(4, chain(top_p(0.8)), TokenRule()), "v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
 
 Programs of two and of four layers are compiled at full width and continued in a straight line to all layers; fixed
-costs stay fixed.
+costs stay fixed. A head has one layer and is compiled as it is.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
+from specsamp.models.heads import FeatureHead, HeadConfig
 from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 from specsamp.tpu.program import Memory, Program
-from specsamp.tpu.programs import WINDOW, Programs
+from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model
 from specsamp.tpu.report import measure
 from specsamp.tpu.topology import parse
 
@@ -33,58 +37,66 @@ COUNTED = ("floor_bytes", "live_floor_bytes", "hbm_bytes", "live_hbm_bytes", "cy
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One model on one mesh, compiled at two depths."""
+    """One target on one mesh, compiled at two depths, and what drafts for it.
+
+    Attributes:
+      kernels: of attention over the caches.
+      live: see `specsamp.tpu.report.measure`.
+      drafter: a model; a head for this target; the layer that an early exit leaves the target after; or None.
+    """
 
     config: TransformerConfig
     mesh: Mesh
     topology: str
     batch: int = 1
     slots: int = 2048
-    kernels: Kernels | None = None  # of attention over the caches
-    live: float = 0.5  # see `specsamp.tpu.report.measure`
+    kernels: Kernels | None = None
+    live: float = 0.5
+    drafter: TransformerConfig | HeadConfig | int | None = None
 
-    def programs(self, layers: int, sampling: Warp | None = None, other: TransformerConfig | None = None) -> Programs:
-        """Returns the programs of a pair of ``layers`` layers: this model the target, another (or itself) the draft."""
+    @property
+    def draft(self) -> Stack:
+        """Returns the stack of the layers that draft: of the draft model, or the target's own."""
+        if isinstance(self.drafter, TransformerConfig):
+            return dataclasses.replace(self, config=self.drafter, drafter=None)
+        return dataclasses.replace(self, config=self._model(self.drafter).config, drafter=None)
 
-        def model(config):
-            return TransformerLM(dataclasses.replace(config, num_layers=layers), kernels=self.kernels)
+    def programs(self, layers: int, sampling: Warp | None = None) -> Programs:
+        """Returns the programs of ``layers`` layers of the target and of a draft model, or of one of an early exit.
 
+        A head reads the first layers of such a target, whichever layers it would read of the whole.
+        """
+        target, layout = self._model(layers), draft_layout(self.mesh)
+        if isinstance(self.drafter, HeadConfig):
+            read = tuple(range(len(self.drafter.hidden_layers)))
+            head = dataclasses.replace(self.drafter, target_layers=layers, hidden_layers=read)
+            draft = sharded_head_model(target, FeatureHead(head), layout)
+        elif isinstance(self.drafter, TransformerConfig):
+            draft = shard_model(self.draft._model(layers), layout)
+        else:
+            draft = shard_model(target if self.drafter is None else target.first(1), layout)
         return Programs(
-            target=shard_model(model(self.config), Layout.tensor_parallel(self.mesh)),
-            draft=shard_model(model(other or self.config), draft_layout(self.mesh)),
+            target=shard_model(target, Layout.tensor_parallel(self.mesh)),
+            draft=draft,
             mesh=self.mesh,
             sampling=sampling,
             batch=self.batch,
             slots=self.slots,
+            inside=self.drafter is None or isinstance(self.drafter, int),
         )
 
     def call(self, tokens: int) -> Program:
-        """Measures a call of the whole model."""
-        return continued(self.at(FEW, tokens), self.at(MANY, tokens), self.config.num_layers)
+        """Measures a call of the whole target."""
+        return linear((1.0, self.at(FEW, tokens)), *self.more(tokens, self.config.num_layers - FEW))
 
     def at(self, layers: int, tokens: int) -> Program:
-        """Compiles and measures a call of a model with so many layers."""
-        programs = self.programs(layers)
-        model = programs.target
+        """Compiles and measures a call of the target with so many layers, once for all steps and rounds."""
+        return _call(dataclasses.replace(self, drafter=None), layers, tokens)
 
-        def floor(live):
-            return programs.floor(model, live, tokens=tokens)
-
-        name = f"{tokens} tokens, {layers} layers"
-        floors = floor(1.0), floor(self.live)
-        made = measure(name, tokens, *floors, lambda: programs.call(model, tokens), self.capacity, self.live)
-        return dataclasses.replace(made, layers=layers)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of HBM on a device."""
-        chip, _ = parse(self.topology)
-        return chip.hbm_bytes // chip.devices
-
-    def bytes_of_state(self) -> int:
-        """Returns the bytes per device of weights and caches, all layers."""
-        programs = self.programs(self.config.num_layers)
-        return sum(programs.bytes_of(programs.target))
+    def more(self, tokens: int, layers: float) -> list[tuple[float, Program]]:
+        """Returns what so many more layers add to a program with such a call, as terms of `linear`."""
+        each = layers / (MANY - FEW)
+        return [(each, self.at(MANY, tokens)), (-each, self.at(FEW, tokens))]
 
     def step(self) -> Program:
         """Measures a call of one new token per row, at the fastest window; with one row never at 1."""
@@ -93,6 +105,68 @@ class Stack:
         tried = [self.call(window) for window in windows]
         fitting = [program for program in tried if program.memory is not None]
         return min(fitting, key=lambda program: program.busy_ms(chip), default=tried[0])
+
+    def draft_step(self, tokens: int = WINDOW) -> Program:
+        """Measures a step of what drafts."""
+        if not isinstance(self.drafter, HeadConfig):
+            return self.draft.call(tokens)
+        programs = self.programs(FEW)
+        floor = functools.partial(programs.floor, programs.draft)
+        return self.measured("step", tokens, floor, lambda: programs.call(programs.draft, tokens), layers=1)
+
+    def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
+        """Measures a round of all layers: K steps of what drafts, and one call of the target."""
+        programs = self.programs(FEW, sampling)
+        drafting = draft_length * programs.draft.config.num_layers
+        floor = functools.partial(programs.floor_of_round, draft_length)
+        lowered = functools.partial(programs.round, draft_length, rule)
+        small = self.measured("round", draft_length + 1, floor, lowered, FEW + drafting)
+        of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - FEW)]
+        if isinstance(self.drafter, HeadConfig):
+            return linear(*of_target)
+        more_layers = draft_length * self.draft.config.num_layers - drafting
+        program = linear(*of_target, *self.draft.more(WINDOW, more_layers))
+        if program.memory is None:
+            return program
+        memory = linear(*of_target).memory  # what drafts is called K times and held once
+        if isinstance(self.drafter, TransformerConfig):
+            memory = dataclasses.replace(memory, arguments=self.bytes_of_state())
+        return dataclasses.replace(program, memory=memory)
+
+    def bytes_of_state(self) -> int:
+        """Returns the bytes per device of weights and caches, all layers of the target and of a draft model."""
+        stacks = [self, self.draft] if isinstance(self.drafter, TransformerConfig) else [self]
+        alone = [dataclasses.replace(stack, drafter=None) for stack in stacks]
+        return sum(sum(stack.programs(stack.config.num_layers).bytes_of_state()) for stack in alone)
+
+    def measured(
+        self,
+        name: str,
+        tokens: int,
+        floor: Callable[[float], float],
+        lowered: Callable[[], jax.stages.Lowered],
+        layers: int,
+    ) -> Program:
+        """Compiles a program of this stack and counts what it moves.
+
+        Args:
+          floor: takes the share of the caches that is alive.
+          layers: of all calls in one run.
+        """
+        chip, _ = parse(self.topology)
+        made = measure(name, tokens, floor(1.0), floor(self.live), lowered, chip.hbm_bytes // chip.devices, self.live)
+        return dataclasses.replace(made, layers=layers)
+
+    def _model(self, layers: int) -> TransformerLM:
+        return TransformerLM(self.config, kernels=self.kernels).first(layers)
+
+
+@functools.cache
+def _call(stack: Stack, layers: int, tokens: int) -> Program:
+    programs = stack.programs(layers)
+    floor = functools.partial(programs.floor, programs.target, tokens=tokens)
+    name = f"{tokens} tokens, {layers} layers"
+    return stack.measured(name, tokens, floor, lambda: programs.call(programs.target, tokens), layers)
 
 
 def linear(*terms: tuple[float, Program]) -> Program:
@@ -128,35 +202,24 @@ def linear(*terms: tuple[float, Program]) -> Program:
     )
 
 
-def continued(few: Program, many: Program, layers: int) -> Program:
-    """Continues programs of `FEW` and `MANY` layers to ``layers``."""
-    slope = (layers - FEW) / (MANY - FEW)
-    return linear((1 - slope, few), (slope, many))
-
-
-def facts(
-    program: Program, topology: str, *, sequences: int = 1, calls: int = 1, chips: Sequence[int] | None = None
-) -> dict[str, Any]:
+def facts(program: Program, topology: str, *, sequences: int = 1, calls: int = 1) -> dict[str, Any]:
     """Returns what a study reports of a program, times in milliseconds; or why it does not fit.
 
     Args:
+      topology: the whole of it shares the model.
       sequences: rows of a data shard.
       calls: of models in one run, each with the fixed time of the calibration.
-      chips: along each axis, of those that share the model; default: the whole slice.
     """
     if program.memory is None or not program.memory.fits:
         return {"fits": False, "why": program.out_of_memory or _needs(program.memory)}
     chip, sizes = parse(topology)
-    work = program.work(chip, tuple(chips or sizes), sequences=sequences, calls=calls)
+    work = program.work(chip, sizes, sequences=sequences, calls=calls)
+    counted = ("hbm_bytes", "floor_bytes", "over_floor", "live_hbm_bytes", "live_over_floor", "cycles")
     return {
-        "hbm_bytes": program.hbm_bytes,
-        "over_floor": program.over_floor,
-        "cycles": program.cycles,
-        "collectives": program.collectives,
-        "collective_bytes": program.collective_bytes,
-        "copies": program.num_copies,
-        "host_transfers": program.host_transfers,
+        name: getattr(program, name) for name in (*counted, "collectives", "collective_bytes", "host_transfers")
+    } | {
         "fits": True,
+        "copies": program.num_copies,
         "memory_bytes": program.memory.total,
         "temporary_bytes": program.memory.temporaries,
         "streaming_ms": work.streaming_ms,

@@ -89,8 +89,7 @@ def described_mesh(
       draft_model_parallelism, num_kv_heads, rows: see `make_mesh`.
 
     Raises:
-      ValueError: an unknown topology, or ``data`` does not divide its devices.
-      RuntimeError: this machine has no libtpu.
+      ValueError: an unknown topology, ``data`` does not divide its devices, or this machine has no libtpu.
     """
     chip, sizes = parse(topology)
     # Before libtpu looks for a TPU and for the cloud's metadata server.
@@ -108,7 +107,7 @@ def described_mesh(
     except RuntimeError as error:
         if "not installed" not in str(error) and "libtpu" not in str(error):
             raise ValueError(f"the compiler knows no topology {topology!r} ({error}): try one of {EXAMPLES}") from error
-        raise RuntimeError(
+        raise ValueError(
             "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"
         ) from error
     except Exception as error:  # whatever libtpu raises for a shape that it refuses

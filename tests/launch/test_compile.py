@@ -1,16 +1,13 @@
-"""launch/compile_report.py and launch/studies/compile_study.py: what they write, and what they refuse before they compile."""
+"""launch/compile_report.py: what it writes, and what it refuses before it compiles."""
 
 import json
-import shutil
 
 import pytest
 
 from support import extras
-from support.run_script import ROOT, call
+from support.run_script import call
 
-pytestmark = extras.needs("libtpu", "matplotlib")
-
-RESULTS = ROOT / "notebooks" / "results"
+pytestmark = extras.needs("libtpu")
 
 
 def test_a_report_of_a_small_pair(tmp_path):
@@ -66,38 +63,3 @@ def test_what_has_no_report(arguments, message):
     done = call("compile_report", "--plain", *arguments)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_answers_to_another_study_are_left_alone(tmp_path):
-    """And nobody is told to remove them."""
-    output = tmp_path / "compile_slices.json"
-    shutil.copy(RESULTS / output.name, output)
-    done = call("studies/compile_study", "--plain", "--study=shapes", f"--output={output}")
-    assert done.returncode == 2 and "answers to 'slices'" in done.stderr and "remove" not in done.stderr, done.stderr
-    assert output.read_bytes() == (RESULTS / output.name).read_bytes()
-
-
-def test_a_figure_of_complete_answers_is_drawn_whatever_compiler_gave_them(tmp_path):
-    """Nothing is compiled; one that is missing is not mixed with those of another compiler."""
-    output, figure = tmp_path / "compile_scoring.json", tmp_path / "scoring.png"
-    document = json.loads((RESULTS / output.name).read_text(encoding="utf-8")) | {"libtpu": "0.0.1"}
-    output.write_text(json.dumps(document), encoding="utf-8")
-    asked = ["--plain", "--study=scoring", f"--output={output}"]
-    done = call("studies/compile_study", *asked, f"--figure={figure}")
-    assert not done.returncode, done.stderr
-    assert figure.read_bytes().startswith(b"\x89PNG") and json.loads(output.read_text(encoding="utf-8")) == document
-    output.write_text(json.dumps(document | {"cells": document["cells"][1:]}), encoding="utf-8")
-    done = call("studies/compile_study", *asked)
-    assert done.returncode and "by libtpu and jax ('0.0.1', " in done.stderr, done.stderr
-
-
-def test_a_figure_that_cannot_be_written_is_refused_at_once(tmp_path):
-    done = call(
-        "studies/compile_study",
-        "--plain",
-        "--study=shapes",
-        f"--output={tmp_path / 'shapes.json'}",
-        "--figure=/proc/none/x.png",
-    )
-    assert done.returncode == 2 and "--figure=/proc/none/x.png cannot be written" in done.stderr, done.stderr
-    assert not list(tmp_path.iterdir())

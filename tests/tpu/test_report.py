@@ -23,8 +23,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu.head_step import shard_head_step
-from specsamp.tpu.programs import Programs
+from specsamp.tpu.programs import Programs, sharded_head_model
 from specsamp.tpu.report import _largest, compile_report, measure
 from specsamp.tpu.topology import described_mesh, parse
 from support import extras
@@ -32,7 +31,7 @@ from support import extras
 OPTIMISED = True
 pytestmark = extras.needs("libtpu")
 
-TOPOLOGY, K = "v4:2x2x4", 2  # the paper's K = 4, at full depth: tests/launch/test_compile_studies.py
+TOPOLOGY, K = "v4:2x2x4", 2  # the paper has K = 4
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +101,13 @@ def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     Two shares of rows agree on when to end: one collective more than the calls have; nothing else passes between them.
     """
     made = programs(described_mesh(TOPOLOGY, 2), 2, draft_layers=1, batch=2)
-    cut = dataclasses.replace(made.target, model=TransformerLM(chinchilla_70b(num_layers=1)))
-    inside = dataclasses.replace(made, draft=cut, exit_layer=1)
+    cut = shard_model(made.target.model.first(1), made.target.layout)
+    inside = dataclasses.replace(made, draft=cut, inside=True)
     found = compile_report(inside, topology=TOPOLOGY, draft_length=1, rule=TokenRule(), names=("round",))
     assert found["round"].copies == () and found["round"].host_transfers == 0
     assert found["round"].collectives == {"all-reduce": 3 + 2 * 2 + 1 + 1, "all-gather": 1 + 1}
-    assert inside.bytes_of_state() == made.bytes_of(made.target)
+    alone = dataclasses.replace(made, draft=made.target, inside=True)
+    assert inside.bytes_of_state() == alone.bytes_of_state()
     assert found["round"].memory.arguments < 1.01 * sum(inside.bytes_of_state())
     assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
 
@@ -121,12 +121,11 @@ def programs_with(head):
     mesh = described_mesh("v5e:2x2")
     return Programs(
         target=shard_model(TransformerLM(ROTARY), Layout.tensor_parallel(mesh)),
-        draft=shard_head_step(ROTARY, head, draft_layout(mesh)),
+        draft=sharded_head_model(TransformerLM(ROTARY), head, draft_layout(mesh)),
         mesh=mesh,
         sampling=chain(top_p(0.8)),
         batch=1,
         slots=1024,
-        head=head,
     )
 
 
@@ -151,7 +150,8 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
     assert found["round"].copies == () and found["round"].host_transfers == 0
     assert found["round"].memory.arguments < 1.02 * sum(made.bytes_of_state())
     of_head = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(head.init, jax.random.key(0)))) / 2
-    assert sum(made.bytes_of_state()) - sum(made.bytes_of(made.target)) == pytest.approx(of_head / 4, rel=0.1)
+    alone = dataclasses.replace(made, draft=made.target, inside=True)
+    assert sum(made.bytes_of_state()) - sum(alone.bytes_of_state()) == pytest.approx(of_head / 4, rel=0.1)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_without_libtpu(monkeypatch):
         raise RuntimeError("JAX TPU support not installed; cannot generate TPU topology.")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
-    with pytest.raises(RuntimeError, match="no libtpu here: pip install libtpu.*x86-64"):
+    with pytest.raises(ValueError, match="no libtpu here: pip install libtpu.*x86-64"):
         described_mesh(TOPOLOGY)
 
 

@@ -1,7 +1,17 @@
-"""Continuing two depths in a straight line to all layers."""
+"""Continuing two depths in a straight line to all layers; rounds of each kind of drafter."""
 
+import dataclasses
+
+import pytest
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.eagle import Eagle3Config
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.warp import chain, top_p
 from specsamp.tpu.program import Memory, Program
-from specsamp.tpu.stack import continued, facts
+from specsamp.tpu.stack import FEW, MANY, Stack, facts, linear
+from specsamp.tpu.topology import described_mesh
+from support import extras
 
 
 def program(layers, fits=True):
@@ -20,6 +30,11 @@ def program(layers, fits=True):
         collective_bytes={"all-reduce": 50.0 * layers},
         num_copies=layers,
     )
+
+
+def continued(few, many, layers):
+    slope = (layers - FEW) / (MANY - FEW)
+    return linear((1.0, few), (slope, many), (-slope, few))
 
 
 def test_a_straight_line():
@@ -42,3 +57,29 @@ def test_what_does_not_fit_stays_so():
     assert facts(continued(program(2), program(4), 96), "v4:2x2x4")["fits"]
     made = facts(continued(program(2), program(4), 98), "v4:2x2x4")
     assert not made["fits"] and made["why"].endswith("of 0 GiB") and "hbm_bytes" not in made
+
+
+CONFIG = TransformerConfig(
+    vocab_size=512, width=256, num_layers=6, num_heads=2, positions="rotary", tied=False, dtype="bfloat16"
+)
+HEAD = Eagle3Config(
+    layer=dataclasses.replace(CONFIG, num_layers=1),
+    target_layers=6,
+    hidden_layers=(2, 3, 4),
+    draft_vocab_size=128,
+    own_output=True,
+)
+
+
+@pytest.mark.slow
+@extras.needs("libtpu")
+@pytest.mark.parametrize("drafter, layers", [(dataclasses.replace(CONFIG, num_layers=3), 3), (HEAD, 1), (5, 5)])
+def test_a_round_is_that_of_all_layers(drafter, layers):
+    """Two steps of a model of three layers, of a head, or of the first five layers; and a call of the target's six."""
+    stack = Stack(CONFIG, described_mesh("v5e:1x1"), "v5e:1x1", slots=256, drafter=drafter)
+    step, round_ = stack.draft_step(), stack.round(2, chain(top_p(0.8)), TokenRule())
+    assert step.layers == layers and round_.layers == 6 + 2 * layers
+    assert round_.floor_bytes == pytest.approx(stack.call(3).floor_bytes + 2 * step.floor_bytes, rel=0.1)
+    target = dataclasses.replace(stack, drafter=None).bytes_of_state()
+    assert round_.memory.arguments == pytest.approx(stack.bytes_of_state(), rel=0.2 if drafter is HEAD else 0.05)
+    assert (round_.memory.arguments > 1.1 * target) == (drafter != 5)

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specsamp.mesh.layout import Layout
-from specsamp.mesh.sharded import ShardedModel, shard_model
-from specsamp.mesh.sharded_head import shard_head
 from specsamp.models.config import TransformerConfig
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.models.transformer import TransformerLM
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadStep(LanguageModel):
+class HeadModel(LanguageModel):
     """Reads a token beside the feature of the step before, which lies in its cache, and says what follows.
 
     Attributes:
-      target: of one layer, which is not run: it embeds tokens, and has the output where the head has none.
+      target: of one layer, which is not run: it embeds tokens, and has the output, where the head has none.
       head: which is called.
     """
 
@@ -61,15 +58,11 @@ class HeadStep(LanguageModel):
             matrices.append(of_target.get(OUTPUT_EMBEDDING, of_target["embedding"]))
         return [x for x in matrices if x.ndim >= 2]
 
-    def fused(self, weights: Any) -> list[Array]:
-        """Returns the matrices that make features of the target's hidden states."""
-        return [weights["head"]["params"][name] for name in self.head.config.fused]
-
     def weight_axes(self) -> Any:
         return {"head": self.head.weight_axes(), "target": self.target.weight_axes()}
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        layer = self.head.config.layer
+        layer = self.config
         features_BD = jnp.zeros((batch, layer.width), layer.compute_dtype)
         return {"cache": self.head.init_cache(batch, slots), "features_BD": features_BD}
 
@@ -83,28 +76,9 @@ class HeadStep(LanguageModel):
             embedded_BTD = self.head.embed(weights["head"], tokens_BT)
         else:
             embedded_BTD, _ = self.target.embed(weights["target"], tokens_BT, start_B, None)
-
-        def of_target(x_BTD: Array) -> Array:
-            return self.target.unembed_normed(weights["target"], x_BTD)
-
+        of_target = functools.partial(self.target.unembed_normed, weights["target"])
         features_BTD = jnp.repeat(cache["features_BD"][:, None], tokens_BT.shape[1], axis=1)
         features_BTD, of_head = self.head(weights["head"], embedded_BTD, features_BTD, start_B - 1, cache["cache"])
         logits_BTU = self.head.logits(weights["head"], features_BTD, of_target)
         logits_BV = self.head.expand(weights["head"], logits_BTU[:, 0])  # the rows behind the first are stale
         return Output(logits_BTV=logits_BV[:, None], cache={"cache": of_head, "features_BD": features_BTD[:, 0]})
-
-
-class ShardedHeadStep(ShardedModel):
-    """A `HeadStep` over a mesh; head and target place what they return themselves."""
-
-    def __call__(
-        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, hidden_layers: Any = (), block: Any = None
-    ) -> Output:
-        inside = HeadStep(shard_model(self.model.target, self.layout), shard_head(self.model.head, self.layout))
-        return inside(weights, *self.layout.of_all_rows(tokens_BT, start_B), cache)
-
-
-def shard_head_step(target: TransformerConfig, head: FeatureHead, layout: Layout) -> ShardedHeadStep:
-    """Returns a step of a head laid out over a mesh, for `Programs.draft`."""
-    embedding = TransformerLM(dataclasses.replace(target, num_layers=1, global_layers=()))
-    return ShardedHeadStep(HeadStep(embedding, head), layout)
