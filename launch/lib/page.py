@@ -32,7 +32,7 @@ MOVED: Mapping[str, str] = {
     r".* --study=variants .*": "",  # its programs are gone, what they said is beside the file
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
-    r"launch/(?:studies/)?compile_training\.py": "launch/study.py compile --grid=training",
+    r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
     r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
