@@ -83,13 +83,15 @@ class Batch:
       reading: where `fill` raised, the texts whose prompts it was reading; they are in ``running`` already.
     """
 
-    def __init__(self, job: Job, *, rows: int, refill: int, schedule: Schedule):
+    def __init__(self, job: Job, *, rows: int, refill: int, schedule: Schedule, together: int = 1):
         """Makes a batch without a state, which `fill` or `compile` begins.
 
         Args:
           job: whose loop, weights and slots the texts of all jobs share; none has more stop ids.
           rows: of the batch; rounded up to a multiple of the data shards.
           refill: rows of a data shard whose prompts are read in one call; `run` returns once so many have ended.
+          together: where so many rows of a data shard are free and prompts of one bucket wait for them, they are read
+            in one call.
         """
         shards = job.pair.shards.count
         rows = -(-rows // shards) * shards
@@ -99,6 +101,7 @@ class Batch:
         self.reading: list[Ticket] = []
         self._job, self._schedule = job, schedule
         self._refill = min(refill, rows // shards)
+        self._together = max(min(together, rows // shards) // self._refill, 1) * self._refill
         self._state: DecodeState | None = None
         self._rounds_B = np.zeros(rows, int)  # that each of the texts has been busy for
         self._before_B = self._rounds_B  # the slice
@@ -109,17 +112,18 @@ class Batch:
         Args:
           texts_end_late: whether `settle` will end rows, as those of texts that strings end.
         """
-        newcomers = [None] * (self._refill * self._job.pair.shards.count)
-        places = [NOWHERE] * len(newcomers)
         self._begin()
         compiled = set()
         for prompt in prompts:
             if bucket(len(prompt)) in compiled:
                 continue
             compiled.add(bucket(len(prompt)))
-            rows = self._job.read([prompt] * len(newcomers), self._request(newcomers))
-            self._state = self._job.loop.insert(self._state, rows, places)
+            for width in {self._refill, self._together}:
+                newcomers = [None] * (width * self._job.pair.shards.count)
+                rows = self._job.read([prompt] * len(newcomers), self._request(newcomers))
+                self._state = self._job.loop.insert(self._state, rows, [NOWHERE] * len(newcomers))
         if self._schedule.preempts:
+            places = [NOWHERE] * (self._refill * self._job.pair.shards.count)
             self._bring_back(Aside(rows=self._extract(places), index=NOWHERE, rounds=0), None, NOWHERE)
         if texts_end_late:
             self._state = batch_rows.end(self._state, np.zeros(len(self.running), bool))
@@ -194,14 +198,16 @@ class Batch:
             self._state = self._job.read([[0]] * shards, self._request([None] * rows), rows // shards)
 
     def _take(self) -> None:
-        """Gives free rows to those who wait, as many per data shard at a time: reads prompts, brings back the others."""
+        """Gives free rows to waiting texts, equally many per data shard at a time: reads prompts, resumes preempted texts."""
         shards = self._job.pair.shards.count
         per_shard = len(self.running) // shards
         while self.waiting and None in self.running:
-            tickets, at = [], []  # of one call, and their places within each shard
+            tickets, at = [], []  # of one turn, and their places within each shard
+            many = min(self.running.count(None), len(self.waiting)) >= self._together * shards
+            width = self._together if many else self._refill
             for shard in range(shards):
                 free = [n for n in range(per_shard) if self.running[shard * per_shard + n] is None]
-                for n in (free + [NOWHERE] * self._refill)[: self._refill]:
+                for n in (free + [NOWHERE] * width)[:width]:
                     able = self._able(self.waiting, shard) if n != NOWHERE else []
                     ticket = self._schedule.choose(able) if able else None
                     tickets.append(ticket)
@@ -215,16 +221,31 @@ class Batch:
                 break
             newcomers = [None if ticket is None or ticket.aside else ticket for ticket in tickets]
             self.reading = [ticket for ticket in newcomers if ticket is not None]
-            if self.reading:
-                prompts = [[0] if ticket is None else ticket.prompt for ticket in newcomers]
-                rows = self._job.read(prompts, self._request(newcomers))
-                places = [NOWHERE if ticket is None else n for ticket, n in zip(newcomers, at)]
-                self._state = self._job.loop.insert(self._state, rows, places)
+            sizes = {0 if ticket is None else bucket(len(ticket.prompt)) for ticket in newcomers}
+            for part in self._parts(width, is_one_call=len(sizes) == 1):
+                if any(newcomers[index] for index in part):
+                    self._read([newcomers[index] for index in part], [at[index] for index in part])
             self.reading = []
             for ticket, n in zip(tickets, at):
                 if ticket is not None and ticket.aside:
                     aside, ticket.aside = ticket.aside, None
                     self._bring_back(aside, ticket, n)
+
+    def _parts(self, width: int, is_one_call: bool) -> list[list[int]]:
+        """Splits ``width`` newcomers per data shard into calls: one for all of them, or of as many as are refilled."""
+        each = width if is_one_call else self._refill
+        shards = range(self._job.pair.shards.count)
+        return [
+            [shard * width + index for shard in shards for index in range(start, start + each)]
+            for start in range(0, width, each)
+        ]
+
+    def _read(self, newcomers: Sequence[Ticket | None], at: Sequence[int]) -> None:
+        """Reads the prompts of newcomers and writes them over free rows, the same number in each data shard."""
+        prompts = [[0] if ticket is None else ticket.prompt for ticket in newcomers]
+        rows = self._job.read(prompts, self._request(newcomers))
+        places = [NOWHERE if ticket is None else n for ticket, n in zip(newcomers, at)]
+        self._state = self._job.loop.insert(self._state, rows, places)
 
     def _put_aside(self) -> None:
         """Puts aside the texts that the schedule names, at most as many per data shard as are refilled at a time."""
@@ -277,8 +298,18 @@ class Batch:
         parts = []
         for _, group in itertools.groupby(asked, key=lambda one: id(one[0])):
             jobs, rows = zip(*group)
-            part = jax.tree.map(lambda leaf: leaf[np.array([row or 0 for row in rows])], jobs[0].request)
-            is_asked = np.array([row is not None for row in rows])
-            part = dataclasses.replace(part, limits_B=jnp.where(is_asked, part.limits_B, 0))
-            parts.append(batch_rows.fit_request(part, self._job.request))
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+            index_N = np.array([NOWHERE if row is None else row for row in rows], np.int32)
+            parts.append(batch_rows.fit_request(_rows_of(jobs[0].request, index_N), self._job.request))
+        return parts[0] if len(parts) == 1 else _concatenated(parts)
+
+
+@jax.jit
+def _rows_of(request: Request, index_N: jax.Array) -> Request:
+    """Returns some rows of a request; `NOWHERE` is a row without a budget. Uncompiled, this takes a millisecond."""
+    rows = jax.tree.map(lambda leaf: leaf[jnp.maximum(index_N, 0)], request)
+    return dataclasses.replace(rows, limits_B=jnp.where(index_N == NOWHERE, 0, rows.limits_B))
+
+
+@jax.jit
+def _concatenated(parts: Sequence[Request]) -> Request:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

@@ -21,7 +21,7 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import Clock, Queue
+from specsamp.serving.queue import TOGETHER, Clock, Queue
 from specsamp.serving.schedule import FirstCome, Schedule
 
 DEFAULT_ROWS = 8
@@ -60,7 +60,7 @@ def generate_many(
     Args:
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
       refill: rows of a data shard whose prompts are read in one call. The loop returns once so many have ended: more
-        than 1 reads prompts faster, where rows are many, and leaves rows idle for longer.
+        than 1 leaves rows idle for longer. Four rows that are free at once are read in one call anyway.
       rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
         prompts have arrivals or strings end texts (the shorter these are, the fewer).
       log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
@@ -99,7 +99,7 @@ def generate_many(
         return_log_probs=return_log_probs,
         prompt_ids=prompt_ids,
         batch=min(rows, _rows_asked(prompts, num_samples)),
-        spare=refill * pair.shards.count,
+        spare=max(refill, TOGETHER) * pair.shards.count,
     )
     if arrivals is not None:
         arrivals = _checked_arrivals(arrivals, len(prompts))

@@ -18,6 +18,7 @@ from specsamp.serving.batch import Batch, Usage
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.schedule import ROUNDS_PER_LOOK, Schedule, Served, Ticket
 
+TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
 LOST = 0.05  # of a row's rounds, at most: between a string that ends its text and the next look for it
 
 
@@ -52,7 +53,7 @@ class Queue(Iterator[Completion]):
         clock: Clock,
     ):
         self.served: dict[tuple[int, int], Served] = {}
-        self._batch = Batch(job, rows=min(rows, job.rows), refill=refill, schedule=schedule)
+        self._batch = Batch(job, rows=min(rows, job.rows), refill=refill, schedule=schedule, together=TOGETHER)
         self._job, self._log, self._clock = job, log, clock
         looks = job.rounds_per_look
         self._most_rounds = rounds or (looks if arrivals is None else min(looks, ROUNDS_PER_LOOK))

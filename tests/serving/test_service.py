@@ -76,8 +76,8 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     before = Loop.run_request._cache_size(), Loop.prefill._cache_size()
     callers = [Caller(service, is_streamed=len(one["prompts"]) == 2, **one) for one in asked]
     found = [caller.wait() for caller in callers]
-    assert found == [of(alone(**one)) for one in asked]
     assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == before, "all of it was compiled"
+    assert found == [of(alone(**one)) for one in asked]
     assert found[2] == [(list(b"ijklmno"), "stop", "ijklm")]
     assert found[1][0] != found[1][1] and found[3][0] != found[3][1], "the control: they are sampled"
     assert max(map(len, callers[1].got)) > 1 and len(callers[0].got[0]) == 1
