@@ -26,8 +26,8 @@ from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
-from specsamp.analysis import phases, report, tables
-from specsamp.analysis.split import PhaseTimer
+from specsamp.analysis import report, tables
+from specsamp.analysis.products import product_timer
 from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
@@ -161,12 +161,10 @@ def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timin
 
 def streaming_share(side: Decoder) -> float:
     """Measures the time of plain products with the target's matrices over that of an autoregressive step, in turn."""
-    timer, iterations = PhaseTimer(*side.running()), 8
-    runs = {"products": timer.run_products(), "step": timer.run(phases.whole_round)}
-    for run in runs.values():
-        run(iterations)  # compiles
-    seconds = take_turns({name: lambda turn, run=run: run(iterations) for name, run in runs.items()}, 5)
-    return float(np.median(np.array(seconds["products"]) / np.array(seconds["step"])))
+    timer = product_timer(side.loop, side.weights, side.workload.batch, 1)
+    times = take_turns({"products": lambda turn: timer(), "step": side.decode}, 5)
+    steps = [timing.loop_seconds / timing.rounds * 1e3 for timing in times["step"]]
+    return float(np.median(np.array(times["products"]) / np.array(steps)))
 
 
 def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:

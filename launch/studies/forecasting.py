@@ -24,10 +24,9 @@ import numpy as np
 
 from specsamp.analysis.acceptance import ByLength, Interval, Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
-from specsamp.analysis.phases import matrices_of
 from specsamp.analysis.planner import DRAFT_LENGTHS, Forecast, make_plan
+from specsamp.analysis.products import product_timer
 from specsamp.analysis.report import Table
-from specsamp.analysis.split import SECONDS_PER_SAMPLE, find_iterations, time_products
 from specsamp.analysis.tables import interval
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
@@ -186,17 +185,11 @@ def product_timers(
     Returns:
       By ``batch * tokens``, a function that measures milliseconds once.
     """
-    matrices, timers = matrices_of(loop.target, weights.target), {}
+    timers = {}
     for batch, tokens in sorted(calls, key=math.prod):
         progress(f"compiling: products of {batch * tokens} rows")
-        run = time_products(loop, matrices, batch, tokens)
-        timers[batch * tokens] = functools.partial(_product_ms, run, find_iterations(run, SECONDS_PER_SAMPLE))
+        timers[batch * tokens] = product_timer(loop, weights, batch, tokens)
     return timers
-
-
-def _product_ms(run: Callable[[int], float], iterations: int) -> float:
-    run(iterations)  # warms the caches, see `specsamp.analysis.split`
-    return run(iterations) / iterations * 1e3
 
 
 def _measure(

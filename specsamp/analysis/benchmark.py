@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.split import RoundSplit, split_round
 from specsamp.analysis.timing import Quartiles, take_turns
+from specsamp.analysis.trace import RoundSplit, split_round
 from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
@@ -38,7 +38,7 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
-MOST_SPLITS = 9  # repeats of the phases of a round
+MOST_SPLITS = 5  # profiles of rounds
 STREAMED_COLUMNS = 4096
 LARGEST_STREAMED = 2**30  # bytes; fits no cache
 STREAMING_SECONDS = 0.05  # of a sample, at least
@@ -94,9 +94,7 @@ class Result:
     overall_speedup: float  # the same of all repeats together: seconds over seconds
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, but for near-ties
-    split: (
-        RoundSplit | None
-    )  # None under JAX_DISABLE_JIT, for adaptive lengths, and where the caches do not fit together
+    split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where no profile can be made
     slots: int  # of the caches, which attention reads
     memory: MemoryUse
     device_gb_per_s: Quartiles | None  # streaming, measured
@@ -205,8 +203,9 @@ def _phases(
     if jax.config.jax_disable_jit or sides["speculative"].adaptive is not None:
         return None, None, None
     try:
-        running = [sides[name].running() for name in ("speculative", "autoregressive")]
-        split = split_round(*running, min(repeats, MOST_SPLITS), progress)
+        split = split_round(sides["speculative"], sides["autoregressive"], min(repeats, MOST_SPLITS), progress)
+        if split is None:
+            return None, None, None
         device = streaming_gb_per_s(split.streamed_bytes)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):

@@ -10,8 +10,8 @@ from specsamp.analysis.acceptance import Interval, rate_error
 from specsamp.analysis.benchmark import Percentiles, Result
 from specsamp.analysis.measured import counts_of, describe, distribution_of
 from specsamp.analysis.report import BAR, Table
-from specsamp.analysis.split import PhaseTime, RoundSplit
 from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.trace import RoundSplit
 from specsamp.decoding.results import RowStats
 from specsamp.evaluation.audit import CHECKS, Audit
 
@@ -172,7 +172,6 @@ def _split_table(split: RoundSplit) -> Table:
         share = ms.median / whole
         return name, quartiles(ms), f"{share:.1%}", (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
 
-    linearities = [value.linearity for value in vars(split).values() if isinstance(value, PhaseTime)]
     return Table(
         title="One round",
         header=("", "ms", "of the round", ""),
@@ -186,7 +185,7 @@ def _split_table(split: RoundSplit) -> Table:
             row("the whole round", split.round.ms),
             ("all but the two models", "", quartiles(split.sampling_share, "%"), ""),
         ],
-        note=f"time per iteration at n over that at n/2: {min(linearities):.2f} to {max(linearities):.2f}",
+        note="by the scopes of a profile; unexplained is in none of them",
     )
 
 

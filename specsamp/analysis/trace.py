@@ -2,10 +2,11 @@
 
     traced = trace(decoder, "runs/trace", rounds=8)        # of `specsamp.analysis.workload`
     report.show(traced.tables(), console)
+    split = split_round(speculative, autoregressive, turns=5)
 
-`specsamp.analysis.split` times each phase of a round in a loop of its own; here nothing is taken apart. `jax.profiler`
-writes the folder, which xprof and Perfetto show, and notes when each operation of the compiled programs ran. The
-compiler wrote into each operation which `jax.named_scope` it comes from; of operations that it fused, only one's.
+Nothing is taken apart. `jax.profiler` notes when each operation of the compiled programs ran, and writes a folder that
+xprof and Perfetto show. The compiler wrote into each operation which `jax.named_scope` it comes from; of operations that
+it fused, only one's.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import math
 import os
 import re
 import socket
+import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from specsamp import storage
+from specsamp.analysis.products import matrices_of, product_timer
 from specsamp.analysis.report import Table
+from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder
 from specsamp.decoding.state import DecodeState, Request, Weights
 
@@ -39,6 +44,8 @@ PHASES = ("target", "draft", "score", "verify", "commit")
 PARTS = ("embed", "fuse", "attention", "mlp", "logits", "sample")
 REST, OUTSIDE = "rest", "in no scope"
 ROUNDS = 8  # by default: enough for a mean, few enough to look at
+MOST_ADDED_MS = 1e-3  # by the profiler, of an operation: beyond it, something else was slow
+WARM_ROUNDS = 16  # before those of a split, at most: the first ones after other work are slow
 
 Scope = tuple[str, ...]  # () of operations in no scope; a phase; or a phase and a part
 Span = tuple[float, float, Scope]  # nanoseconds of begin and end
@@ -109,6 +116,159 @@ class Trace:
         return told
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """The milliseconds of one phase, per round."""
+
+    ms: Quartiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundSplit:
+    """One round of the speculative loop by scope, and a round of the autoregressive loop beside it.
+
+    The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
+    """
+
+    draft_model: PhaseTime  # calls of the draft model
+    draft: PhaseTime  # the same with warps and draws
+    draft_sampling: Quartiles  # ms: draft - draft_model
+    score: PhaseTime  # the call of the target
+    verify: PhaseTime  # warping its logits, and the rule
+    commit: PhaseTime  # bookkeeping
+    round: PhaseTime  # the whole
+    unexplained: Quartiles  # ms: of operations in no scope, and between operations
+    sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
+    step: PhaseTime  # one round of the autoregressive loop
+    break_even: Quartiles  # round / step: tokens that a round must emit for the draft to pay
+    least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
+    stream_step: PhaseTime  # multiplying as many rows as a step has by every matrix of the target: a floor of `step`
+    stream_score: PhaseTime  # the same for `score`
+    streamed_bytes: int  # of those matrices
+    step_gb_per_s: Quartiles  # streamed_bytes / step
+    stream_gb_per_s: Quartiles  # streamed_bytes / stream_step
+
+
+def split_round(
+    speculative: Decoder,
+    autoregressive: Decoder,
+    turns: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RoundSplit | None:
+    """Profiles rounds of two decoders in turn, and the products of their calls of the target alone.
+
+    Shares and differences are taken within a turn, and medians over turns are reported.
+
+    Returns:
+      The split; None where the platform reports no operations.
+
+    Raises:
+      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to profile.
+    """
+    progress("compiling the phases of a round")
+    sides = {"round": Profiled(speculative), "step": Profiled(autoregressive)}
+    batch, loop, weights = speculative.workload.batch, speculative.loop, speculative.weights
+    tokens = {"stream_step": 1, "stream_score": loop.drafter.K + 1}
+    timers = {name: product_timer(loop, weights, batch, count) for name, count in tokens.items()}
+    measured = take_turns(
+        {name: lambda turn, side=side: side.round_ms() for name, side in sides.items()}
+        | {name: lambda turn, timer=timer: timer() for name, timer in timers.items()},
+        turns,
+        lambda text: progress(f"phases: turn {text}"),
+    )
+    if not measured["round"][0]:
+        return None
+    rounds, steps = measured["round"], measured["step"]
+    ms = {name: np.array([one[name] for one in rounds]) for name in ("draft", "sample", "score", "verify", "commit")}
+    ms |= {"round": np.array([sum(one.values()) - one["sample"] for one in rounds])}
+    ms |= {"step": np.array([sum(one.values()) - one["sample"] for one in steps])}
+    ms |= {name: np.array(measured[name]) for name in timers}
+    return summary(ms, sum(matrix.nbytes for matrix in matrices_of(loop.target, weights.target)))
+
+
+def summary(ms: Mapping[str, np.ndarray], streamed_bytes: int) -> RoundSplit:
+    """Returns the split of milliseconds by turn; ``ms["sample"]`` is the part of the draft that warps and draws."""
+    draft_model, own = ms["draft"] - ms["sample"], ms["sample"] + ms["verify"] + ms["commit"]
+    whole = ("draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score")
+    return RoundSplit(
+        **{name: PhaseTime(ms=Quartiles.of(ms[name])) for name in whole},
+        draft_model=PhaseTime(ms=Quartiles.of(draft_model)),
+        draft_sampling=Quartiles.of(ms["sample"]),
+        unexplained=Quartiles.of(ms["round"] - draft_model - ms["score"] - own),
+        sampling_share=Quartiles.of(own / ms["round"]),
+        break_even=Quartiles.of(ms["round"] / ms["step"]),
+        least_round=Quartiles.of((draft_model + ms["score"]) / ms["step"]),
+        streamed_bytes=streamed_bytes,
+        step_gb_per_s=Quartiles.of(streamed_bytes / ms["step"] / 1e6),
+        stream_gb_per_s=Quartiles.of(streamed_bytes / ms["stream_step"] / 1e6),
+    )
+
+
+class Profiled:
+    """A decoder's prefill and rounds of its first prompts, compiled so that operations name the scopes of this source."""
+
+    def __init__(self, decoder: Decoder):
+        if jax.config.jax_disable_jit:
+            raise ValueError("nothing is compiled under JAX_DISABLE_JIT: there is nothing to trace")
+        loop, weights, request = decoder.loop, decoder.weights, decoder.request(0)
+        tokens_BP, lengths_B, _ = decoder.workload.rows(0, loop.target.vocab_size)
+        self.lengths_B, self.arguments = lengths_B, (weights, request)
+        self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
+        # As many as surely end no text.
+        self.most = max((decoder.workload.max_new_tokens - 1) // (loop.drafter.max_accepted + 1), 1)
+
+        def prefill(weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array) -> DecodeState:
+            state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
+            return dataclasses.replace(state, request=None)
+
+        def decode(weights: Weights, request: Request, state: DecodeState, rounds: Array) -> DecodeState:
+            return dataclasses.replace(loop.run_request(weights, request, state, rounds), request=None)
+
+        options = dict(loop.compiler_options) or None
+        with _own_scopes():
+            self._prefill = jax.jit(prefill).lower(*self.arguments, *self.prompts).compile()
+            decoding = jax.jit(decode, donate_argnames="state", compiler_options=options)
+            self._decode = decoding.lower(*self.arguments, self.prefill(), jnp.int32(0)).compile()
+        self.scopes = {"prefill": scopes_of(self._prefill.as_text()), "decode": scopes_of(self._decode.as_text())}
+
+    def prefill(self) -> DecodeState:
+        """Reads the prompts."""
+        return jax.block_until_ready(self._prefill(*self.arguments, *self.prompts))
+
+    def decode(self, state: DecodeState, rounds: int) -> DecodeState:
+        """Runs some rounds; the state is donated."""
+        return jax.block_until_ready(self._decode(*self.arguments, state, jnp.int32(rounds)))
+
+    def round_ms(self) -> dict[str, float]:
+        """Profiles some rounds in the middle of a text; returns milliseconds by phase, and of the draft's "sample" again.
+
+        A profile takes time itself, on a CPU half a microsecond of each operation. The same rounds are timed without it,
+        and what they take longer with it is taken off, in equal parts of each operation. Empty where the platform reports
+        no operations.
+        """
+        warm = min(self.most - 1, WARM_ROUNDS)
+        rounds = min(self.most - warm, ROUNDS)
+        state = self.decode(self.prefill(), warm)
+        start = time.perf_counter()
+        self.decode(state, rounds)
+        seconds = time.perf_counter() - start
+        state = self.decode(self.prefill(), warm)
+        with tempfile.TemporaryDirectory() as folder:
+            before = set(_profiles(folder))
+            with jax.profiler.trace(folder, profiler_options=_options()):
+                self.decode(state, rounds)
+            spans = spans_by_program(_operations(_own(set(_profiles(folder)) - before)), self.scopes)["decode"]
+        found = program_time("", spans, rounds, seconds)
+        operations = max(sum(one.operations for one in found.scopes), 1)
+        added = min(max(found.ms - found.host_ms, 0) / operations, MOST_ADDED_MS)
+        ms = dict.fromkeys((*PHASES, OUTSIDE, "sample"), 0.0)
+        for one in found.scopes:
+            own = max(one.ms - added * one.operations, 0)
+            ms[one.scope.partition("/")[0]] += own
+            ms["sample"] += own * (one.scope == "draft/sample")
+        return ms if spans else {}
+
+
 def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> Trace:
     """Writes a profile of one prefill and some rounds of a workload's first prompts, after a run that is not counted.
 
@@ -123,47 +283,27 @@ def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> 
       ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to trace.
       OSError: the folder cannot be written.
     """
-    if jax.config.jax_disable_jit:
-        raise ValueError("nothing is compiled under JAX_DISABLE_JIT: there is nothing to trace")
-    loop, weights, request = decoder.loop, decoder.weights, decoder.request(0)
-    tokens_BP, lengths_B, _ = decoder.workload.rows(0, loop.target.vocab_size)
-    prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
-    rounds = min(rounds, max((decoder.workload.max_new_tokens - 1) // (loop.drafter.max_accepted + 1), 1))
-
-    def prefill(weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array) -> DecodeState:
-        state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
-        return dataclasses.replace(state, request=None)
-
-    def decode(weights: Weights, request: Request, state: DecodeState) -> DecodeState:
-        return dataclasses.replace(loop.run_request(weights, request, state, rounds), request=None)
-
-    options = dict(loop.compiler_options) or None
-    with _own_scopes():
-        read = jax.jit(prefill).lower(weights, request, *prompts).compile()
-        state = jax.block_until_ready(read(weights, request, *prompts))
-        decoding = jax.jit(decode, donate_argnames="state", compiler_options=options)
-        run = decoding.lower(weights, request, state).compile()
-    jax.block_until_ready(run(weights, request, state))
+    profiled = Profiled(decoder)
+    rounds = min(rounds, profiled.most)
+    profiled.decode(profiled.prefill(), rounds)
     before = set(_profiles(folder))
     with jax.profiler.trace(folder, profiler_options=_options()):
         start = time.perf_counter()
-        state = jax.block_until_ready(read(weights, request, *prompts))
+        state = profiled.prefill()
         middle = time.perf_counter()
-        jax.block_until_ready(run(weights, request, state))
+        profiled.decode(state, rounds)
         end = time.perf_counter()
     written = _own(set(_profiles(folder)) - before)
-    events = (
-        () if written is None else operations(jax.profiler.ProfileData.from_serialized_xspace(written.read_bytes()))
-    )
-    spans = spans_by_program(events, {"prefill": scopes_of(read.as_text()), "decode": scopes_of(run.as_text())})
+    spans = spans_by_program(_operations(written), profiled.scopes)
     viewer = None if written is None else written.with_name(written.name.replace(".xplane.pb", ".trace.json.gz"))
+    lengths_B = profiled.lengths_B
     tokens = " + ".join(map(str, lengths_B.tolist())) if len(lengths_B) <= 4 else int(lengths_B.sum())
     return Trace(
         folder=os.fspath(folder),
         viewer=None if viewer is None or not viewer.exists() else os.fspath(viewer),
         programs=(
             program_time(f"Prefill of {tokens} tokens", spans["prefill"], 1, middle - start),
-            program_time(f"Round, K = {loop.drafter.K}", spans["decode"], rounds, end - middle),
+            program_time(f"Round, K = {decoder.loop.drafter.K}", spans["decode"], rounds, end - middle),
         ),
     )
 
@@ -202,7 +342,7 @@ def operations(profile: Any) -> list[Operation]:
     devices = sorted(plane.name for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name))
     found: list[Operation] = []
     for plane in planes:
-        if plane.name.startswith("/device:") and plane.name != devices[0]:
+        if plane.name.startswith("/device:") and plane.name not in devices[:1]:
             continue
         lines = {line.name: line for line in plane.lines}
         if "XLA Ops" in lines and "XLA Modules" in lines:
@@ -332,3 +472,10 @@ def _profiles(folder: str | os.PathLike) -> list[epath.Path]:
 def _own(written: set[epath.Path]) -> epath.Path | None:
     """Returns the file of this process's machine; None: nothing was written."""
     return min(written, key=lambda path: (not path.name.startswith(socket.gethostname()), str(path)), default=None)
+
+
+def _operations(written: epath.Path | None) -> list[Operation]:
+    """Reads the operations of a profile; none where nothing was written."""
+    if written is None:
+        return []
+    return operations(jax.profiler.ProfileData.from_serialized_xspace(written.read_bytes()))

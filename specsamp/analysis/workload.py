@@ -180,10 +180,6 @@ class Decoder:
         rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
         return self.loop.run(self.weights, self.prefill(0), rounds)
 
-    def running(self) -> tuple[Loop, Weights, Request, DecodeState]:
-        """Returns what `specsamp.analysis.split` times: the loop, its arguments, and a state whose rows are running."""
-        return self.loop, self.weights, self.request(0), self.warm_state()
-
 
 def decoders(
     pair: Pair,

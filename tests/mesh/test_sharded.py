@@ -22,7 +22,7 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.analysis import phases
+from specsamp.analysis import products
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter
@@ -284,20 +284,11 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
     assert query.sharding.is_equivalent_to(NamedSharding(make_mesh(1, 8), P("model")), 3)
 
 
-@pytest.mark.slow
-def test_the_phases_of_a_round_lie_as_in_the_loop(transformer_pair):
-    """What is timed apart is what the loop does: caches stay split over rows and heads."""
+def test_products_of_parts_stay_on_one_device(transformer_pair):
+    """So they need no collective."""
     pair = shard(transformer_pair, make_mesh(2, 4))
-    workload = Workload(batch=2, prompt_length=8, max_new_tokens=16, repeats=1)
-    side = decoders(pair, {"x": (NgramDrafter(K=3), BlockRule())}, SAMPLING, workload)["x"]
-    state = side.warm_state()
-    expected = jax.tree.map(lambda x: x.sharding, state.cache)
-    buffers = phases.first_buffers(side.loop, side.weights, side.request(0), state)
-    buffers = phases.repeat(phases.whole_round, side.loop, side.weights, side.request(0), buffers, 2)
-    same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), buffers.state.cache, expected)
-    assert all(jax.tree.leaves(same))
-    matrices = phases.matrices_of(side.loop.target, side.weights.target)
-    assert all(len(matrix.sharding.device_set) == 1 for matrix in matrices)
+    matrices = products.matrices_of(pair.target, pair.target.prepare(pair.target_params))
+    assert matrices and all(len(matrix.sharding.device_set) == 1 for matrix in matrices)
 
 
 def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
