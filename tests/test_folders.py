@@ -1,7 +1,12 @@
 """The layout of the package: a folder imports only from those above it in the table of the README."""
 
+import ast
 import pathlib
 import re
+import subprocess
+import sys
+
+import pytest
 
 import specsamp
 
@@ -34,3 +39,26 @@ def test_a_folder_imports_only_from_those_above_it():
             if name in ORDER and ORDER.index(name) > ORDER.index(here):
                 found.append(f"{path.relative_to(PACKAGE)} imports specsamp.{name}")
     assert not found
+
+
+def test_editors_and_programs_see_the_same_public_names():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    for_editors = {name.name: node.module for node in block.body for name in node.names}
+    assert for_editors == specsamp._HOMES
+    assert all(getattr(specsamp, name).__module__.startswith("specsamp.") for name in specsamp.__all__)
+    with pytest.raises(AttributeError, match="'generate_more'"):
+        specsamp.generate_more
+
+
+def test_importing_the_package_loads_nothing_that_is_not_used():
+    code = """
+import sys, specsamp
+assert not {"jax", "numpy", "flax", "orbax"} & set(sys.modules)
+from specsamp import generate, chain, temperature
+loaded = set(sys.modules)
+assert "jax" in loaded, "the control"
+print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & loaded))
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert found.stdout == "[]\n", found.stdout + found.stderr
