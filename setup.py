@@ -51,7 +51,11 @@ setup(
     long_description_content_type="text/markdown",
     package_dir={"": "."},  # an editable installation then sees launch and configs, too
     packages=find_packages(include=["specsamp", "specsamp.*"]),
-    package_data={"specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"], "specsamp.tpu": ["*.json"]},
+    package_data={
+        "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
+        "specsamp.mesh": ["*.json"],
+        "specsamp.tpu": ["*.json"],
+    },
     cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},
     entry_points={"console_scripts": ["specsamp = specsamp.__main__:main"]},
     python_requires=">=3.11",

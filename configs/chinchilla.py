@@ -7,7 +7,7 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python launch/benchmark.py --config=configs/chinchilla.py:tiny --config.mesh.model=8
 
-After the colon, in any order: a TPU slice (specsamp/mesh/slices.py), "batch=N", "greedy", "tiny". The
+After the colon, in any order: a TPU slice (specsamp/mesh/slices.json), "batch=N", "greedy", "tiny". The
 trained weights are not public. With random ones the times are those of the trained pair, acceptance and
 speedup are not; ``checkpoints`` names your own training runs of these shapes.
 """

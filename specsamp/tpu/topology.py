@@ -38,8 +38,8 @@ class Chip:
 
 def _cloud_chip(prefix: str, *rest: float, **options: object) -> Chip:
     """Takes the memory of a chip from the catalogue of slices."""
-    generation = next(g for g in slices.GENERATIONS if g.prefix == prefix)
-    return Chip(generation.hbm_bytes, generation.hbm_bytes_per_second, *rest, **options)
+    generation = slices.GENERATIONS[prefix]
+    return Chip(generation["hbm_gib"] * slices.GIB, generation["hbm_bytes_per_second"], *rest, **options)
 
 
 CHIPS = {

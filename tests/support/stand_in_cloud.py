@@ -80,7 +80,11 @@ class Cloud:
 
     def __init__(self, folder):
         self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
-        catalogue = (ROOT / "launch" / "tpu" / "slices.py", ROOT / "specsamp" / "mesh" / "slices.py")
+        catalogue = (
+            ROOT / "launch/tpu/slices.py",
+            ROOT / "specsamp/mesh/slices.py",
+            ROOT / "specsamp/mesh/slices.json",
+        )
         for path in (*SCRIPTS, *catalogue):
             copy = self.checkout / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
