@@ -1,4 +1,20 @@
-"""The carry of the loop and the requests of its callers, as pytrees of arrays."""
+"""The carry of the loop and the requests of its callers, as pytrees of arrays.
+
+Two rounds of one row with K = 2, after the prompt [5, 8]. A dot is scratch; the last committed token is pending:
+
+    round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
+      draft               [3 7]
+      score               the target reads [8 3 7] from slot 1: slots 1 to 3 are written, three rows of logits come out
+      verify              token 3 is accepted, token 7 is rejected and replaced by 4
+      commit            tokens_BS [5 8 3 4 . . .]   lengths_B 4   slot 3 still holds 7: stale, masked, overwritten next
+    round 2
+      draft               [9 1]
+      score               the target reads [4 9 1] from slot 3: slot 3 now holds 4
+      verify              tokens 9 and 1 are accepted, and 6 is drawn from the last row as a bonus
+      commit            tokens_BS [5 8 3 4 9 1 6]   lengths_B 7   the cache holds slots 0 to 5; token 6 is pending
+
+``stats`` then counts 2 rounds, 5 emitted and 4 drafted tokens; ``from_draft_BS`` is true for 3, 9 and 1.
+"""
 
 from __future__ import annotations
 
