@@ -7,6 +7,7 @@ python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head 
 python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,12 +16,12 @@ from absl import flags
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.config import ConfigFlag, require
-from launch.lib.train_checks import (
+from launch.lib.config import ConfigFlag
+from launch.lib.training import (
+    TrainingConfig,
     check_all_processes,
     check_first,
     check_generated,
@@ -37,7 +38,6 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import Warp
 from specsamp.text_format import human_count
 from specsamp.training import run, source
 from specsamp.training.data import (
@@ -52,46 +52,45 @@ from specsamp.training.data import (
 )
 from specsamp.training.eagle import TrainHead, most_frequent
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
-from specsamp.training.generated import complete_windows, mixed_sampling
+from specsamp.training.generated import complete_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.source import Source
 from specsamp.training.task import Distill, Pretrain, Task
-from specsamp.training.trainer import Intervals, TrainConfig, check_devices, train
+from specsamp.training.trainer import check_devices, train
 
-_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", lambda fields: fields)
+_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig.from_config_dict)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Keep the run in this folder, local or gs://; one that is there is resumed.", required=True
 )
 
 
 def main() -> None:
-    require(_CONFIG.value, ("data", "model", "train", "intervals", "mesh", "compute_dtype"), "training")
+    config = _CONFIG.value
     folder = storage.place(_WORKDIR.value)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--workdir={_WORKDIR.value} is a file: name a folder")
     with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
-        start(_CONFIG.value, folder, entry.make_console())
+        start(config, folder, entry.make_console())
 
 
-def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
+def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
-    train_config, intervals, mesh = TrainConfig(**config.train), Intervals(**config.intervals), train_mesh(config)
-    target = open_target(config, mesh, console) if "target" in config else None
+    train_config, data, mesh = config.train, config.data, train_mesh(config)
+    target = None if config.target is None else open_target(config, mesh, console)
     if target is not None and target.public:
-        config.model = ConfigDict(source.of_target(config.model.to_dict(), target.config))
-    run.check_run(folder, config.to_dict(), changeable=("intervals", "mesh"))
+        config = config.with_model(source.of_target(dict(config.model), target.config))
+    run.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model = make_model(config)
-    first = open_first(config, target) if config.get("init") else None
+    first = open_first(config, target) if config.init else None
     task = make_task(config, model, target)
-    data = config.data
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
     made_from = {"corpus": corpus.describe()}
     run.check_same(folder, "corpus", made_from["corpus"])
     if target is not None:
-        check_split(config.data.held_out, corpus, target)
+        check_split(data.held_out, corpus, target)
     tokenizer = make_tokenizer(config, folder, corpus, target or first)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -108,13 +107,13 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         run.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
-    if "head" in config and first is not None:
+    if config.head is not None and first is not None:
         say_what_it_was_trained_for(config, first, target, console)
     if entry.is_first():
-        run.open_run(folder, config.to_dict(), tokenizer.to_json(), **made_from)
-        if "head" in config and config.head.get("draft_vocab_size"):
+        run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
+        if config.head is not None and config.head.get("draft_vocab_size"):
             run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
-        if "head" in config and first is not None and not (folder / run.BEFORE).exists():
+        if config.head is not None and first is not None and not (folder / run.BEFORE).exists():
             storage.write_json(folder / run.BEFORE, run.history(config.init))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     console.print(
@@ -130,7 +129,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
         folder,
         held_out=held_out,
         teacher_params=teacher_params,
-        intervals=intervals,
+        intervals=config.intervals,
         console=console,
         params=first_params,
         warps=COMPARED_DISTRIBUTIONS if task.drafts else None,
@@ -138,7 +137,7 @@ def start(config: ConfigDict, folder: epath.Path, console: Console) -> None:
     )
 
 
-def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Source:
+def open_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
     """Opens what a draft or a head learns from: of a run or a pair, or a public checkpoint.
 
     Raises:
@@ -160,30 +159,30 @@ def open_target(config: ConfigDict, mesh: Mesh, console: Console) -> Source:
     return target
 
 
-def make_task(config: ConfigDict, model: TransformerLM, target: Source | None) -> Task:
+def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
     """Returns what is trained: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
-    if "head" in config:
+    if config.head is not None:
         head = source.make_head(model.config, config.head, **sizes_of(target))
         if target.public:
             check_head_of(target.public, head.config, "the head")
         beside = target.model_in(config.compute_dtype)
-        return TrainHead(head=head, target=beside, objective=config.objective, **config.test_time)
+        return TrainHead(head=head, target=beside, objective=config.objective, **dataclasses.asdict(config.test_time))
     if target is not None:
         return Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
-    if "layer_skip" in config:
+    if config.layer_skip is not None:
         return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
     return Pretrain(model)
 
 
 def make_teacher(
-    config: ConfigDict,
+    config: TrainingConfig,
     task: Task,
     target: Source | None,
     windows: Windows,
     first: Source | None = None,
 ) -> Any:
     """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
-    if "head" not in config:
+    if config.head is None:
         return None if target is None else target.params
     size = config.head.get("draft_vocab_size")
     ids_U = None
@@ -195,9 +194,9 @@ def make_teacher(
     return task.teacher(target.params, ids_U)
 
 
-def open_first(config: ConfigDict, target: Source | None) -> Source:
+def open_first(config: TrainingConfig, target: Source | None) -> Source:
     """Reads what training begins with: a run of the same kind, a head that was exported or published, a pair's target."""
-    if "head" in config:
+    if config.head is not None:
         return source.open_first_head(config.init, target.config)
     return source.open_target(config.init) if target is None else source.open_trained(config.init)
 
@@ -211,7 +210,7 @@ def count_parameters(task: Task) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
 
 
-def train_mesh(config: ConfigDict) -> Mesh:
+def train_mesh(config: TrainingConfig) -> Mesh:
     """Returns the mesh: ``config.mesh.model`` devices hold one copy of the model together, the others other rows."""
     model = config.mesh.model
     if model < 1 or jax.device_count() % model:
@@ -219,11 +218,11 @@ def train_mesh(config: ConfigDict) -> Mesh:
     return make_mesh(jax.device_count() // model, model)
 
 
-def make_model(config: ConfigDict) -> TransformerLM:
-    return TransformerLM(TransformerConfig(**config.model.to_dict(), dtype=config.compute_dtype))
+def make_model(config: TrainingConfig) -> TransformerLM:
+    return TransformerLM(TransformerConfig(**config.model, dtype=config.compute_dtype))
 
 
-def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
+def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
     """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one.
 
     Its chat template is that of the model it is made from, or lies beside the given one.
@@ -240,11 +239,11 @@ def make_tokenizer(config: ConfigDict, folder: epath.Path, corpus: Corpus, paren
         raise ValueError(
             "conversations take a tokenizer with a chat template: give data.tokenizer, or a target to train from"
         )
-    trained = train_tokenizer(corpus.train.values(), config.model.vocab_size, config.data.eos)
+    trained = train_tokenizer(corpus.train.values(), config.model["vocab_size"], config.data.eos)
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
-def target_rows(config: ConfigDict, folder: epath.Path, target: Source, windows: Windows, console: Console):
+def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console):
     """Returns windows that the target completed; they are kept part by part, so a killed run goes on where it was.
 
     Processes take turns with the parts, or write each together where none has the whole target.
@@ -253,7 +252,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target: Source, windows:
     if not fields.rows or not fields.share:
         return None
     rows = windows.batch(0, fields.rows)
-    progress = Progress(len(rows), data_tokens(config), 0, console)
+    progress = Progress(len(rows), config.data.length + 1 - fields.prompt_length, 0, console)
     paths = {first: folder / "generated" / f"{first}.npy" for first in range(0, len(rows), fields.batch)}
     missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
     for number, first in enumerate(missing):
@@ -266,7 +265,7 @@ def target_rows(config: ConfigDict, folder: epath.Path, target: Source, windows:
                 seed=config.train.seed,
                 batch=fields.batch,
                 first_id=first,
-                sampling=writing(fields),
+                sampling=fields.sampling,
             )
             if is_mine:
                 run.write_array(paths[first], part)
@@ -274,16 +273,6 @@ def target_rows(config: ConfigDict, folder: epath.Path, target: Source, windows:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("generated text")
     return np.concatenate([run.read_array(path) for path in paths.values()])
-
-
-def writing(fields: ConfigDict) -> Warp:
-    """Returns the distribution that the target writes a batch of rows with."""
-    return mixed_sampling(fields.batch, fields.greedy_share, fields.temperature, fields.top_p)
-
-
-def data_tokens(config: ConfigDict) -> int:
-    """Returns how many tokens the target writes into a window."""
-    return config.data.length + 1 - config.generated.prompt_length
 
 
 if __name__ == "__main__":

@@ -74,17 +74,17 @@ def define_output(
 
 
 def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:
-    """Parses the flags, joins other processes if asked to, calls ``main`` and ends the process with its status.
+    """Does what `status_of` does with the arguments of this process, and ends it with the status."""
+    sys.exit(status_of(main, config, sys.argv))
+
+
+def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
+    """Parses the flags, joins other processes if asked to, calls ``main`` and returns the exit status.
 
     Args:
       main: returns the exit status, or None for 0.
       config: the command's --config, if it has one; its ``value`` is there when ``main`` is called.
     """
-    sys.exit(status_of(main, config, sys.argv))
-
-
-def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
-    """Does what `run` does, and returns the exit status."""
     return guarded(lambda: _status(main, config, arguments))
 
 
@@ -167,27 +167,22 @@ def _in_words(error: BaseException) -> str:
 
 def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
     """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
-    lines = [_as_typed((main.__doc__ or main.__globals__.get("__doc__") or "").strip()), "", "Flags:"]
+    text = (main.__doc__ or main.__globals__.get("__doc__") or "").strip()
+    if _is_installed():
+        text = re.sub(r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text)
+    lines = [text, "", "Flags:"]
     if config is not None:
         lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
-    for name in sorted(set(flags.FLAGS) - _OTHERS):
+    for name in sorted(name for name in set(flags.FLAGS) - _OTHERS if not name.startswith("experimental_orbax")):
         flag = flags.FLAGS[name]
-        if not name.startswith("experimental_orbax"):
-            default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
-            text = flag.help.partition(";\n")[0]  # absl says what "may be repeated" says
-            choices, text = re.match(r"(?:(<.*?>): )?(.*)", text, re.DOTALL).groups("")
-            lines.append(f"  --{name}{choices and '='}{choices}: {text}{default}")
+        default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
+        text = flag.help.partition(";\n")[0]  # absl says what "may be repeated" says
+        choices, text = re.match(r"(?:(<.*?>): )?(.*)", text, re.DOTALL).groups("")
+        lines.append(f"  --{name}{choices and '='}{choices}: {text}{default}")
     if config is not None:
         config.load([argument for argument in arguments[1:] if argument not in HELP])
         lines += ["", *config.describe()]
     return "\n".join(lines)
-
-
-def _as_typed(text: str) -> str:
-    """Returns a text whose examples name the command as it was called: "specsamp plan", where it is installed."""
-    if not _is_installed():
-        return text
-    return re.sub(r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text)
 
 
 def _is_installed() -> bool:
@@ -271,25 +266,14 @@ def reading(path: str) -> Iterator[None]:
         raise ValueError(f"{path} is damaged, or of another kind: {type(error).__name__} {error}") from error
 
 
+_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"  # the direction of writing
+_SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_SIGNS |= {code: f"<U+{code:04X}>" for code in (*range(127, 160), *map(ord, _TURNS))}
+
+
 def visible(text: str) -> str:
-    """Returns ``text`` with its control characters as signs, so that no text can steer a terminal.
-
-    Line breaks and tabs stay. Others below 32 become the signs of U+2400; the rest, and the marks that turn the
-    direction of writing, become their number.
-    """
-    return "".join(_sign(character) for character in text)
-
-
-_TURNS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
-
-
-def _sign(character: str) -> str:
-    code = ord(character)
-    if code < 32 and character not in "\n\t":
-        return chr(0x2400 + code)
-    if 127 <= code < 160 or character in _TURNS:
-        return f"<U+{code:04X}>"
-    return character
+    """Returns ``text`` with its control characters as signs, but for line breaks and tabs: no text can steer a terminal."""
+    return text.translate(_SIGNS)
 
 
 def command() -> str:

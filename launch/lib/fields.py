@@ -166,7 +166,7 @@ class ExperimentConfig:
         Raises:
           ValueError: a field that is missing, that nothing reads, or whose value is wrong.
         """
-        return _read(cls, config.to_dict())
+        return read(cls, config.to_dict(), _GROUPS)
 
     @classmethod
     def from_file(cls, text: str) -> ExperimentConfig:
@@ -187,7 +187,7 @@ class ExperimentConfig:
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return _read(ExperimentConfig, fields)
+        return read(ExperimentConfig, fields, _GROUPS)
 
     @property
     def writes_text(self) -> bool:
@@ -252,12 +252,21 @@ _GROUPS = {
     "int8": Int8Fields,
     "hugging_face": PublicNames,
     "checkpoints": CheckpointFields,
+    "target": ModelFields,
+    "draft": ModelFields,
 }
 _LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints", "adaptive"}  # where None
 
 
-def _read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration, or of a group of them."""
+def read(kind: type, fields: Mapping[str, Any], groups: Mapping[str, type], group: str = "") -> Any:
+    """Returns a dataclass of the fields of a configuration, or of a group of them.
+
+    Args:
+      groups: the dataclasses of fields that are groups of fields; others stay as they are.
+      group: the name of this group, for messages.
+    """
+    if kind is ModelFields:
+        return ModelFields(tuple(fields.items()))
     known, values = {field.name: field for field in dataclasses.fields(kind)}, {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
@@ -266,11 +275,9 @@ def _read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
-        if name in _GROUPS and isinstance(value, Mapping):
-            value = _read(_GROUPS[name], value, f"{name}.")
-        elif isinstance(value, Mapping):  # a model's
-            value = ModelFields(tuple(value.items()))
-        elif isinstance(value, int) and known[name].type.startswith("float"):
+        if name in groups and isinstance(value, Mapping):
+            value = read(groups[name], value, groups, f"{name}.")
+        elif isinstance(value, int) and str(known[name].type).startswith("float"):
             value = float(value)
         values[name] = value
     return kind(**values)

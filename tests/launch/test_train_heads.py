@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from configs import hf_head
+from launch.lib.training import TrainingConfig
 from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
@@ -164,8 +165,8 @@ def public_config(target, chats, fields):
     config = hf_head.get_config(str(target))
     of_target = ("model.vocab_size", "model.width", "model.num_layers")
     config.update_from_flattened_dict({name: value for name, value in fields.items() if name not in of_target})
-    config.update_from_flattened_dict({"data.folder": str(chats), "data.pattern": "*.jsonl"})
-    return config
+    config.update_from_flattened_dict({"data.folder": fields.get("data.folder", str(chats)), "data.pattern": "*.jsonl"})
+    return TrainingConfig.from_config_dict(config)
 
 
 @pytest.mark.slow
@@ -231,10 +232,10 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("specsamp.training.source.read_params", refuse)
-    config = public_config(public_target, chats, PUBLIC)
-    config.update_from_flattened_dict(fields)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.start(config, tmp_path / "run", quiet())
+        train.start(
+            public_config(fields.get("target", public_target), chats, PUBLIC | fields), tmp_path / "run", quiet()
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -6,6 +6,7 @@ import json
 from rich.console import Console
 
 from configs import python_pair
+from launch.lib.training import TrainingConfig
 
 SMALL = {
     "data.pattern": "*.py",
@@ -46,7 +47,7 @@ HEAD = {
 def training_config(kind, texts, fields):
     config = python_pair.get_config(kind)
     config.update_from_flattened_dict({**fields, "data.folder": str(texts)})
-    return config
+    return TrainingConfig.from_config_dict(config)
 
 
 def quiet():
