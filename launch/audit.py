@@ -30,7 +30,7 @@ from specsamp import use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
 _DETECT = flags.DEFINE_float(
     "detect",

@@ -29,11 +29,12 @@ from launch.lib import entry, hyper, price, tracing
 from launch.lib.cells import known_identity, parse_grid, read_prompts, run_cells, turned
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.fields import ExperimentConfig
 from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 
-_CONFIG = ConfigFlag("configs/random_pair.py")
+_CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
 _GRID = flags.DEFINE_multi_string(
     "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
 )

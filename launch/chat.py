@@ -21,6 +21,7 @@ from launch.lib import entry
 from launch.lib.colours import DRAFTED, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.checks import Prompt, check_exact, encode
@@ -28,7 +29,7 @@ from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.results import Chunk
 from specsamp.decoding.text import Continuation
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "What the model is told before the first turn.")
 _TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=2)
 _REQUIRE_EXACT = define_require_exact()

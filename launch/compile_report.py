@@ -47,7 +47,7 @@ from specsamp.tpu.programs import Programs, sharded_head_model
 from specsamp.tpu.report import LATENCIES_US, NAMES, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
-_CONFIG = ConfigFlag("configs/chinchilla.py")
+_CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _TOPOLOGY = flags.DEFINE_string(
     "topology", "v4:2x2x4", "The slice to compile for: a chip and the number of chips along each axis."
 )

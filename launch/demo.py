@@ -25,6 +25,7 @@ from launch.lib import entry, tracing
 from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import report, tables
 from specsamp.analysis.products import product_timer
@@ -32,7 +33,7 @@ from specsamp.analysis.timing import take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.text import TextStream
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", [], "A text to complete; \\n stands for a line break, and none ends it; may be repeated."
 )

@@ -32,6 +32,7 @@ from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag, load_file
 from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
@@ -40,7 +41,7 @@ from specsamp.checkpoints.head_check import HeadCheck, check_head, write_texts
 from specsamp.doctor import Finding, Level, Wanted
 
 FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum("look_at", "machine", list(FLAGS_OF), "What is looked at.")
 _BUCKET = flags.DEFINE_string("bucket", None, "Try to write into this folder, local or gs://.")
 _PROMPTS = flags.DEFINE_string(

@@ -54,7 +54,7 @@ from specsamp.serving.log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
 FEW = 20  # problems, of which a bootstrap says little
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
     "source", None, "File of the task's records, local or gs://, or a data set of the hub; by default the task's own."

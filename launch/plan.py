@@ -24,6 +24,7 @@ from rich.console import Console
 from launch.lib import entry, price
 from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
+from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
@@ -62,7 +63,7 @@ _LATENCY = flags.DEFINE_float(
     "Microseconds that a collective waits, for --compile_report; by default the calibrated ones.",
     lower_bound=0,
 )
-_CONFIG = ConfigFlag("configs/chinchilla.py")
+_CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _CHIP = flags.DEFINE_enum(
     "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
 )

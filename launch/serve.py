@@ -27,6 +27,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse, rule_name
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
@@ -37,7 +38,7 @@ from specsamp.serving.service import Service
 
 KEY = "SPECSAMP_SERVE_KEY"
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0 is all of this machine's.")
 _PORT = flags.DEFINE_integer("port", 8000, "The port; 0 takes one that is free.", lower_bound=0, upper_bound=65535)
 _MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default that of the pair or the target.")

@@ -59,7 +59,7 @@ from specsamp.training.source import Source
 from specsamp.training.task import Distill, Pretrain, Task
 from specsamp.training.trainer import check_devices, train
 
-_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig.from_config_dict)
+_CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Keep the run in this folder, local or gs://; one that is there is resumed.", required=True
 )

@@ -5,7 +5,7 @@
 What follows the colon goes to ``get_config``. A file is looked for from the current folder, then from the folder of
 this checkout. A configuration is Python code that is run as it is: use only files that you trust.
 
-The fields end here: commands and studies get the dataclass that `ConfigFlag.read` makes of them.
+The fields end here: commands and studies get the dataclass that they become.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import functools
 import importlib.util
 import inspect
 import pathlib
+import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # its configs are imported as a package
+
+
+_FIELD = re.compile(r"--?(?:no)?config\.([^=[]+)")
 
 
 @dataclasses.dataclass
@@ -30,7 +35,7 @@ class ConfigFlag:
     """Holds what --config gives: nothing before the flags are parsed."""
 
     default: str
-    read: Callable[[ConfigDict], Any] | None = None  # makes the value; None: ExperimentConfig.from_config_dict
+    kind: Any  # the dataclass that the fields become, by its from_config_dict
     text: str = ""  # as typed, or the default
     module: types.ModuleType | None = None  # of the file
     fields: ConfigDict | None = None
@@ -45,25 +50,26 @@ class ConfigFlag:
         Raises:
           ValueError: no such file, word after the colon, or field; the message names those there are.
         """
-        given, rest = _split(arguments)
-        self.text = given[-1] if given else self.default
-        self.module = load_file(self.text)
-        self.fields = _call(self.module, self.text)
-        names = [argument.lstrip("-").partition("=")[0].removeprefix("no") for argument in rest if argument[:1] == "-"]
-        self.fields_set = tuple(name.removeprefix("config.") for name in names if name.startswith("config."))
+        first = flags.FlagValues()
+        first.set_gnu_getopt()
+        flags.DEFINE_string("config", self.default, "The file.", flag_values=first)
+        rest = first(["", *arguments], known_only=True)[1:]
+        self.text, self.module = first.config, load_file(first.config)
+        self.fields = _fields(self.module, self.text)
+        known, found = known_fields(self.fields), map(_FIELD.match, rest)
+        self.fields_set = tuple(match[1] for match in found if match)
         for name in self.fields_set:
-            _check_field(self.text, name.partition("[")[0], known_fields(self.fields))  # [: an element of a tuple
-        config_flags.DEFINE_config_dict("config", self.fields, lock_config=True, sys_argv=["", *rest])
+            if members := [field for field in known if field.startswith(f"{name}.")]:
+                raise ValueError(f"--config.{name} is a group of fields: set one of {', '.join(members)}")
+            if name not in known:
+                raise ValueError(f"--config={self.text} has no field {name!r}{meant(name, known)}")
+        config_flags.DEFINE_config_dict("config", self.fields, sys_argv=["", *rest])
         return rest
 
     @functools.cached_property
     def value(self) -> Any:
         """Returns what the fields say; ValueError names one that is missing or wrong."""
-        if self.read is None:
-            from launch.lib.fields import ExperimentConfig
-
-            return ExperimentConfig.from_config_dict(self.fields)
-        return self.read(self.fields)
+        return self.kind.from_config_dict(self.fields)
 
     def describe(self) -> list[str]:
         """Returns a line for each field, for --help."""
@@ -98,7 +104,24 @@ def load_config(text: str) -> ConfigDict:
     Raises:
       ValueError: there is no such file or word.
     """
-    return _call(load_file(text), text)
+    return _fields(load_file(text), text)
+
+
+def _fields(module: types.ModuleType, text: str) -> ConfigDict:
+    words, get_config = text.split(":", 1)[1:], getattr(module, "get_config", None)
+    if get_config is None:
+        raise ValueError(f"--config={text}: the file has no get_config()")
+    try:
+        inspect.signature(get_config).bind(*words)
+    except TypeError as error:
+        raise ValueError(f"--config={text}: this file takes {'no' if words else 'a'} word after a colon") from error
+    try:
+        config = get_config(*words)
+    except ValueError as error:
+        raise ValueError(f"--config={text}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")
+    return config
 
 
 def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
@@ -119,21 +142,11 @@ def heeds(config: ConfigFlag, names: Iterable[str], what: str) -> None:
     Raises:
       ValueError: with the first of either.
     """
-    require(config.fields, names, what)
+    if missing := [name for name in names if name not in config.fields]:
+        raise ValueError(f"--config has no field {', '.join(missing)}: {what} needs a configuration that has")
     for field in config.fields_set:
         if field.partition(".")[0] not in names:
             raise ValueError(f"--config.{field} would not be heeded: {what} reads {', '.join(names)}")
-
-
-def require(fields: Iterable[str], names: Iterable[str], what: str) -> None:
-    """Refuses a configuration of another kind.
-
-    Raises:
-      ValueError: it lacks one of the fields ``names``, which ``what`` needs.
-    """
-    missing = [name for name in names if name not in fields]
-    if missing:
-        raise ValueError(f"--config has no field {', '.join(missing)}: {what} needs a configuration that has")
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -154,42 +167,3 @@ def choose(what: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
     return known[name]
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes ``--config=FILE`` and ``--config FILE`` out of the arguments."""
-    given, rest, words = [], [], iter(arguments)
-    for word in words:
-        if word in ("--config", "-config"):
-            given.append(next(words, ""))
-        elif word.startswith(("--config=", "-config=")):
-            given.append(word.partition("=")[2])
-        else:
-            rest.append(word)
-    return given, rest
-
-
-def _call(module: types.ModuleType, text: str) -> ConfigDict:
-    words = text.split(":", 1)[1:]
-    get_config = getattr(module, "get_config", None)
-    if get_config is None:
-        raise ValueError(f"--config={text}: the file has no get_config()")
-    try:
-        inspect.signature(get_config).bind(*words)
-    except TypeError as error:
-        raise ValueError(f"--config={text}: this file takes {'no' if words else 'a'} word after a colon") from error
-    try:
-        config = get_config(*words)
-    except ValueError as error:
-        raise ValueError(f"--config={text}: {error}") from error
-    if not isinstance(config, ConfigDict):
-        raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")
-    return config
-
-
-def _check_field(text: str, name: str, fields: Iterable[str]) -> None:
-    members = [field for field in fields if field.startswith(f"{name}.")]
-    if members:
-        raise ValueError(f"--config.{name} is a group of fields: set one of {', '.join(members)}")
-    if name not in fields:
-        raise ValueError(f"--config={text} has no field {name!r}{meant(name, fields)}")

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
+from launch.lib.fields import ExperimentConfig
 from specsamp import storage
 from specsamp.analysis import figures, grid, report
 from specsamp.analysis.report import Table
@@ -146,7 +147,7 @@ def load(name: str) -> Study:
 
 def status_of(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags that the arguments set, and returns the exit status."""
-    config = None if study.config is None else ConfigFlag(study.config)
+    config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
     options = {option: described.define(option) for option, described in study.options.items()}
     shared = {
         "output": entry.define_output(),

@@ -39,7 +39,7 @@ from specsamp.analysis.workload import Decoder, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import to_host
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LENGTHS = flags.DEFINE_list(
     "lengths", ["0", "1", "2", "4", "8"], "The draft lengths, from 0 on, with commas between them."
 )

@@ -30,7 +30,7 @@ from specsamp.analysis.measured import distribution_of
 from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PASSES = flags.DEFINE_integer("passes", 2, "How often all texts and draft lengths are measured.", lower_bound=2)
 _FIT = flags.DEFINE_multi_integer(
     "fit", [1, 4, 8], "Time rounds of this K to fit the costs; may be repeated.", lower_bound=1

@@ -22,6 +22,7 @@ from absl import flags
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.studies import lossy_curve
 from specsamp import TokenRule, chain, storage, temperature, top_p, use_compilation_cache
@@ -43,7 +44,7 @@ RULES = (
     *(f"bounded:{budget}:typical" for budget in (0.01, 0.03)),
 )
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _RULES = flags.DEFINE_list("rules", list(RULES), "The rules, with commas between them; the first is the exact one.")
 _SAMPLINGS = flags.DEFINE_list("samplings", ["1.0/1.0", "0.8/0.95"], "Distributions, as temperature and top-p.")
 _PROMPTS = flags.DEFINE_integer("prompts", 16, "Decode the first so many held-out prompts.", lower_bound=1)

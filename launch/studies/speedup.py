@@ -15,13 +15,14 @@ from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import drafter_name, make_drafter, word_of
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import RULES
 from launch.studies.theory import curve_of, curve_table
 from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
 from specsamp.analysis.grid import Cell, Results, measure_cells
 from specsamp.sampling.warp import Warp
 
-_CONFIG = ConfigFlag("configs/trained_pair.py")
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LENGTHS = flags.DEFINE_multi_integer(
     "draft_length", [1, 2, 3, 4, 5, 6, 7, 8], "Draft length K to measure; may be repeated.", lower_bound=1
 )
