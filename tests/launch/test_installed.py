@@ -44,8 +44,12 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
     assert all(f"  {name} " in listed for name in commands())
     assert (site / "specsamp/checkpoints/assets/python/target.safetensors").exists()
     for kind in ("launch", "configs"):
-        here = {path.name for path in (ROOT / kind).glob("*.py")}
-        assert {path.name for path in (site / "specsamp/checkout" / kind).glob("*.py")} == here
+        there = site / "specsamp/checkout" / kind
+        for ending in ("py", "json"):
+            here = {path.relative_to(ROOT / kind) for path in (ROOT / kind).rglob(f"*.{ending}")}
+            assert {path.relative_to(there) for path in there.rglob(f"*.{ending}")} == here
+    listed = run(site, "study", "memory", "--help")
+    assert listed.returncode == 0 and "  --results: " in listed.stdout, listed.stderr
 
 
 @pytest.mark.slow
