@@ -147,7 +147,7 @@ def _mistral(fields: Fields, window: int | None = 4096) -> dict:
 
 def _qwen2(fields: Fields, first: int | None = None) -> dict:
     """Reads a Qwen2ForCausalLM, whose window holds from layer ``first`` on, by default that of the file."""
-    window = fields.or_null("sliding_window", 4096) if fields("use_sliding_window", False) else None
+    window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
     first = fields("max_window_layers", 28) if first is None else first
     kinds = [
         "full_attention" if window is None or i < first else "sliding_attention"

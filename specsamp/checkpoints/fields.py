@@ -44,6 +44,13 @@ class Fields:
             raise ValueError(f"{self.path} says {key} = {value!r}; a positive integer is wanted")
         return value
 
+    def switch(self, key: str, default: bool) -> bool:
+        """Returns true or false; raises ValueError for anything else, such as a text."""
+        value = self(key, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.path} says {key} = {value!r}; true or false is wanted")
+        return value
+
     def object(self, key: str) -> Mapping[str, Any]:
         """Returns an object, which is empty where the key is absent or null."""
         value = self(key, {})

@@ -27,6 +27,7 @@ from specsamp.models.mtp import MTPConfig
 
 FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+PLAIN = ("none", *FAMILY_OF.values())  # architectures that files of EAGLE name, if they do not name a head
 SPECULATORS = "speculators_model_type"  # the key that tells that layout
 MIMO = "MiMoForCausalLM"
 
@@ -78,6 +79,10 @@ def parse_head(
             return _medusa(fields, target, dtype, found)
         if architecture == MIMO:
             return MIMO_MTP, _mtp(fields, target, dtype)
+        if "eagle" not in architecture.lower() and architecture not in PLAIN:
+            raise ValueError(
+                f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3 and Medusa, and {MIMO}"
+            )
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
             return EAGLE, _eagle3(fields, fields, target, dtype, found)
         return EAGLE, _eagle1(fields, target, dtype, found)
@@ -133,14 +138,14 @@ def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
 def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]) -> Eagle1Config:
     layer = _layer(fields, target, dtype)
     _require(fields, "hidden_size", layer.width, "width", target.width)
-    bias = fields("qkv_bias", layer.attention_bias)
+    bias = fields.switch("qkv_bias", layer.attention_bias)
     return Eagle1Config(
         layer=dataclasses.replace(layer, attention_bias=bias),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found,
-        fc_bias=fields("bias", True),
+        fc_bias=fields.switch("bias", True),
     )
 
 
@@ -159,7 +164,7 @@ def _eagle3(
         draft_vocab_size=size if "d2t" in found or size != target.vocab_size else None,
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found or size != target.vocab_size,
-        **{name: fields(name, False) for name in SWITCHES},
+        **{name: fields.switch(name, False) for name in SWITCHES},
     )
 
 

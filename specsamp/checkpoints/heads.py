@@ -99,8 +99,8 @@ def open_head(
         missing, unknown or misshapen; a pickle that holds more than tensors; a reduced vocabulary whose ids leave the
         target's or do not increase; with file, name and value.
     """
-    name = os.fspath(name)
     folder, from_hub = find_folder(name)
+    name = os.fspath(name)
     if from_hub and headers_only:
         found = _renamed(read_headers(name))
     else:
@@ -135,6 +135,9 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
 
     Args:
       head: of the checkpoint's config. Its vocabulary may be larger: rows beyond the checkpoint's are zero.
+
+    Raises:
+      ValueError: a number is infinite or NaN, with file and tensor.
     """
     there, here, dtype = head_sizes(checkpoint.config), head_sizes(head.config), head.config.layer.compute_dtype
     sources = head_sources(head.config, checkpoint.layout)
@@ -151,7 +154,14 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         if name == DRAFT_IDS:
             return checkpoint.draft_ids[index]
-        return read_piece(sources[name], checkpoint.tensors, there, here, dtype, index)
+        piece = read_piece(sources[name], checkpoint.tensors, there, here, dtype, index)
+        if not np.isfinite(piece).all():
+            tensor = sources[name].tensor
+            raise ValueError(
+                f"{checkpoint.tensors[tensor].file}: {tensor} holds numbers that are infinite or NaN: the head was damaged "
+                "in training or conversion"
+            )
+        return piece
 
     places = flatten_dict(jax.tree.map(place, shapes, shardings), sep="/")
     return unflatten_dict(read_leaves(places, read, progress), sep="/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -31,13 +32,16 @@ SMALL_FILES = (
 ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model of the hub
 
 
-def find_folder(name: str) -> tuple[epath.Path, bool]:
+def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     """Returns the folder of a checkpoint's small files, downloaded if they are not here, and whether they were.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: the name may be a model of the hub, whose library is not installed.
+      ValueError: this is no name; or the name may be a model of the hub, whose library is not installed.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise ValueError(f"a checkpoint must be a folder or the id of a model of the hub; got {name!r}")
+    name = os.fspath(name)
     folder = storage.place(name)
     if (folder / "config.json").exists():
         return folder, False

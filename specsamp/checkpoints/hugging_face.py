@@ -166,7 +166,7 @@ def open_checkpoint(
       ValueError: an architecture, value or file that cannot be read; int8 of what was converted otherwise; a tokenizer larger than the embedding, but
         for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
     """
-    folder, from_hub = find_folder(os.fspath(name))
+    folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
     family, config = parse_config(str(folder / "config.json"), content, dtype)
     in_int8 = config.weight_dtype == "int8"

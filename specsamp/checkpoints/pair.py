@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 from typing import Any
 
@@ -142,7 +143,9 @@ def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none."""
+    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none, ValueError for no name."""
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ValueError(f"a pair must be a name or a folder; got {name_or_path!r}")
     for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
         if (folder / "pair.json").is_file():
             return folder

@@ -80,6 +80,8 @@ class Pair:
                 hash(model)
             except TypeError as error:
                 raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
+        if self.target_params is None:
+            raise ValueError("target_params is None: give the target's parameters, () for a model that has none")
         for name, tokenizer in (("tokenizer", self.tokenizer), ("draft_tokenizer", self.draft_tokenizer)):
             if isinstance(tokenizer, str):
                 raise ValueError(f"the {name} must be an object such as JsonTokenizer(text); got {tokenizer!r}")

@@ -236,6 +236,8 @@ def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
         ({"norm_before_fc": True, "fc_norm": True}, "two ways to do one thing"),
         ({"speculators_model_type": "peagle"}, "known is 'eagle3'"),
         ({"model_type": "gpt2"}, "known of heads are llama, qwen3"),
+        ({"norm_before_residual": "false"}, "norm_before_residual = 'false'; true or false"),
+        ({"architectures": ["DFlashDraftModel"]}, "architectures = 'DFlashDraftModel'; known"),
     ],
 )
 def test_heads_that_do_not_fit(tmp_path, change, message):
@@ -257,6 +259,21 @@ def test_heads_that_do_not_fit(tmp_path, change, message):
 def test_tensors_that_do_not_fit(tmp_path, tensors, message):
     with pytest.raises(ValueError, match=message):
         open_head(toy_eagle3(tmp_path, tensors), TOY_TARGET)
+
+
+def test_switches_of_eagle_1_that_are_texts(tmp_path):
+    for key in ("bias", "qkv_bias"):
+        with pytest.raises(ValueError, match=f"{key} = 'false'; true or false"):
+            open_head(toy_eagle1(tmp_path, **{key: "false"}), TOY_TARGET)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers(tmp_path, value):
+    spoilt = np.ones(8, np.float32)
+    spoilt[3] = value
+    checkpoint = open_head(toy_eagle3(tmp_path, {"norm.weight": spoilt}), TOY_TARGET)
+    with pytest.raises(ValueError, match="model.safetensors: norm.weight holds numbers that are infinite or NaN"):
+        read_head(checkpoint, FeatureHead(checkpoint.config))
 
 
 def test_a_reduced_vocabulary_without_offsets(tmp_path):

@@ -14,10 +14,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specsamp.checkpoints import pair as pairs
 from specsamp.checkpoints.int8_storage import SCALE_SUFFIX, dequantise, quantise
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts, save_pair
+from specsamp.checkpoints.public_pair import read_pair
+from specsamp.decoding.pair import Pair
 from specsamp.models.config import tiny
 from specsamp.models.int8 import summed_axes
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
+from support.fakes import CountingLM
 
 SHAPE = {"vocab_size": 300, "width": 16, "num_heads": 2, "num_layers": 1}
 TARGET = tiny(**SHAPE)
@@ -264,6 +267,16 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "ASSETS", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="give one of none"):
         load_pair("pair")
+
+
+@pytest.mark.parametrize("name", [None, 5, b"pair"])
+def test_what_is_no_name(name):
+    with pytest.raises(ValueError, match=f"a pair must be a name or a folder; got {name!r}"):
+        load_pair(name)
+    with pytest.raises(ValueError, match=f"a checkpoint must be .*; got {name!r}"):
+        read_pair(name, name)
+    with pytest.raises(ValueError, match="target_params is None"):
+        Pair(target=CountingLM(), target_params=None)
 
 
 def test_prompts(saved):
