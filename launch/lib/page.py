@@ -34,6 +34,8 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
     r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
+    r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
+    r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
     r"launch/(?:studies/)?in_flight\.py": "launch/study.py backtest --compile",

@@ -28,7 +28,5 @@ TABLES = {
     "quality": measured.evaluation("python_pair_tasks"),
     "humaneval": measured.evaluation("python_pair_humaneval"),
     "random_pair": measured.random_pair,
-    "int8_error": int8.int8_error,
-    "int8_speed": int8.int8_speed,
     "int8_stored": int8.int8_stored,
 }
