@@ -27,8 +27,9 @@ from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, config_mesh, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
-from specsamp.analysis import tables
+from specsamp.analysis import report
 from specsamp.evaluation.audit import CHECKS, BrokenOff, Settings, Subject, audit
+from specsamp.evaluation.audit.table import audit_table
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
@@ -87,7 +88,8 @@ def main() -> int:
             raise
         found, broke_off = error.found, str(error)
     if found.checks:
-        entry.show([tables.audit_table(found)], console)
+        checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
+        entry.show([audit_table(checks, claims=True)], console)
     passed = found.passed and broke_off is None
     summary = (
         found.summary if broke_off is None else f"{broke_off}. Beyond the checks above nothing is known of the pair"

@@ -32,8 +32,8 @@ import jax
 from absl import flags
 
 from launch.lib import entry, price
+from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag, choose
-from launch.lib.evaluation_tables import tables
 from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
@@ -126,7 +126,8 @@ def main() -> None:
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
     rows = tabulate(results.cells, PLAIN)
     costs = [(row.name, row.ms_per_token) for row in rows if not math.isnan(row.ms_per_token)]
-    entry.show([*tables(task, rows), *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
+    shown = evaluation_tables(task.name, report.as_json([as_json(row) for row in rows]))
+    entry.show([*shown, *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
     if _OUTPUT.value:
         console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
 

@@ -185,10 +185,11 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     document = _measured(study, prepared, options, console)
     every = study.tables | study.figures
     shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
-    entry.show([study.tables[name].make(document) for name in shown if name in study.tables], console)
+    with entry.reading(options.output or "what was measured"):
+        found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
+    entry.show([found[name] for name in shown if name in study.tables], console)
     if options.figures:
-        drawn = {name: study.figures[name].make(document) for name in shown if name in study.figures}
-        _draw(drawn, options.figures, console)
+        _draw({name: found[name] for name in shown if name in study.figures}, options.figures, console)
     if options.output and not storage.is_stream(options.output):
         console.print(f"\nwritten to {options.output}", soft_wrap=True, markup=False)
 

@@ -5,13 +5,11 @@ Every function takes the documents by name and returns Markdown. Milliseconds pe
 
 from __future__ import annotations
 
-import itertools
 import re
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specsamp.analysis.tables import band, ratio
+from specsamp.analysis.tables import ratio
 
 Documents = Mapping[str, Any]
 
@@ -30,22 +28,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def words(distribution: str) -> str:
     """Returns a distribution in the words of the other tables."""
     return re.sub(r"T = |temperature ", "T = ", distribution).replace("top_p", "top-p")
-
-
-def trained(documents: Documents) -> str:
-    """Returns how both models of the pair were trained, and what they are worth on held-out text."""
-    pair, rows = documents["pair"], []
-    for side in ("target", "draft"):
-        run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]
-        recipe, metrics = run["config"]["recipe"], run["last_metrics"]
-        minutes = metrics["training_seconds"] / 60
-        acceptance = held_out.get("acceptance (temperature 1)")
-        share = "" if acceptance is None else f"{acceptance:.3f}"
-        rows.append((side, run["step"], recipe["batch"], f"{minutes:.0f}", f"{held_out['loss']:.2f}", share))
-    return table(
-        ("", "steps", "rows a step", "minutes of training", "held-out loss, nats per token", "acceptance at T = 1"),
-        rows,
-    )
 
 
 def head(documents: Documents) -> str:
@@ -103,43 +85,6 @@ def best_cells(documents: Documents) -> list[dict]:
     return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in order]
 
 
-def grid(documents: Documents) -> str:
-    """Returns the best K of every drafter, rule, batch and temperature."""
-    rows = []
-    for cell in best_cells(documents):
-        key, result = cell["key"], cell["result"]
-        drafter = "draft model" if key["drafter"] == "model" else "prompt lookup"
-        warp = f"T = {key['temperature']}, top-p {key['top_p']}" if key["temperature"] else "greedy"
-        pays = result["speedup"]["median"] > 1
-        rows.append(
-            (
-                f"{warp}, {drafter}, {key['rule']} rule",
-                key["batch"],
-                key["draft_length"] if pays else f"0 (of drafts: {key['draft_length']})",
-                f"{result['autoregressive']['ms_per_token']['median']:.2f}",
-                f"{result['speculative']['ms_per_token']['median']:.2f}",
-                ratio(result["speedup"]),
-                f"{result['acceptance']['rate']:.3f}",
-                f"{result['acceptance']['emitted_per_round']:.2f}",
-            )
-        )
-    header = ("", "batch", "best K", "alone, ms per token", "with drafts", "speedup", "acceptance", "tokens per round")
-    return table(header, rows)
-
-
-def draft_temperatures(documents: Documents) -> str:
-    """Returns what a draft gains that has a temperature of its own."""
-    cells = documents["python_pair_grid"]["cells"]
-    rows = []
-    for cell in cells:
-        if cell["key"]["draft_temperature"] is not None:
-            counts = cell["result"]["acceptance"]
-            rate = f"{counts['rate']:.3f} ± {counts['rate_error']:.3f}"
-            emitted = f"{counts['emitted_per_round']:.2f}"
-            rows.append((f"{cell['key']['draft_temperature']:g}", rate, emitted, ratio(cell["result"]["speedup"])))
-    return table(("temperature of the draft", "acceptance", "tokens per round", "speedup"), rows)
-
-
 def agreement(documents: Documents) -> str:
     """Returns how far forecasts and measurements lie apart."""
     rows = []
@@ -174,59 +119,3 @@ def _covered(check: Mapping[str, Any]) -> bool:
 def _median(ordered: Sequence[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def audit(documents: Documents) -> str:
-    """Returns what each check of the audit found."""
-    checks = documents["python_pair_audit"]["checks"]
-    return table(
-        ("check", "verdict", "what was seen"),
-        [(check["name"], check["verdict"], check["sentence"]) for check in checks],
-    )
-
-
-def random_pair(documents: Documents) -> str:
-    """Returns what a round costs whose draft is hardly ever right."""
-    rows = []
-    for name in ("sampled", "greedy"):
-        document = documents[f"random_38m_{name}"]
-        result, split = document["result"], document["result"]["split"]
-        parts = split["draft_sampling"]["median"], *(split[part]["ms"]["median"] for part in ("verify", "commit"))
-        share = split["sampling_share"]
-        rows.append(
-            (
-                "greedy" if name == "greedy" else f"T = {document['config']['sampling']['temperature']}",
-                f"{result['autoregressive']['ms_per_token']['median']:.2f}",
-                f"{result['speculative']['ms_per_round']['median']:.2f}",
-                f"{split['round']['ms']['median']:.2f}",
-                ", ".join(f"{ms:.3f}" for ms in parts),
-                f"{share['median']:.1%} ({share['lower']:.1%} to {share['upper']:.1%})",
-                f"{result['speedup']['median']:.2f}x",
-            )
-        )
-    header = ("", "plain, ms per token", "ms per round", "a round timed beside its parts, ms")
-    return table((*header, "draft sampling, verification, bookkeeping, ms", "share of the round", "speedup"), rows)
-
-
-def evaluation(name: str) -> Callable[[Documents], str]:
-    """Returns what makes the table of a result of launch/evaluate.py: quality, its difference from plain, and speed."""
-
-    def make(documents: Documents) -> str:
-        rows = []
-        for row in documents[name]["evaluation"]:
-            label = row["name"] if row["exact"] else f"{row['name']} (control, not exact)"
-            scores = [band(one["mean"], (one["low"], one["high"]), 3) for one in row["scores"].values()]
-            others = [
-                f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}), sees {one['detectable']:.3f}"
-                for one in row["differences"].values()
-            ]
-            others = others or [""] * len(scores)
-            ratios = sorted(row["speedups"])
-            faster = "" if not ratios else band(statistics.median(ratios), (ratios[0], ratios[-1]), 2)
-            speed = f"{row['ms_per_token']:.2f}", faster, f"{row['counts']['emitted_per_round']:.2f}"
-            rows.append((label, *itertools.chain(*zip(scores, others)), *speed))
-        measures = documents[name]["evaluation"][0]["scores"]
-        columns = itertools.chain(*((measure, "less plain's") for measure in measures))
-        return table(("", *columns, "ms per token", "speedup", "tokens per round"), rows)
-
-    return make

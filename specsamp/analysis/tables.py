@@ -8,12 +8,11 @@ from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
 from specsamp.analysis.benchmark import Percentiles, Result
-from specsamp.analysis.measured import counts_of, describe, distribution_of
+from specsamp.analysis.measured import counts_of, distribution_of
 from specsamp.analysis.report import BAR, Table
 from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.trace import RoundSplit
 from specsamp.decoding.results import RowStats
-from specsamp.evaluation.audit import CHECKS, Audit
 
 BAR_WIDTH = 16
 PRICE = ("bias per token", "per text, at most", "acceptance bought")
@@ -36,24 +35,25 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
-def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = False) -> Table:
+def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = False, full: bool = False) -> Table:
     """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each distribution is starred.
 
     Args:
+      best: only the best K of each drafter, rule, distribution and batch, and 0 where no draft pays.
       full: also the parts of a round, the time of single tokens, prefill and the streaming rate.
     """
-    cells = list(cells)
-    best: dict[tuple, float] = {}
+    cells = best_cells(cells) if best else list(cells)
+    fastest: dict[tuple, float] = {}
     for cell in cells:
         if "result" in cell:
-            ratio = cell["result"]["speedup"]["median"]
-            best[_group(cell)] = max(best.get(_group(cell), 0.0), ratio)
+            speedup = cell["result"]["speedup"]["median"]
+            fastest[_group(cell)] = max(fastest.get(_group(cell), 0.0), speedup)
     is_lossy = any("result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells)
-    header = ("", "plain, ms per token", "drafted", "speedup", "acceptance", "emitted per round")
-    note = (
-        "median ± half the interquartile range; acceptance ± standard error, of verified tokens; ms per token over all "
-        "rows; * is the best of its distribution and batch"
-    )
+    header = ("", "batch", "best K" if best else "K", "alone, ms per token", "with drafts", "speedup", "acceptance")
+    header += ("tokens per round",)
+    note = "medians (quartiles); ms per token over all rows; acceptance: of verified tokens"
+    if not best:
+        note += ", ± standard error; * is the best of its distribution and batch"
     if is_lossy:
         header += PRICE
         note += f"; {PRICE_NOTE}"
@@ -65,26 +65,32 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         )
 
     def row(cell: Mapping[str, Any]) -> tuple[str, ...]:
+        key, label = cell["key"], setting(cell["key"])
+        length = str(key["draft_length"]) if key.get("adaptive") is None else f"up to {key['draft_length']}"
         if "result" not in cell:
-            return describe(cell["key"]), "out of memory", *[""] * (len(header) - 2)
+            return label, str(key["batch"]), length, "out of memory", *[""] * (len(header) - 4)
         result, counts = cell["result"], counts_of(cell)
-        plain, drafted = result["autoregressive"], result["speculative"]
-        star = " *" if result["speedup"]["median"] == best[_group(cell)] else ""
-        brief = (
-            describe(cell["key"]) + ("" if result.get("variation_per_text") is None else ", LOSSY") + star,
-            _quartiles(plain["ms_per_token"]),
-            _quartiles(drafted["ms_per_token"]),
-            _quartiles(result["speedup"], "x"),
-            rate_with_error(counts),
+        plain, drafted, speedup = result["autoregressive"], result["speculative"], result["speedup"]["median"]
+        label += "" if result.get("variation_per_text") is None else ", LOSSY"
+        if best and speedup <= 1:
+            length = f"0 (of drafts: {length})"
+        cells = (
+            label + ("" if best or speedup < fastest[_group(cell)] else " *"),
+            str(key["batch"]),
+            length,
+            f"{plain['ms_per_token']['median']:.2f}",
+            f"{drafted['ms_per_token']['median']:.2f}",
+            ratio(result["speedup"]),
+            f"{counts.acceptance_rate:.3f}" if best else rate_with_error(counts),
             f"{counts.emitted_per_round:.2f}",
             *prices(counts, result.get("variation_per_text"))[: len(PRICE) * is_lossy],
         )
         if not full:
-            return brief
+            return cells
         split = result["split"]
         parts = [] if split is None else [f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify")]
         return (
-            *brief,
+            *cells,
             " + ".join(parts),
             f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
             f"{drafted['prefill_ms']['median']:.3g}",
@@ -92,6 +98,32 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], full: bool = Fals
         )
 
     return Table(title=title, header=header, rows=[row(cell) for cell in cells], note=note)
+
+
+def best_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the cell of the fastest K >= 1 of each drafter, rule, batch and temperature; drafts at the target's own."""
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        key = cell["key"]
+        if "result" in cell and key["draft_temperature"] is None and key["draft_length"]:
+            groups.setdefault((key["drafter"], key["rule"] != "token", key["batch"], key["temperature"]), []).append(
+                cell
+            )
+    return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in sorted(groups)]
+
+
+def setting(key: Mapping[str, Any]) -> str:
+    """Names distribution, drafter and rule of a cell: "T = 0.8, top-p 0.95, draft model, token rule"."""
+    drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(key["drafter"], f"{key['drafter']} drafter")
+    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
+    drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
+    distribution = distribution_of(key).replace(f"T = {key['temperature']:g}", f"T = {key['temperature']}")
+    return ", ".join([words(distribution), *drafts])
+
+
+def words(distribution: str) -> str:
+    """Writes a distribution as tables do: "T = 0.8, top-p 0.95"."""
+    return distribution.replace("temperature ", "T = ").replace("top_p", "top-p")
 
 
 def prices(counts: RowStats, per_text: float | None) -> tuple[str, ...]:
@@ -245,26 +277,3 @@ def with_error(rate: float, error: float) -> str:
 
 def _percentiles(of: Percentiles) -> str:
     return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
-
-
-def audit_table(found: Audit) -> Table:
-    """Returns one row for each check: what it claims, the verdict, and what that rests on."""
-    notes = [
-        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
-        "the whole text at once"
-    ]
-    notes += [f"{check.name}: {check.seen}" for check in found.checks if check.seen]
-    for check in found.checks:
-        if "detected_on_one_prompt" in check.numbers:
-            error = check.numbers["detected_on_one_prompt"]
-            notes.append(f"between the cells of a single prompt an error of {error:.2g} is seen with 99%")
-    return Table(
-        title="Exactness audit: with the draft against the target alone",
-        header=("", "verdict", "claim", "found"),
-        rows=[
-            (check.name, check.verdict.upper(), check.claim or CHECKS[check.name], check.sentence)
-            for check in found.checks
-        ],
-        note="; ".join(notes),
-        left=4,
-    )

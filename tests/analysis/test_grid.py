@@ -230,7 +230,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
     assert second["out_of_memory"] == "MemoryError" and third["result"] == {"n": 3}
     assert "result" not in first
     table = tables.grid_table("", stored(path)["cells"][:2])
-    assert [row[1] for row in table.rows] == ["out of memory"] * 2
+    assert [row[3] for row in table.rows] == ["out of memory"] * 2
     assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # not tried again
     benchmarks(jax.errors.JaxRuntimeError("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):

@@ -27,12 +27,13 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.analysis import report, tables
+from specsamp.analysis import report
 from specsamp.decoding import method
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.evaluation.audit import BrokenOff, Settings, Status, Subject, audit, distribution, streams
 from specsamp.evaluation.audit.run import UNREADABLE, plan_of
+from specsamp.evaluation.audit.table import audit_table
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys
@@ -84,7 +85,8 @@ def test_a_sound_pair_passes_every_check_that_applies():
     assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
     assert numbers["distribution"]["power"] >= distribution.POWER
     assert "6 of 6" in report.to_json(dataclasses.asdict(found) | {"summary": found.summary})
-    assert [row[:2] for row in tables.audit_table(found).rows][1] == ("bfloat16", "NOT APPLICABLE")
+    checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
+    assert [row[:2] for row in audit_table(checks).rows][1] == ("bfloat16", "not applicable")
 
 
 @pytest.mark.parametrize(

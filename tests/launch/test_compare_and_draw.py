@@ -27,22 +27,12 @@ TINY = "--config=configs/random_pair.py:tiny"
         ("studies/speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
         ("study", ["serving", "--task=nothing"], "there is no task 'nothing'"),
         ("study", ["serving", "--ask=arrivals", "--task=python", "--past=19"], "--past=19: give less than 19, as 20"),
-        ("studies/figures", ["--cells=README.md"], "README.md holds no cells"),
-        ("studies/figures", ["--cells=nothing.json"], "nothing.json"),
     ],
 )
 def test_what_is_refused(script, arguments, message):
     done = call(script, *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
-
-
-def test_cells_that_are_damaged_are_named(tmp_path):
-    path = tmp_path / "cells.json"
-    key = {"draft_length": 1, "drafter": "model", "rule": "token", "batch": 1}
-    path.write_text(json.dumps({"identity": {}, "cells": [{"key": key, "result": {}}]}), encoding="utf-8")
-    done = call("studies/figures", f"--cells={path}", f"--output={tmp_path}")
-    assert done.returncode == 2 and "cells.json is damaged, or of another kind: KeyError" in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
@@ -52,15 +42,6 @@ def test_without_torch_there_is_nothing_to_compare_with():
     assert done.returncode == 2 and "No module named 'torch': pip install torch transformers" in done.stderr
 
 
-@extras.needs("matplotlib")
-def test_figures_are_drawn_from_the_committed_results(tmp_path):
-    done = call("studies/figures", f"--output={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    for name in ("figure_1", "speedup_by_batch"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 def test_an_agreement_goes_on_where_it_was_interrupted(tmp_path):
     """Nothing that the file holds is measured again; another question makes another file."""
     folder, output = tmp_path / "pair", tmp_path / "agreement.json"

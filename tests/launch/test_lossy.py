@@ -1,19 +1,16 @@
 """Lossy rules by their words, their price in tables, and the study of what they gain."""
 
 import json
-import math
 
 import pytest
 
-from launch.lib.evaluation_tables import tables as evaluation_tables
+from launch.lib.command_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
 from launch.studies import lossy_curve
 from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
-from specsamp.analysis import tables
+from specsamp.analysis import report, tables
 from specsamp.decoding.results import RowStats
-from specsamp.evaluation.evaluate import Row
-from specsamp.evaluation.task import Interval, Prompts
 from support.run_script import call
 
 
@@ -60,16 +57,16 @@ EXACT = RowStats(rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_c
 
 
 def test_evaluations_show_the_price_of_lossy_rules():
-    def row(name, stats, **fields):
-        one = Interval(mean=0.5, low=0.4, high=0.6, problems=9, error=0.1)
-        known = dict(exact=stats.variation is None, row_independent=True, problems=9, scores={"right": one})
-        known |= dict(differences={}, counts={"": stats}, total=stats, ms_per_token=1.0, speedups=[])
-        return Row(name=name, **known, occupancy=math.nan, dropped=0.0, **fields)
+    def row(name, stats, per_text=None):
+        scores = {"right": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+        one = {"name": name, "exact": stats.variation is None, "problems": 9, "scores": scores, "differences": {}}
+        one |= {"counts": report.as_json(stats), "counts_by_category": {}, "ms_per_token": 1.0, "speedups": []}
+        return one | {"occupancy": None, "dropped": 0.0, "variation_per_text": per_text}
 
-    rows = [row("token", EXACT), row("ears:1", LOSSY, variation_per_text=0.25)]
-    (price,) = [one for one in evaluation_tables(Prompts(name="x", problems=[]), rows) if "Price" in one.title]
-    assert price.rows == [["ears:1 (not exact)", "0.05000", "0.250", "+0.0400"]]
-    assert not [one for one in evaluation_tables(Prompts(name="x", problems=[]), rows[:1]) if "Price" in one.title]
+    rows = [row("token", EXACT), row("ears:1", LOSSY, 0.25)]
+    (price,) = [one for one in evaluation_tables("x", rows) if "Price" in one.title]
+    assert price.rows == [("ears:1 (control, not exact)", "0.05000", "0.250", "+0.0400")]
+    assert not [one for one in evaluation_tables("x", rows[:1]) if "Price" in one.title]
 
 
 def test_cells_show_the_price_of_lossy_rules():

@@ -1,0 +1,125 @@
+"""What the figures show, from cells that are made up, and what the study of figures refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from launch.studies import figures
+from specsamp.analysis.figures import to_png
+from support import extras
+from support.run_script import call
+
+pytestmark = extras.needs("matplotlib")
+
+
+def SPREAD(x):
+    return {"median": x, "lower": 0.9 * x, "upper": 1.2 * x}
+
+
+def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pace=1.0, **changes):
+    """``pace``: how many times as long everything takes on the machine as it then was."""
+
+    def clock(ms):
+        return SPREAD(pace * ms)
+
+    key = {
+        "draft_length": K,
+        "drafter": drafter if K else "none",
+        "rule": rule,
+        "batch": batch,
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "draft_temperature": None,
+        **changes,
+    }
+
+    def side(ms, rounds):
+        return {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
+
+    parts = {"draft": 0.5 * K, "score": 2.0, "verify": 0.1, "step": 1.5}
+    split = {name: {"ms": clock(value)} for name, value in parts.items()}
+    result = {
+        "autoregressive": side(3.0, 1),
+        "speculative": side(ms, K + 1),
+        "speedup": SPREAD(3.0 / ms),
+        "acceptance": {"emitted_per_round": 0.75 * (K + 1)},
+        "split": split,
+    }
+    return {"key": key, "result": result}
+
+
+CELLS = [
+    cell(4, ms=2.0),
+    cell(1, ms=2.5),
+    cell(0, ms=3.0),
+    cell(4, rule="block"),
+    cell(4, batch=8, ms=4.0),
+    cell(4, temperature=0.8),
+    cell(4, draft_temperature=0.2),
+    {"key": cell(2)["key"], "out_of_memory": "all of it"},
+]
+
+
+def lines(axis):
+    return {line.get_label(): line.get_xydata() for line in axis.lines}
+
+
+def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
+    figure = figures.draw_paper({"cells": CELLS})
+    total, share, rounds = figure.axes
+    np.testing.assert_allclose(lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]])
+    np.testing.assert_allclose(lines(share)["greedy"], [[0, 1], [1, 0.75], [4, 0.75]])
+    np.testing.assert_allclose(lines(rounds)["greedy"], [[0, 1], [1, 5 / 3], [4, 10 / 3]])
+    np.testing.assert_allclose(lines(rounds)["greedy: draft"][:, 1], [0, 0.5 / 1.5, 2 / 1.5])
+    np.testing.assert_allclose(lines(rounds)["greedy: score"][:, 1], [1, 2 / 1.5, 2 / 1.5])
+    np.testing.assert_allclose(lines(total)["T = 0.8 (384 ms at K = 0)"][:, 0], [0, 4])
+    assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
+    looks = {(line.get_color(), line.get_linestyle()) for line in total.lines[:2]}
+    assert len({colour for colour, _ in looks}) == len({style for _, style in looks}) == 2  # and without colours
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_a_machine_that_became_busy_bends_no_curve():
+    """Cells are compared with the plain decoding that took turns with them."""
+    even, busy = (figures.draw_paper({"cells": [cell(1, ms=2.5), cell(4, ms=2.0, pace=pace)]}).axes for pace in (1, 3))
+    for one, other in zip(even, busy):
+        for name, points in lines(one).items():
+            np.testing.assert_allclose(lines(other)[name], points)
+
+
+def test_speedups_over_batches_have_a_panel_for_each_length():
+    document = {"cells": [*CELLS, cell(2, batch=1), cell(2, batch=8)]}
+    axes = figures.draw_batches(document).axes
+    assert [axis.get_title() for axis in axes] == ["K = 2", "K = 4"]
+    np.testing.assert_allclose(lines(axes[1])["greedy, draft model, token rule"], [[1, 1.5], [8, 0.75]])
+    (only,) = figures.draw_batches(document | {"draft_length": [4]}).axes
+    assert only.get_title() == "K = 4"
+    made_up = [cell(4, batch=batch, synthetic_acceptance=0.8) for batch in (1, 2)]
+    assert any("SYNTHETIC ACCEPTANCE 0.8" in name for name in lines(figures.draw_batches({"cells": made_up}).axes[0]))
+
+
+def test_too_few_cells():
+    with pytest.raises(ValueError, match="batch 2"):
+        figures.draw_paper({"cells": CELLS, "batch": 2})
+    with pytest.raises(ValueError, match="measured at two"):
+        figures.draw_batches({"cells": CELLS[:2]})
+    assert figures.by_batch({"cells": CELLS[:2]}) == [] != figures.by_batch({"cells": CELLS})
+
+
+def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
+    done = call("study", "figures", f"--figures={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    for name in ("figure_1", "speedup_by_batch"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for cells, told in (("README.md", "README.md holds no cells"), ("nothing.json", "nothing.json")):
+        done = call("study", "figures", f"--cells={cells}", f"--figures={tmp_path}")
+        assert done.returncode == 2 and told in done.stderr
+    damaged = tmp_path / "cells.json"
+    damaged.write_text(json.dumps({"identity": {}, "cells": [{"key": CELLS[0]["key"], "result": {}}]}))
+    done = call("study", "figures", f"--cells={damaged}", f"--figures={tmp_path}")
+    assert done.returncode == 2 and "damaged" in done.stderr and "Traceback" not in done.stderr
+    done = call("study", "figures")
+    assert done.returncode == 2 and "--figures" in done.stderr
