@@ -12,7 +12,7 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,14 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     left: int = 1  # columns aligned to the left
+
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> Table:
+        """Makes a table of rows by column; a row may lack columns, whose cells are empty."""
+        header = tuple(dict.fromkeys(name for row in rows for name in row))
+        return cls(
+            title=title, header=header, rows=[[str(row.get(name, "")) for name in header] for row in rows], **fields
+        )
 
     def to_markdown(self) -> str:
         """Returns the table as Markdown, followed by the note; the page says what the title does."""

@@ -11,30 +11,11 @@ import math
 import re
 from collections.abc import Iterator
 
-BYTES = {
-    "pred": 1,
-    "s4": 0.5,
-    "u4": 0.5,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "f8e5m2": 1,
-    "s16": 2,
-    "u16": 2,
-    "bf16": 2,
-    "f16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-    "token": 0,
-    "opaque": 0,
-}
 HOST_MEMORY = "S(5)"
+WITHOUT_BITS = {"pred": 1, "token": 0, "opaque": 0}  # bytes of types whose name does not say them
 
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_BITS = re.compile(r"(?:[suf]|bf)(\d+)(?:e\d+m\d+\w*)?")  # of a type such as s8, bf16 and f8e4m3fn
 _OPCODE = re.compile(r"([\w-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 
@@ -172,10 +153,11 @@ def _instruction(line: str) -> Instruction:
 def _arrays(type_text: str) -> Iterator[Array]:
     """Yields the arrays of a type, which may be a tuple."""
     for dtype, sizes, layout in _ARRAY.findall(type_text):
-        if dtype not in BYTES:
+        bits = _BITS.fullmatch(dtype)
+        if bits is None and dtype not in WITHOUT_BITS:
             raise ValueError(f"an array of {dtype}, whose size is not known: add it to specsamp/tpu/hlo.py")
         shape = tuple(int(size) for size in sizes.split(",") if size)
-        bytes_ = math.prod(shape) * BYTES[dtype]
+        bytes_ = math.prod(shape) * (int(bits[1]) / 8 if bits else WITHOUT_BITS[dtype])
         yield Array(bytes=bytes_, in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout, sizes=shape)
 
 

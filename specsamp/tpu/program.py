@@ -85,7 +85,11 @@ class Program:
 
     def busy_ms(self, chip: Chip) -> float:
         """Returns the longer of streaming and computing, in milliseconds."""
-        return max(self.streaming_ms(chip), self.cycles / chip.clock_hz * 1e3)
+        return max(self.streaming_ms(chip), self.cycles_ms(chip))
+
+    def cycles_ms(self, chip: Chip) -> float:
+        """Returns the milliseconds that computing takes."""
+        return self.cycles / chip.clock_hz * 1e3
 
     def streaming_ms(self, chip: Chip) -> float:
         """Returns the milliseconds that the traffic takes at the rate of the HBM."""
@@ -105,7 +109,7 @@ class Program:
         serial = sum(self.collectives.values())
         return Work(
             streaming_ms=self.streaming_ms(chip),
-            cycles_ms=self.cycles / chip.clock_hz * 1e3,
+            cycles_ms=self.cycles_ms(chip),
             collectives=serial,
             collective_hops=serial * hops(chips),
             wire_ms=wire_ms(carried, chips, chip.link_bytes_per_second),
@@ -116,3 +120,9 @@ class Program:
     def milliseconds(self, chip: Chip, latency_us: float) -> float:
         """Adds collectives of a latency each, one after another, to the longer of streaming and computing."""
         return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
+
+
+def fastest(programs: Sequence[Program], chip: Chip) -> Program:
+    """Returns the program that streams and computes fastest of those that fit; the first where none does."""
+    fitting = [program for program in programs if program.memory is not None]
+    return min(fitting, key=lambda program: program.busy_ms(chip), default=programs[0])

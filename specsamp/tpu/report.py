@@ -34,7 +34,7 @@ from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, Calibration, estimate
-from specsamp.tpu.program import Memory, Program
+from specsamp.tpu.program import Memory, Program, fastest
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
@@ -133,40 +133,33 @@ def compile_report(
     if programs.batch % shards.count:
         raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
     target, draft = programs.target, programs.draft
-    of_target, of_draft = (functools.partial(programs.floor, model) for model in (target, draft))
-
-    for floor in (of_target, of_draft):
-        floor()  # shapes that do not divide over the mesh are refused before anything is compiled
-
-    of_round = functools.partial(programs.floor_of_round, draft_length)
-    windows = {model: step_windows(programs, model) for model in (target, draft)}
-    prefilled = min(PREFILL, programs.slots)
-
-    def call(model, tokens):
-        return (tokens, lambda: programs.call(model, tokens))
-
-    layers = {side: model.model.config.num_layers for side, model in (("target", target), ("draft", draft))}
-    deep = {"draft step": layers["draft"], "draft prefill": layers["draft"]}
-    deep["round"] = layers["target"] + draft_length * layers["draft"]
-    made = {
-        "draft step": (of_draft, [call(draft, window) for window in windows[draft]]),
-        "target step": (of_target, [call(target, window) for window in windows[target]]),
-        "score": (functools.partial(of_target, tokens=draft_length + 1), [call(target, draft_length + 1)]),
-        "draft prefill": (functools.partial(of_draft, tokens=prefilled), [call(draft, prefilled)]),
-        "prefill": (functools.partial(of_target, tokens=prefilled), [call(target, prefilled)]),
-        "round": (of_round, [(draft_length + 1, lambda: programs.round(draft_length, rule))]),
+    for model in (target, draft):
+        programs.floor(model)  # shapes that do not divide over the mesh are refused before anything is compiled
+    scored, prefilled = draft_length + 1, min(PREFILL, programs.slots)
+    calls = {  # the model, its new tokens, and the numbers of tokens that are tried
+        "draft step": (draft, 1, step_windows(programs, draft)),
+        "target step": (target, 1, step_windows(programs, target)),
+        "score": (target, scored, (scored,)),
+        "draft prefill": (draft, prefilled, (prefilled,)),
+        "prefill": (target, prefilled, (prefilled,)),
     }
     chip, _ = parse(topology)
     results = []
     for name in names:
-        floor, tried = made[name]
-        found = []
-        for tokens, lowered in tried:
+        if name == "round":
+            progress(f"round, {scored} tokens")
+            floor = functools.partial(programs.floor_of_round, draft_length)
+            layers = target.config.num_layers + draft_length * draft.config.num_layers
+            lowered = functools.partial(programs.round, draft_length, rule)
+            results.append(measure(name, scored, floor, lowered, topology, layers=layers))
+            continue
+        model, new, windows = calls[name]
+        floor, found = functools.partial(programs.floor, model, tokens=new), []
+        for tokens in windows:
             progress(f"{name}, {tokens} tokens")
-            found.append(measure(name, tokens, floor(), floor(0.5), lowered, chip.hbm_bytes // chip.devices))
-        fitting = [program for program in found if program.memory is not None]
-        best = min(fitting, key=lambda program: program.busy_ms(chip), default=found[0])
-        results.append(dataclasses.replace(best, layers=deep.get(name, layers["target"])))
+            lowered = functools.partial(programs.call, model, tokens)
+            found.append(measure(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
+        results.append(fastest(found, chip))
     return Report(
         topology=topology,
         mesh=dict(programs.mesh.shape),
@@ -197,18 +190,22 @@ def model_parallelism(model: ShardedModel) -> int:
 def measure(
     name: str,
     tokens: int,
-    floor: float,
-    live_floor: float,
+    floor: Callable[[float], float],
     lowered: Callable[[], jax.stages.Lowered],
-    capacity: int,
+    topology: str,
+    *,
+    layers: int,
     live: float = 0.5,
 ) -> Program:
     """Compiles one program and counts what it moves; that it does not fit is a result.
 
     Args:
-      live: share of the slots of caches that is alive in ``live_floor`` and in what is counted for it.
+      floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.
+      layers: of all calls of models in one run.
+      live: the share of the slots that is alive in ``live_floor_bytes`` and ``live_hbm_bytes``.
     """
-    known = dict(name=name, tokens=tokens, floor_bytes=floor, live_floor_bytes=live_floor)
+    chip, _ = parse(topology)
+    known = dict(name=name, tokens=tokens, floor_bytes=floor(1.0), live_floor_bytes=floor(live), layers=layers)
     start = time.perf_counter()
     try:
         compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
@@ -220,7 +217,7 @@ def measure(
     traffic = traffic_of(text)
     return Program(
         **known,
-        memory=Memory.of(compiled, capacity),
+        memory=Memory.of(compiled, chip.hbm_bytes // chip.devices),
         out_of_memory=None,
         hbm_bytes=traffic.bytes,
         live_hbm_bytes=traffic_of(text, live).bytes,

@@ -12,10 +12,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from specsamp.mesh.layout import Layout
@@ -26,7 +24,7 @@ from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.program import Memory, Program
+from specsamp.tpu.program import Memory, Program, fastest
 from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model
 from specsamp.tpu.report import measure
 from specsamp.tpu.topology import parse
@@ -102,9 +100,7 @@ class Stack:
         """Measures a call of one new token per row, at the fastest window; with one row never at 1."""
         chip, _ = parse(self.topology)
         windows = (WINDOW,) if self.batch == 1 else (1, WINDOW)
-        tried = [self.call(window) for window in windows]
-        fitting = [program for program in tried if program.memory is not None]
-        return min(fitting, key=lambda program: program.busy_ms(chip), default=tried[0])
+        return fastest([self.call(window) for window in windows], chip)
 
     def draft_step(self, tokens: int = WINDOW) -> Program:
         """Measures a step of what drafts."""
@@ -112,7 +108,8 @@ class Stack:
             return self.draft.call(tokens)
         programs = self.programs(FEW)
         floor = functools.partial(programs.floor, programs.draft)
-        return self.measured("step", tokens, floor, lambda: programs.call(programs.draft, tokens), layers=1)
+        lowered = functools.partial(programs.call, programs.draft, tokens)
+        return measure("step", tokens, floor, lowered, self.topology, layers=1, live=self.live)
 
     def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
         """Measures a round of all layers: K steps of what drafts, and one call of the target."""
@@ -120,7 +117,8 @@ class Stack:
         drafting = draft_length * programs.draft.config.num_layers
         floor = functools.partial(programs.floor_of_round, draft_length)
         lowered = functools.partial(programs.round, draft_length, rule)
-        small = self.measured("round", draft_length + 1, floor, lowered, FEW + drafting)
+        shared = dict(layers=FEW + drafting, live=self.live)
+        small = measure("round", draft_length + 1, floor, lowered, self.topology, **shared)
         of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - FEW)]
         if isinstance(self.drafter, HeadConfig):
             return linear(*of_target)
@@ -139,24 +137,6 @@ class Stack:
         alone = [dataclasses.replace(stack, drafter=None) for stack in stacks]
         return sum(sum(stack.programs(stack.config.num_layers).bytes_of_state()) for stack in alone)
 
-    def measured(
-        self,
-        name: str,
-        tokens: int,
-        floor: Callable[[float], float],
-        lowered: Callable[[], jax.stages.Lowered],
-        layers: int,
-    ) -> Program:
-        """Compiles a program of this stack and counts what it moves.
-
-        Args:
-          floor: takes the share of the caches that is alive.
-          layers: of all calls in one run.
-        """
-        chip, _ = parse(self.topology)
-        made = measure(name, tokens, floor(1.0), floor(self.live), lowered, chip.hbm_bytes // chip.devices, self.live)
-        return dataclasses.replace(made, layers=layers)
-
     def _model(self, layers: int) -> TransformerLM:
         return TransformerLM(self.config, kernels=self.kernels).first(layers)
 
@@ -166,7 +146,8 @@ def _call(stack: Stack, layers: int, tokens: int) -> Program:
     programs = stack.programs(layers)
     floor = functools.partial(programs.floor, programs.target, tokens=tokens)
     name = f"{tokens} tokens, {layers} layers"
-    return stack.measured(name, tokens, floor, lambda: programs.call(programs.target, tokens), layers)
+    lowered = functools.partial(programs.call, programs.target, tokens)
+    return measure(name, tokens, floor, lowered, stack.topology, layers=layers, live=stack.live)
 
 
 def linear(*terms: tuple[float, Program]) -> Program:

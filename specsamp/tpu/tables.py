@@ -25,107 +25,74 @@ def report_tables(
       acceptance: acceptance rates for which a token is priced.
       own: a calibration of the devices themselves.
     """
-    chip = report.chip
+    device = report.chip.hbm_bytes // report.chip.devices
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
     fitting = [program for program in report.programs if program.memory is not None]
+    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
     made = [
-        Table(
-            title=f"One call on one device: {where}",
-            header=(
-                "",
-                "tokens",
-                "HBM, GiB",
-                "temporary, MB",
-                "HBM traffic, MB",
-                "floor (half a cache), MB",
-                "over floor (half a cache)",
-                "collectives",
-                "they carry, MB",
-                "large copies, host",
-            ),
-            rows=[_traffic(program) for program in report.programs],
-            note=f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of "
-            f"{chip.hbm_bytes // chip.devices / GIB:.0f} GiB; the round is draft, score, verify, commit",
+        Table.of(
+            f"One call on one device: {where}",
+            [_traffic(program) for program in report.programs],
+            note=f"{held}; the round is draft, score, verify, commit",
         ),
-        Table(
-            title="Milliseconds: the longer of streaming and cycles, and collectives one after another",
-            header=(
-                "",
-                "streaming",
-                "cycles",
-                "collectives",
-                *(f"at {latency} us" for latency in LATENCIES_US),
-                "calibrated",
-            ),
-            rows=[_times(report, program, own) for program in fitting],
+        Table.of(
+            "Milliseconds: the longer of streaming and cycles, and collectives one after another",
+            [_times(report, program, own) for program in fitting],
             note=basis(report.calibrated_ms(fitting[0].name, own).open, own) if fitting else "",
         ),
     ]
     if report.fits and len(fitting) > 1:
-        made.append(
-            Table(
-                title="Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective",
-                header=(
-                    "acceptance",
-                    *(f"at {latency} us" for latency in LATENCIES_US),
-                    "calibrated",
-                    "alone",
-                    "speedup",
-                ),
-                rows=[_per_token(report, rate, own) for rate in acceptance],
-            )
-        )
+        title = "Milliseconds per token, speculative (and alone), by acceptance rate and latency of a collective"
+        made.append(Table.of(title, [_per_token(report, rate, own) for rate in acceptance]))
     for program in report.programs:
         if program.out_of_memory:
-            lines = [(line,) for line in program.out_of_memory.splitlines()]
-            made.append(Table(title=f"{program.name}: out of memory", header=("the compiler says",), rows=lines))
+            lines = [{"the compiler says": line} for line in program.out_of_memory.splitlines()]
+            made.append(Table.of(f"{program.name}: out of memory", lines))
     return made
 
 
-def _traffic(p: Program) -> tuple[str, ...]:
-    """Formats the traffic of one program."""
+def _traffic(p: Program) -> dict[str, str]:
+    """Returns the traffic of one program."""
+    shown = {"": p.name, "tokens": str(p.tokens)}
     if p.memory is None:
-        return (p.name, str(p.tokens), "does not fit", *[""] * 7)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none"
-    return (
-        p.name,
-        str(p.tokens),
-        f"{p.memory.total / GIB:.2f}",
-        f"{p.memory.temporaries / 1e6:.0f}",
-        f"{p.hbm_bytes / 1e6:,.0f}",
-        f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
-        f"{p.over_floor:.3f}" + ("" if p.live_over_floor is None else f" ({p.live_over_floor:.3f})"),
-        kinds,
-        f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
-        f"{p.num_copies}, {p.host_transfers}",
-    )
+        return shown | {"HBM, GiB": "does not fit"}
+    live = "" if p.live_over_floor is None else f" ({p.live_over_floor:.3f})"
+    return shown | {
+        "HBM, GiB": f"{p.memory.total / GIB:.2f}",
+        "temporary, MB": f"{p.memory.temporaries / 1e6:.0f}",
+        "HBM traffic, MB": f"{p.hbm_bytes / 1e6:,.0f}",
+        "floor (half a cache), MB": f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
+        "over floor (half a cache)": f"{p.over_floor:.3f}{live}",
+        "collectives": ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none",
+        "they carry, MB": f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
+        "large copies, host": f"{p.num_copies}, {p.host_transfers}",
+    }
 
 
-def _times(report: Report, p: Program, own: Calibration | None) -> tuple[str, ...]:
-    """Formats the milliseconds of one program."""
-    chip = report.chip
-    return (
-        p.name,
-        two_digits(p.streaming_ms(chip)),
-        two_digits(p.cycles / chip.clock_hz * 1e3),
-        str(sum(p.collectives.values())),
-        *(two_digits(p.milliseconds(chip, latency)) for latency in LATENCIES_US),
-        str(report.calibrated_ms(p.name, own)),
-    )
+def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str]:
+    """Returns the milliseconds of one program."""
+    return {
+        "": p.name,
+        "streaming": two_digits(p.streaming_ms(report.chip)),
+        "cycles": two_digits(p.cycles_ms(report.chip)),
+        "collectives": str(sum(p.collectives.values())),
+        **{f"at {latency} us": two_digits(p.milliseconds(report.chip, latency)) for latency in LATENCIES_US},
+        "calibrated": str(report.calibrated_ms(p.name, own)),
+    }
 
 
-def _per_token(report: Report, rate: float, own: Calibration | None) -> tuple[str, ...]:
-    """Formats milliseconds per token at one acceptance rate."""
+def _per_token(report: Report, rate: float, own: Calibration | None) -> dict[str, str]:
+    """Returns milliseconds per token at one acceptance rate."""
     emitted = expected_tokens(rate, report.draft_length)
-    pairs = (report.ms_per_token(emitted, latency) for latency in LATENCIES_US)
+    pairs = {latency: report.ms_per_token(emitted, latency) for latency in LATENCIES_US}
     drafted, alone = report.calibrated_ms("round", own) / emitted, report.calibrated_ms("target step", own)
-    return (
-        f"{rate:.2f}",
-        *(f"{two_digits(fast)} ({two_digits(plain)})" for plain, fast in pairs),
-        str(drafted),
-        str(alone),
-        faster(ratio(alone, drafted)),
-    )
+    return {
+        "acceptance": f"{rate:.2f}",
+        **{f"at {each} us": f"{two_digits(fast)} ({two_digits(plain)})" for each, (plain, fast) in pairs.items()},
+        "calibrated": str(drafted),
+        "alone": str(alone),
+        "speedup": faster(ratio(alone, drafted)),
+    }
 
 
 def faster(found: Band) -> str:
@@ -154,22 +121,11 @@ def basis(open: bool, own: Calibration | None = None) -> str:
 
 def fits_table(grid: Sequence[Mapping[str, Any]], topology: str) -> Table:
     """Tabulates the share of a device's memory by batch and context, and how many sequences fit."""
-    cells = {(g["context"], g["batch"]): g for g in grid}
-    contexts, batches = (sorted({g[name] for g in grid}) for name in ("context", "batch"))
-
-    def percent(share):
-        return f"{share:.0%}" if share < 10 else ">1000%"
-
-    return Table(
-        title=f"Weights and caches, share of a device's memory: {topology}",
-        header=("slots", *(f"batch {batch}" for batch in batches), "sequences that fit"),
-        rows=[
-            (
-                f"{context:,}",
-                *(percent(cells[context, batch]["share"]) for batch in batches),
-                str(cells[context, batches[0]]["most_rows"]),
-            )
-            for context in contexts
-        ],
-        note="temporaries come on top",
-    )
+    rows: dict[int, dict[str, str]] = {}
+    for cell in grid:
+        row = rows.setdefault(cell["context"], {"slots": f"{cell['context']:,}"})
+        row[f"batch {cell['batch']}"] = f"{cell['share']:.0%}" if cell["share"] < 10 else ">1000%"
+    for cell in grid:
+        rows[cell["context"]]["sequences that fit"] = str(cell["most_rows"])
+    title = f"Weights and caches, share of a device's memory: {topology}"
+    return Table.of(title, list(rows.values()), note="temporaries come on top")

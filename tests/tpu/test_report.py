@@ -217,7 +217,7 @@ def feed_forward(layers, mistake=None):
     donated = () if mistake == "cache not donated" else (2,)
     lowered = jax.jit(run, donate_argnums=donated).lower(shape(5, width), weights, caches, shape(dtype=jnp.int32))
     floor = layers * (2 * 2 * width * inner / 16 + 2 * slots * 128)
-    return measure(mistake or "as it should be", 5, floor, floor, lambda: lowered, 32 * 2**30)
+    return measure(mistake or "as it should be", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers)
 
 
 def test_layers_as_they_should_be_pass_the_guard():

@@ -239,8 +239,8 @@ def test_what_is_no_program():
 
 
 def test_an_unknown_type_is_named():
-    with pytest.raises(ValueError, match="an array of f4e2m1fn, whose size is not known"):
-        traffic_of(PROGRAM.replace("bf16[", "f4e2m1fn["))
+    with pytest.raises(ValueError, match="an array of c64, whose size is not known"):
+        traffic_of(PROGRAM.replace("bf16[", "c64["))
 
 
 def test_what_is_fetched_for_the_next_run_is_counted_once():
