@@ -37,6 +37,7 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
     r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
+    r"launch/(?:studies/)?agreement\.py": "launch/study.py agreement",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
     r"launch/(?:studies/)?in_flight\.py": "launch/study.py backtest --compile",
     r"launch/(?:studies/)?freeze_forecasts\.py.*": "launch/study.py backtest --results=notebooks/results",  # a record

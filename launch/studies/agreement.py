@@ -1,147 +1,296 @@
 """Checks the planner's forecasts against measurements: fitted on half of the prompts, checked on the other half.
 
-    python launch/studies/agreement.py --config=configs/trained_pair.py --output=runs/python_pair_agreement.json
+    python launch/study.py agreement --config=configs/trained_pair.py --output=runs/python_pair_agreement.json
 
-Two distributions are checked, greedy and the configuration's sampling. Costs are fitted at K = 1, 4, 8 and plain decoding:
-at batch 1 to forecast K = 0 .. 12 at batch 1, and at batches 1 and 8 to forecast batch 4. The file is written after each
-of the four cells, and the same command goes on where it was interrupted. The configuration's own K, batch and repeats are
-not used.
+Two distributions are checked, greedy and the configuration's sampling. The rounds of a few K and of plain decoding are
+timed on every second prompt, and acceptance is counted in them: at batch 1 to forecast K = 0 .. 12 at batch 1, and at
+batches 1 and 8 to forecast batch 4. Both are interpolated linearly in between, except for the products with the target's
+matrices: these are timed alone for every number of rows. From this the planner forecasts ms per token of all K on the
+other prompts. All sides decode in turn, in several passes. How far two passes over the *same* texts lie apart is the
+noise: no forecast can be expected to come closer. The configuration's own K, batch and repeats are not used.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from absl import flags
+import numpy as np
 
-from launch.lib import entry
 from launch.lib.cells import identity_of, read_prompts
-from launch.lib.config import ConfigFlag
 from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, config_mesh, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
-from launch.studies.forecasting import Agreement, agreement, agreement_table
+from launch.lib.study import Document, Option, Published, Study
 from specsamp import greedy, use_compilation_cache
-from specsamp.analysis import report
-from specsamp.analysis.grid import Results, outcome_of
+from specsamp.analysis import tables
+from specsamp.analysis.acceptance import ByLength, Interval, Profile
+from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.measured import distribution_of
-from specsamp.mesh import distributed
+from specsamp.analysis.planner import Forecast, make_plan
+from specsamp.analysis.products import product_timer
+from specsamp.analysis.report import Table
+from specsamp.analysis.timing import Quartiles, take_turns
+from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.results import RowStats
+from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.warp import Warp
 
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_PASSES = flags.DEFINE_integer("passes", 2, "How often all texts and draft lengths are measured.", lower_bound=2)
-_FIT = flags.DEFINE_multi_integer(
-    "fit", [1, 4, 8], "Time rounds of this K to fit the costs; may be repeated.", lower_bound=1
-)
-_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to forecast.", lower_bound=1)
-_BATCHES = flags.DEFINE_multi_integer(
-    "batch", [1, 8], "Fit costs at this batch size, the smallest and the largest; may be repeated.", lower_bound=1
-)
-_CHECK_BATCH = flags.DEFINE_integer(
-    "check_batch", 4, "Forecast this batch size from the fitted ones; 0 leaves that out.", lower_bound=0
-)
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
-)
-_OUTPUT = entry.define_output()
-
-ALLOWED = 0.10  # what the forecasts are meant to keep
+FEWEST_BATCHES = 6  # of texts, since the time of the slowest row varies a lot
+SAMPLES = 8  # of the products, in a pass
 
 
-def main() -> None:
-    console = entry.make_console()
-    config = _CONFIG.value
-    entry.check_output(_OUTPUT.value)
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What all cells share."""
+
+    options: Any
+    config: ExperimentConfig
+    experiment: Experiment
+    distributions: Mapping[str, Warp]  # by name
+    batches: Mapping[int, Sequence[int]]  # that are fitted, by the batch that is forecast
+
+
+def prepare(options: Any) -> Prepared:
+    """Loads the pair.
+
+    Raises:
+      ValueError: there is nothing to forecast, or nothing that could foresee it.
+    """
+    config, check = options.config.value, options.check_batch
     refuse(config, "draft_temperature", "synthetic_acceptance")
     if not word_of(config).drafts:
         raise ValueError("without a drafter there is nothing to forecast")
-    if _CHECK_BATCH.value and not min(_BATCHES.value) <= _CHECK_BATCH.value <= max(_BATCHES.value):
-        raise ValueError(f"--check_batch={_CHECK_BATCH.value} must lie within --batch={_BATCHES.value}")
-    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
-    if not experiment.workload.prompts:
-        raise ValueError("a pair without prompts has no halves of them: give configs/trained_pair.py")
-    results = Results.open(_OUTPUT.value, identity(config, experiment), console.print)
+    if check and not min(options.batch) <= check <= max(options.batch):
+        raise ValueError(f"--check_batch={check} must lie within --batch={','.join(map(str, options.batch))}")
+    given = read_prompts(options.prompts) if options.prompts else ()
+    experiment = build(config, given, mesh=config_mesh(config))
+    if (count := len(experiment.workload.prompts)) < 4:
+        raise ValueError(f"two halves of prompts need four, this pair has {count}: give --prompts")
     use_compilation_cache()
-    console.print(headline(experiment, task(config, experiment)))
-    distributions = {"greedy": greedy(), in_words(config): experiment.sampling}
-    with entry.progress(console, "starting") as say:
-        for (name, warp), batch in itertools.product(distributions.items(), fit_batches()):
-            found = compare(config, experiment, results, warp, {"law": name, "batch": batch}, say)
-            if isinstance(found, str):
-                console.print(found, soft_wrap=True)
-            else:
-                table = agreement_table(f"{name}, batch {batch}", found, ALLOWED)
-                entry.show([table], console)
-    if _OUTPUT.value and entry.is_first():
-        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True)
+    distributions = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.sampling}
+    batches = {1: (1,)} | ({check: sorted(options.batch)} if check else {})
+    return Prepared(options, config, experiment, distributions, batches)
 
 
-def compare(
-    config: ExperimentConfig,
-    experiment: Experiment,
-    results: Results,
-    warp: Warp,
-    key: Mapping[str, Any],
-    progress: Callable[[str], None],
-) -> Agreement | str:
-    """Measures one distribution and batch unless the results hold it; returns the result, or a line that says why not."""
-    where, work = f"{key['law']}, batch {key['batch']}", experiment.workload
-    if known := distributed.from_first(lambda: results.find(key)):
-        told = f"worst error {known['result']['worst_error']:.1%}" if "result" in known else "out of memory"
-        return f"{where}: in {_OUTPUT.value} already, {told}"
-    pair = experiment.pair
-    measured = outcome_of(
-        lambda: agreement(
-            pair,
-            lambda K: make_drafter(config, pair.target, pair.draft_or_head, K),
-            make_rule(config.rule),
-            warp,
-            work.prompts,
-            max_new_tokens=work.max_new_tokens,
-            fit_lengths=_FIT.value,
-            fit_batches=fit_batches()[key["batch"]],
-            check_lengths=range(_LONGEST.value + 1),
-            check_batch=key["batch"],
-            passes=_PASSES.value,
-            seed=work.seed,
-            progress=lambda text: progress(f"{where}: {text}"),
-        )
-    )
-    if "result" in measured:
-        measured = {"within": measured["result"].worst_error <= ALLOWED, **measured}
-    header = {"command": entry.command(), "environment": report.environment()}
-    results.add({"key": key, **header, **measured}, header | {"allowed": ALLOWED})
-    return measured.get("result", f"{where}: out of memory")
-
-
-def fit_batches() -> dict[int, tuple[int, ...]]:
-    """Returns the batches that are fitted, by the batch that is forecast."""
-    between = {_CHECK_BATCH.value: tuple(sorted(_BATCHES.value))} if _CHECK_BATCH.value else {}
-    return {1: (1,)} | between
-
-
-def task(config: ExperimentConfig, experiment: Experiment) -> str:
-    """Describes what is about to be compared, in a line."""
-    fitted = ", ".join(map(str, sorted({0, *_FIT.value})))
-    batches = [f"batch {batch} from {' and '.join(map(str, fit))}" for batch, fit in fit_batches().items()]
-    return (
-        f"{drafter_name(config)} drafter, {config.rule} rule, greedy and {in_words(config)}; K = 0 to {_LONGEST.value} "
-        f"from {fitted}; {', '.join(batches)}; {experiment.workload.max_new_tokens} tokens, {_PASSES.value} passes"
-    )
-
-
-def in_words(config: ExperimentConfig) -> str:
-    return distribution_of(dataclasses.asdict(config.sampling))
-
-
-def identity(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
-    """Returns what all cells of one file share."""
-    asked = {"fit": _FIT.value, "longest": _LONGEST.value, "batches": _BATCHES.value, "passes": _PASSES.value}
+def identity(prepared: Prepared) -> dict[str, Any]:
+    """Returns what all cells of a file share."""
+    config, options = prepared.config, prepared.options
+    asked = {"fit": options.fit, "longest": options.longest, "batches": options.batch, "passes": options.passes}
     turned = {"rule": config.rule, "drafter": drafter_name(config), "sampling": dataclasses.asdict(config.sampling)}
-    return identity_of(config, experiment) | turned | {"asked": asked}
+    return identity_of(config, prepared.experiment) | turned | {"asked": asked}
 
 
-if __name__ == "__main__":
-    entry.run(main, _CONFIG)
+def measure(prepared: Prepared, key: Mapping[str, Any], say) -> dict[str, Any]:
+    """Fits on one half of the prompts; forecasts and measures on the other."""
+    options, config = prepared.options, prepared.config
+    pair, work = prepared.experiment.pair, prepared.experiment.workload
+
+    def sides_of(half: int, batch: int, lengths: Sequence[int]) -> dict[int, Decoder]:
+        texts = work.prompts[half::2]
+        repeats = len(texts) if batch == 1 else max(-(-len(texts) // batch), FEWEST_BATCHES)
+        here = dataclasses.replace(work, batch=batch, repeats=repeats, prompts=texts)
+        drafters = {K: make_drafter(config, pair.target, pair.draft_or_head, K) for K in lengths if K}
+        contenders = {K: (drafter, make_rule(config.rule)) for K, drafter in ({0: NoDrafter()} | drafters).items()}
+        return decoders(pair, contenders, prepared.distributions[key["law"]], here)
+
+    check = sides_of(1, key["batch"], range(options.longest + 1))
+    fit = {
+        (size, K): side for size in prepared.batches[key["batch"]] for K, side in sides_of(0, size, options.fit).items()
+    }
+    return agreement(check, fit, options.passes, say)
+
+
+def agreement(check: Mapping[int, Decoder], fit: Mapping[tuple[int, int], Decoder], passes: int, say) -> dict[str, Any]:
+    """Forecasts from the texts of one half of the prompts what is measured on the other.
+
+    Args:
+      check: decoders of the texts to foresee by K, all of one batch.
+      fit: decoders of the texts to fit to by batch and K, plain decoding among them.
+    """
+    side, texts = check[0], len(next(iter(fit.values())).workload.prompts)
+    batch, tokens = side.workload.batch, side.workload.max_new_tokens
+    calls = {(batch, K + 1) for K in check} | {(size, K + 1) for size, K in fit}
+    timers = {size * count: product_timer(side.loop, side.weights, size, count) for size, count in sorted(calls)}
+    for number, each in enumerate((*check.values(), *fit.values()), 1):
+        say(f"compiling {number} of {len(check) + len(fit)}")
+        each.decode(0)
+    turns = max(each.workload.repeats for each in (*check.values(), *fit.values()))
+    runs = {
+        ("rows", rows): spread(lambda repeat, timer=timer: timer(), SAMPLES, turns) for rows, timer in timers.items()
+    }
+    runs |= {name: spread(each.decode, each.workload.repeats, turns) for name, each in {**check, **fit}.items()}
+    answers = take_turns(runs, passes * turns, lambda text: say(f"{passes} passes, turn {text}"))
+    timings = {name: [one for one in found if one is not None] for name, found in answers.items()}
+    # The mean, as of rounds: if the machine is fast for a while and then slow, both cover all of that.
+    products = {rows: gather_objects(float(np.mean(timings["rows", rows])))[0] for rows in sorted(timers)}
+    timed = {name: Timed.of(timings[name], passes) for name in (*check, *fit)}
+    costs = CostTable(
+        rounds=tuple(Round(draft_length=K, batch=size, ms=timed[size, K].round_ms) for size, K in fit),
+        error=clock_error(timed[name].error for name in fit),
+        products_ms=tuple(products.items()),
+    )
+    # A text has the same rounds in every batch, so it is counted once; the last batch may repeat the first texts.
+    smallest = min(size for size, _ in fit)
+    counted = {K: timed[size, K].rows[:texts] for size, K in fit if K and size == smallest}
+    acceptance = ByLength({K: Profile.of_texts(rows) for K, rows in counted.items()})
+
+    def checks(costs: CostTable) -> list[dict[str, Any]]:
+        plan = make_plan(acceptance, costs, draft_lengths=tuple(check), batch=batch, new_tokens=tokens)
+        return [compared(plan[K], timed[K], side.workload) | {"cost_was_fitted": (batch, K) in fit} for K in check]
+
+    found = checks(costs)
+    forecast, clock = (min(found, key=ms) for ms in (lambda one: one["forecast"].value, lambda one: one["measured"]))
+    return {
+        "fit_lengths": sorted({K for _, K in fit if K}),
+        "fit_batches": sorted({size for size, _ in fit}),
+        "check_batch": batch,
+        "prompts": (texts, len(side.workload.prompts)),
+        "costs": costs,
+        "checks": found,
+        "worst_error": worst(found),
+        "worst_error_of_lines": worst(checks(dataclasses.replace(costs, products_ms=()))),
+        "worst_noise": max(one["noise"] for one in found),
+        "best_forecast": forecast["draft_length"],
+        "best_measured": clock["draft_length"],
+        "lost": forecast["measured"] / clock["measured"] - 1,
+    }
+
+
+def spread(run: Callable[[int], Any], count: int, turns: int) -> Callable[[int], Any]:
+    """Returns what runs ``count`` times in a pass of so many turns, evenly: the machine may change meanwhile."""
+
+    def now_and_then(turn: int) -> Any:
+        number, following = (at * count // turns for at in (turn % turns, turn % turns + 1))
+        return run(number) if number < following else None
+
+    return now_and_then
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """The rounds and times of all texts of a decoder: seconds by pass and batch of texts."""
+
+    seconds_PR: np.ndarray
+    rounds_R: np.ndarray
+    rows: tuple[RowStats, ...]
+
+    @classmethod
+    def of(cls, timings: Sequence[Timing], passes: int) -> Timed:
+        """Reads the timings of all passes; every pass has the same texts."""
+        first = timings[: len(timings) // passes]
+        seconds_PR = np.array([timing.loop_seconds for timing in timings]).reshape(passes, -1)
+        rows = tuple(row for timing in first for row in timing.rows)
+        return cls(seconds_PR, np.array([timing.rounds for timing in first]), rows)
+
+    @property
+    def round_ms(self) -> float:
+        """The milliseconds of a round."""
+        return float(np.median(self.seconds_PR, axis=0).sum() / self.rounds_R.sum() * 1e3)
+
+    @property
+    def error(self) -> float:
+        """The relative standard error of a round's time."""
+        ms_R = np.median(self.seconds_PR, axis=0) / self.rounds_R
+        return Quartiles.of(ms_R).relative_error(len(ms_R))
+
+
+def compared(forecast: Forecast, timed: Timed, work: Workload) -> dict[str, Any]:
+    """Returns a forecast beside what was measured, and what acceptance and costs contribute to its error."""
+    rounds = timed.rounds_R.sum() / (work.max_new_tokens * len(timed.rounds_R))  # of one row, per token
+    measured, totals = timed.round_ms * rounds / work.batch, timed.seconds_PR.sum(1)
+    return {
+        "draft_length": forecast.draft_length,
+        "forecast": forecast.ms_per_token,
+        "measured": float(measured),
+        "error": float(forecast.ms_per_token.value / measured - 1),
+        "noise": float((totals.max() - totals.min()) / totals.mean()),  # of two passes over the same texts
+        "rounds_error": float(forecast.rounds_per_token / rounds - 1),
+        "round_ms_error": float(forecast.round_ms / timed.round_ms - 1),
+    }
+
+
+def unseen(checks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the checks whose cost was not fitted; all of them where none is."""
+    return [check for check in checks if not check["cost_was_fitted"]] or [*checks]
+
+
+def worst(checks: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the largest error where the cost was not fitted."""
+    return max(abs(check["error"]) for check in unseen(checks))
+
+
+def covered(check: Mapping[str, Any]) -> bool:
+    """Returns whether the 95% band holds what was measured."""
+    return check["forecast"]["lower"] <= check["measured"] <= check["forecast"]["upper"]
+
+
+def cells_of(document: Document) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the distribution of each cell that has a result, in words, and the result."""
+    cells = [cell for cell in document["cells"] if "result" in cell]
+    return [(cell["key"]["law"].replace(", top_p", ", top-p"), cell["result"]) for cell in cells]
+
+
+def agreement_table(document: Document) -> Table:
+    """Returns how far forecasts and measurements lie apart, a row for each distribution and batch."""
+    rows = []
+    for law, result in cells_of(document):
+        errors, noise = ([abs(check[name]) for check in unseen(result["checks"])] for name in ("error", "noise"))
+        K = max(unseen(result["checks"]), key=lambda check: abs(check["error"]))["draft_length"]
+        rows.append(
+            (
+                law,
+                ", ".join(map(str, result["fit_batches"])),
+                str(result["check_batch"]),
+                f"{sum(map(covered, result['checks']))} of {len(result['checks'])}",
+                f"{np.median(errors):.1%}",
+                f"{max(errors):.1%} (K = {K})",
+                f"{result['worst_error_of_lines']:.1%}",
+                f"{np.median(noise):.1%}, {result['worst_noise']:.1%}",
+                f"{result['best_forecast']}, {result['best_measured']}",
+                f"{result['lost']:.1%}",
+            )
+        )
+    header = ("", "fitted at batch", "checked at batch", "within the 95% band", "median error", "worst error")
+    header = (*header, "worst with lines alone", "noise: median, worst", "best K: forecast, measured")
+    return Table(title="Forecasts on other prompts", header=(*header, "lost by the choice"), rows=rows)
+
+
+def lengths_table(document: Document) -> Table:
+    """Returns a row for each K that was forecast and measured."""
+    rows = []
+    for law, result in cells_of(document):
+        for check in result["checks"]:
+            name = f"{law}, batch {result['check_batch']}, K = {check['draft_length']}{' (fitted)' * check['cost_was_fitted']}"
+            shares = (f"{check[part]:+.1%}" for part in ("error", "rounds_error", "round_ms_error"))
+            forecast = tables.interval(Interval(**check["forecast"]))
+            rows.append((name, forecast, f"{check['measured']:.3g}", *shares, f"{check['noise']:.1%}"))
+    header = ("", "forecast, ms per token", "measured", "error", "of rounds", "of a round's time", "noise")
+    return Table(title="Forecasts by K", header=header, rows=rows)
+
+
+STUDY = Study(
+    question="Do the planner's forecasts hold on prompts that nothing was fitted to?",
+    config="configs/trained_pair.py",
+    options={
+        "passes": Option(2, "How often all texts and draft lengths are measured.", least=2),
+        "fit": Option((1, 4, 8), "Time rounds of these K to fit the costs.", least=1),
+        "longest": Option(12, "The largest K to forecast.", least=1),
+        "batch": Option((1, 8), "Fit costs at these batch sizes, the smallest and the largest.", least=1),
+        "check_batch": Option(4, "Forecast this batch size from the fitted ones; 0 leaves that out.", least=0),
+        "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
+    },
+    prepare=prepare,
+    identity=identity,
+    cells=lambda prepared: [
+        {"law": name, "batch": batch} for name in prepared.distributions for batch in prepared.batches
+    ],
+    measure=measure,
+    tables={
+        "agreement_lengths": Published(["python_pair_agreement"], lengths_table),
+        "agreement": Published(["python_pair_agreement"], agreement_table),
+    },
+)

@@ -19,5 +19,4 @@ TABLES = {
     "speedup": measured.speedup,
     "adaptive": adaptive.section,
     "lossy": lossy_curve.section,
-    "agreement": measured.agreement,
 }

@@ -83,39 +83,3 @@ def best_cells(documents: Documents) -> list[dict]:
         groups.setdefault((key["drafter"], key["rule"], key["batch"], key["temperature"]), []).append(cell)
     order = sorted(groups, key=lambda group: (group[0], group[1] != "token", group[2], group[3]))
     return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in order]
-
-
-def agreement(documents: Documents) -> str:
-    """Returns how far forecasts and measurements lie apart."""
-    rows = []
-    for cell in documents["python_pair_agreement"]["cells"]:
-        result = cell["result"]
-        new = [check for check in result["checks"] if not check["cost_was_fitted"]]
-        errors, noise = [sorted(abs(check[name]) for check in new) for name in ("error", "noise")]
-        worst = max(new, key=lambda check: abs(check["error"]))
-        rows.append(
-            (
-                words(cell["key"]["law"]),
-                ", ".join(map(str, result["fit_batches"])),
-                result["check_batch"],
-                f"{sum(map(_covered, result['checks']))} of {len(result['checks'])}",
-                f"{_median(errors):.1%}",
-                f"{abs(worst['error']):.1%} (K = {worst['draft_length']})",
-                f"{result['worst_error_of_lines']:.1%}",
-                f"{_median(noise):.1%}, {result['worst_noise']:.1%}",
-                f"{result['best_forecast']}, {result['best_measured']}",
-                f"{result['lost']:.1%}",
-            )
-        )
-    header = ("", "fitted at batch", "checked at batch", "within the 95% band", "median error", "worst error")
-    header = (*header, "worst with lines alone")
-    return table((*header, "noise: median, worst", "best K: forecast, measured", "lost by the choice"), rows)
-
-
-def _covered(check: Mapping[str, Any]) -> bool:
-    return check["forecast"]["lower"] <= check["measured"] <= check["forecast"]["upper"]
-
-
-def _median(ordered: Sequence[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
