@@ -1,0 +1,31 @@
+"""What git holds stays small: a clone is fetched by everybody who tries the package."""
+
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+MOST_BYTES, MOST_WEIGHTS = 1_000_000, 45_000_000
+
+
+def tracked_files():
+    """Returns the files that git tracks, and their sizes."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no clone of git")
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return {path: path.stat().st_size for path in paths if path.exists()}
+
+
+def test_weights_are_the_only_large_files_and_leave_room():
+    sizes = tracked_files()
+    weights = {path: size for path, size in sizes.items() if path.suffix == ".safetensors"}
+    assert 0 < sum(weights.values()) < MOST_WEIGHTS
+    large = [f"{path.relative_to(ROOT)}: {size}" for path, size in sizes.items() if size > MOST_BYTES]
+    assert [name for name in large if ".safetensors:" not in name] == []
+
+
+def test_the_readme_clones_without_old_weights():
+    """Their history is more than they are themselves."""
+    assert "git clone --filter=blob:none " in (ROOT / "README.md").read_text(encoding="utf-8")
