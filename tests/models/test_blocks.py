@@ -149,14 +149,6 @@ def test_a_tree_may_be_scored_in_several_calls(scheme):
         np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "relative, windowed", "n-grams"])
-def test_a_chain_as_a_block_equals_a_call_without_one(scheme):
-    model, weights = prepared(scheme)
-    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
-    ours, theirs = (call(model, weights, tokens_BT, start_B, cache, block=block) for block in (CHAIN, None))
-    np.testing.assert_allclose(ours.logits_BTV, theirs.logits_BTV, atol=1e-5)
-
-
 def test_ngrams_of_a_tree_need_a_cache():
     model, weights = prepared("n-grams")
     with pytest.raises(ValueError, match="n-gram embeddings of a tree need a cache"):

@@ -8,7 +8,7 @@ import pytest
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import tiny
 from specsamp.models.slots import write_slots
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import TransformerLM
 
 HEADS, SLOTS, SIZE = 2, 12, 3
 
@@ -34,14 +34,6 @@ def test_write_slots_writes_just_its_slots(batch, length, axis):
     np.testing.assert_array_equal(turn(written), expected)
 
 
-@pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])
-def test_a_write_past_the_end_moves_back(batch):
-    """Why buffers have headroom: 5 slots at slot 10 of 12 overwrite slots 7 to 11."""
-    cache, new = jnp.zeros((batch, HEADS, SLOTS, SIZE)), jnp.ones((batch, HEADS, 5, SIZE))
-    written = jax.jit(write_slots)(cache, new, jnp.full((batch,), 10, jnp.int32))
-    np.testing.assert_array_equal(written[:, 0, :, 0], np.broadcast_to(np.arange(SLOTS) >= 7, (batch, SLOTS)))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
     config = tiny(num_kv_heads=2, dtype=dtype, num_layers=3)
@@ -51,17 +43,6 @@ def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
     for leaf in leaves:
         assert leaf.shape == (5, 2, 9, config.head_size) and leaf.dtype == dtype and not leaf.any()
         assert leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_axis_has_its_name(layout):
-    config = tiny(num_kv_heads=2, ngram_rows=8)
-    sizes = {"batch": 5, "kv_heads": 2, "slots": 9, "head": config.head_size}
-    model = TransformerLM(config, layout)
-    cache, names = model.init_cache(5, 9), model.cache_axes()
-    assert jax.tree.map(lambda x: x.shape, cache) == jax.tree.map(
-        lambda axes: tuple(sizes[name] for name in axes), names
-    )
 
 
 @pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])

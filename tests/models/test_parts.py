@@ -66,19 +66,6 @@ def test_a_part_of_the_layers_leaves_other_caches_alone():
     assert written == [False, True, False] and hidden == ()
 
 
-def test_without_fitted_slots_the_tables_are_made_in_the_call():
-    """The same logits; what depends on the number of slots is apart from what does not."""
-    model, params, weights = make(MODELS["relative"])
-    prepared = model.prepare(params)
-    assert prepared["relative_keys"] is None and "relative" in prepared["params"]["layer_0"]["attention"]
-    assert [table.shape for table in weights["relative_keys"]] == [(2, SLOTS, 8)] * 3
-    tokens_BT, start_B = jnp.array([[1, 2, 3]]), jnp.array([5])
-    ours, theirs = (model(w, tokens_BT, start_B, model.init_cache(1, SLOTS)).logits_BTV for w in (weights, prepared))
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    rotary, _, weights = make(MODELS["rotary"])
-    assert rotary.fit_slots(weights, 2 * SLOTS) is weights
-
-
 @pytest.mark.parametrize(
     "first, last, hidden_layers, message",
     [

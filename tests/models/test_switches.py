@@ -185,7 +185,6 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
         (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
         (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
-        (dict(positions="rotary", rotary_size=10), "at most head_size 8; got 10"),
         (dict(num_real_tokens=65), "num_real_tokens 65 exceeds vocab_size 64"),
         (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3 or yarn; got 'ntk'"),
         (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.models import attention, positions
+from specsamp.models import attention
 from specsamp.models.cache import TransformerCache, TransposedKVCache
 from specsamp.models.compiling import MAX_UNROLLED_ROWS, few_rows_on_cpu
 from specsamp.models.config import tiny
@@ -81,18 +81,6 @@ def test_one_cached_call_equals_the_uncached_pass(scheme, kv_heads):
 
 
 @every_variant
-def test_token_by_token_equals_the_uncached_pass(scheme, kv_heads):
-    model, params = model_and_params(scheme, kv_heads)
-    tokens = some_tokens(3, LENGTH)
-    weights, cache, logits = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model), []
-    for t in range(LENGTH):
-        output = call(model, weights, tokens[:, t : t + 1], at(t, t, t), cache)
-        cache = output.cache
-        logits.append(output.logits_BTV)
-    assert_close(jnp.concatenate(logits, axis=1), forward(model, params, tokens).logits_BTV)
-
-
-@every_variant
 def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
     """Rows as in speculative decoding: each at its own start, with rejected tokens behind what it keeps."""
     model, params = model_and_params(scheme, kv_heads)
@@ -117,22 +105,6 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
     assert widths_seen == {1, CHUNK} and max(spreads) >= 5
 
 
-@every_variant
-def test_rolling_back_equals_never_having_gone_there(scheme, kv_heads):
-    """Other tokens from an earlier start, at another place in each row: only the starts move."""
-    model, params = model_and_params(scheme, kv_heads)
-    weights = model.fit_slots(model.prepare(params), SLOTS)
-    first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
-    cache = call(model, weights, first, at(0, 0, 0), stale_cache(model)).cache
-    logits = call(model, weights, other, at(*starts), cache).logits_BTV
-    straight = first.copy()
-    for b, start in enumerate(starts):
-        straight[b, start : start + CHUNK] = other[b]
-    expected = forward(model, params, straight).logits_BTV
-    for b, start in enumerate(starts):
-        assert_close(logits[b], expected[b, start : start + CHUNK])
-
-
 @both_schemes
 def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
     model, params = model_and_params(scheme, 2)
@@ -154,19 +126,6 @@ def test_right_padding_and_later_tokens_do_not_change_earlier_logits(scheme):
 # Every branch that depends on a size.
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("length", [1, 7, 20])
-def test_align_distances(batch, length):
-    """Against the definition, from the first start to the last possible."""
-    slots = 20
-    scores = np.random.default_rng(0).normal(size=(batch, 2, length, slots)).astype(np.float32)
-    starts = np.linspace(slots - length, 0, batch).astype(np.int32)
-    distance = starts[:, None, None] + np.arange(length)[:, None] - np.arange(slots)
-    column = np.broadcast_to(np.clip(slots - 1 - distance, 0, slots - 1)[:, None], scores.shape)
-    expected = np.where(distance[:, None] >= 0, np.take_along_axis(scores, column, axis=-1), 0)
-    np.testing.assert_array_equal(jax.jit(positions.align_distances)(scores, starts), expected)
-
-
 def test_more_rows_than_are_unrolled_equal_few_rows():
     """Together they are written by a vmapped update and projected by one product, in two halves by neither."""
     model, params = model_and_params("rotary", 2)
@@ -180,16 +139,6 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
         part = call(model, weights, tokens[rows], starts[rows], jax.tree.map(lambda leaf: leaf[rows], cache))
         assert_close(together.logits_BTV[rows], part.logits_BTV)
         jax.tree.map(lambda whole, leaf: assert_close(whole[rows], leaf), together.cache, part.cache)
-
-
-@pytest.mark.parametrize("batch, length", [(1, 65), (13, 5)])
-def test_project_on_both_sides_of_the_branch(batch, length, monkeypatch):
-    rng = np.random.default_rng(0)
-    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((batch, length, 8), (3, 8, 5)))
-    for limit in (64, 65):  # one large product, a small one per head
-        monkeypatch.setattr(attention, "MAX_BATCHED_ROWS", limit)
-        project = jax.jit(lambda *args: attention.project(*args))  # a new one: the limit is no argument
-        assert_close(project(x, weight), np.einsum("btd,ndh->bnth", x, weight))
 
 
 # What the model computes.
@@ -300,55 +249,6 @@ def test_an_unknown_layout_is_refused():
         TransformerLM(tiny(), layout="tpu")
 
 
-def test_prepare_leaves_rotary_parameters_as_they_are():
-    model, params = model_and_params("rotary")
-    weights = model.fit_slots(model.prepare(params), SLOTS)
-    assert weights["relative_keys"] is None
-    jax.tree.map(np.testing.assert_array_equal, weights["params"], params)
-
-
-def test_the_number_of_slots_does_not_matter():
-    model, params = model_and_params("relative", 2)
-    few, many = (
-        call(
-            model,
-            model.fit_slots(model.prepare(params), slots),
-            some_tokens(3, CHUNK),
-            at(0, 0, 0),
-            stale_cache(model, slots=slots),
-        ).logits_BTV
-        for slots in (CHUNK, SLOTS)
-    )
-    assert_close(few, many)
-
-
-def test_rotary_scores_depend_on_the_distance_only():
-    rng = np.random.default_rng(0)
-    query, key = jnp.asarray(rng.normal(size=(2, 1, 3, 1, 8)), jnp.float32)
-
-    def turned(x, position):
-        return positions.apply_rope(x, *positions.rope_angles(at(position)[None], 8, 1e4))
-
-    def score(i, j):
-        return jnp.sum(turned(query, i) * turned(key, j), axis=-1)
-
-    for shift in (1, 17, 200):
-        assert_close(score(11 + shift, 4 + shift), score(11, 4), atol=1e-4)  # angles of float32 at 200
-    assert np.abs(score(12, 4) - score(11, 4)).max() > 0.1
-    assert_close(score(0, 0), jnp.sum(query * key, axis=-1))
-
-
-@both_schemes
-def test_logits_are_the_same_wherever_equal_slots_begin(scheme):
-    """A prompt that repeats one token shows each head the same keys at every distance, however long it is: only
-    distance can tell its positions apart, and one token's own logits do not depend on where it stands."""
-    model, params = model_and_params(scheme, 2)
-    weights, cache, token_B1 = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model), some_tokens(3, 1)
-    one = call(model, weights, token_B1, at(0, 0, 0), cache).logits_BTV
-    many = call(model, weights, token_B1.repeat(LENGTH, axis=1), at(0, 0, 0), cache).logits_BTV
-    assert_close(many, jnp.broadcast_to(one, many.shape))
-
-
 @pytest.mark.parametrize("scheme, kv_heads", [("relative", 4), ("relative", 2), ("rotary", 1)])
 def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     """8 bits of mantissa: the error's root mean square is below 2% of the logits' own."""
@@ -363,27 +263,6 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     for logits in (output.logits_BTV, forward(half, params, tokens).logits_BTV):
         assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.02 * np.std(expected)
         assert np.abs(logits - expected).max() > 1e-4  # it did compute in bfloat16
-
-
-def test_hidden_layers_returns_what_is_asked():
-    model, params = model_and_params("rotary")
-    tokens = some_tokens(3, LENGTH)
-    output = forward(model, params, tokens, hidden_layers=(1, 0))
-    last, first = output.hidden
-    assert first.shape == last.shape == (3, LENGTH, 32)
-    assert forward(model, params, tokens).hidden == ()
-    # The last one's is what the logits are made from; layer 0's what those of a model of one layer are made from.
-    shallow, _ = model_and_params("rotary", num_layers=1)
-    shallow_params = {name: leaf for name, leaf in params.items() if name != "layer_1"}
-    scale, embedding = np.asarray(params["final_norm"]["scale"]), np.asarray(params["embedding"], np.float64)
-    for x, expected in ((last, output.logits_BTV), (first, forward(shallow, shallow_params, tokens).logits_BTV)):
-        normed = x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + 1e-6)
-        assert_close(np.asarray(normed) * scale @ embedding.T, expected)
-    # A cached call returns the same.
-    weights = model.fit_slots(model.prepare(params), SLOTS)
-    cached = call(model, weights, tokens, at(0, 0, 0), stale_cache(model), hidden_layers=(1, 0))
-    for a, b in zip(cached.hidden, output.hidden, strict=True):
-        assert_close(a, b)
 
 
 def test_a_call_streams_the_same_bytes_in_both_layouts():
