@@ -17,7 +17,6 @@ drawn = jax.jit(draw)
 LARGEST = np.float32(1 - 2**-24)  # the largest float32 below 1
 EXTREMES = np.float32([0, 2**-126, 2**-23, 0.5, 1 - 2**-23, LARGEST])
 CORNERS = np.stack(np.meshgrid(EXTREMES, EXTREMES), axis=-1).reshape(-1, 2)
-UNIFORM_BITS = 23  # of a float32 uniform
 
 
 def positive_weights(size, seed=0, spread=2.0):
@@ -135,51 +134,3 @@ def test_a_tiny_weight_alone_is_drawn(at, tiny):
     weights = np.where(np.arange(300) == at, np.float32(tiny), np.float32(0))
     tokens = drawn(np.broadcast_to(weights, (len(CORNERS), 300)), CORNERS)
     np.testing.assert_array_equal(tokens, at)
-
-
-def distribution_of_level(weights_RV, level, outcomes):
-    """[R, outcomes]: how many of the 2^23 values of a uniform ``level`` turns into each outcome, over 2^23.
-
-    Counted exactly: an outcome never falls as the uniform rises, so bisection finds its first grid point.
-    """
-
-    def first_point(weights_V, outcome):
-        def halve(_, bounds):
-            low, high = bounds
-            middle = (low + high) // 2
-            reached = level(weights_V, middle.astype(jnp.float32) * 2.0**-UNIFORM_BITS) >= outcome
-            return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
-
-        return jax.lax.fori_loop(0, UNIFORM_BITS + 1, halve, (jnp.int32(0), jnp.int32(2**UNIFORM_BITS)))[1]
-
-    def edges_of_row(weights_V):
-        return jax.vmap(first_point, in_axes=(None, 0))(weights_V, jnp.arange(outcomes))
-
-    edges = np.asarray(jax.jit(lambda rows: jax.lax.map(edges_of_row, rows))(weights_RV), np.float64)
-    return np.diff(edges, axis=-1, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
-
-
-def test_two_uniforms_resolve_a_large_vocabulary_ten_times_better_than_one():
-    """Total variation from the weights at V = 32768, by counting grid points; both have 23 bits a uniform."""
-    vocab_size = 32768
-    weights = np.random.default_rng(3).gamma(0.5, size=vocab_size)  # a Dirichlet, once divided
-    weights = (weights / weights.sum()).astype(np.float32)
-    exact = weights.astype(np.float64) / weights.astype(np.float64).sum()
-
-    # One uniform over the whole vocabulary, with an exact sum: boundaries move up to the next grid point.
-    edges = np.ceil(np.cumsum(exact)[:-1] * 2**UNIFORM_BITS)
-    one = np.diff(edges, prepend=0, append=2**UNIFORM_BITS) / 2**UNIFORM_BITS
-
-    # Two uniforms, as `draw` itself uses them, with its rounding: the product of the distributions of its levels.
-    blocks = weights.reshape(-1, BLOCK)
-    block_distribution = distribution_of_level(
-        weights[None], lambda w, u: draw(w, jnp.stack([u, 0 * u])) // BLOCK, len(blocks)
-    )
-    token_distribution = distribution_of_level(blocks, lambda w, u: draw(w, jnp.stack([0 * u, u])), BLOCK)
-    two = (block_distribution.reshape(-1, 1) * token_distribution).reshape(-1)
-
-    assert abs(one.sum() - 1) < 1e-12 and abs(two.sum() - 1) < 1e-12
-    one_error, two_error = (0.5 * np.abs(distribution - exact).sum() for distribution in (one, two))
-    message = f"total variation: one uniform {one_error:.2e}, two uniforms {two_error:.2e}"
-    assert one_error < vocab_size * 2.0**-24, message  # the bound of the docstring
-    assert 10 * two_error < one_error, message

@@ -281,21 +281,6 @@ def test_expected_accepted(num_tokens, token, block):
         np.testing.assert_allclose(rounds.expected_accepted_SX, expected, atol=EXACT)
 
 
-def test_coupled_rule_accepts_as_often_as_two_races_agree():
-    rng = np.random.default_rng(9)
-    q, p = rng.dirichlet(np.full(5, 0.7), size=(2, 300))
-    q[0], p[0] = [0.6, 0.3, 0.1, 0, 0], [0.1, 0.3, 0.6, 0, 0]
-    accepted = enumerate_round(CoupledSplit(), constant(q, 2), constant(p, 1), num_tokens=1).expected_accepted_SX[:, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        larger = np.fmax(q[:, None] / q[:, :, None], p[:, None] / p[:, :, None])  # [:, x, y]
-        agree = np.nansum(1 / larger.sum(-1), axis=-1)
-    variation = np.abs(q - p).sum(-1) / 2
-    np.testing.assert_allclose(accepted, agree, atol=EXACT)
-    np.testing.assert_allclose(accepted[0], 0.4, atol=EXACT)
-    assert np.all(accepted >= (1 - variation) / (1 + variation) - EXACT)
-    assert np.all(accepted <= 1 - variation + EXACT)
-
-
 # What sets the block rule apart.
 
 
@@ -329,30 +314,3 @@ def test_block_rule_never_keeps_fewer_tokens(num_tokens):
     else:
         assert np.all(block >= token - EXACT)
         assert np.mean(block > token + 0.01) > 0.5
-
-
-@every_rule
-def test_equal_distributions_are_always_accepted(rule):
-    distributions = random_distributions(14, 20, 3, 4)
-    rounds = enumerate_round(rule, distributions, distributions, num_tokens=3)
-    np.testing.assert_allclose(rounds.num_accepted_SXDN[..., 3], 1, atol=EXACT)
-
-
-@every_rule
-def test_a_token_the_target_excludes_is_refused(rule):
-    target, draft = constant([[0.0, 0.25, 0.75], [0.0, 1.0, 0.0]], 3), constant(np.full((2, 3), 1 / 3), 3)
-    for one_hot in (False, True):
-        rounds = enumerate_round(rule, target, draft, num_tokens=2, one_hot=one_hot)
-        assert np.all(rounds.num_accepted_SXDN[:, :, :3, 0] == 1)  # drafts that begin with token 0
-        assert np.all(rounds.num_accepted_SXDN[:, :, ::3, 2] == 0)  # drafts that end with it
-
-
-@every_rule
-def test_a_greedy_target_accepts_its_argmax_and_nothing_else(rule):
-    target, draft = constant([0.0, 0.0, 1.0], 3), constant([0.5, 0.4, 0.1], 3)
-    for one_hot in (False, True):
-        rounds = enumerate_round(rule, target, draft, num_tokens=2, one_hot=one_hot)
-        expected = np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])  # of drafts 00, 01, .. 22
-        np.testing.assert_array_equal(rounds.num_accepted_SXDN[0, 0], np.eye(3)[expected])
-        for d, n in enumerate(expected):
-            np.testing.assert_array_equal(rounds.last_SXDNV[0, 0, d, n], [0, 0, 1])

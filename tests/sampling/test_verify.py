@@ -277,17 +277,6 @@ def test_the_distribution_of_two_races_has_the_two_distributions_as_its_margins(
         np.testing.assert_allclose(joint.sum(0), q, atol=1e-12)
 
 
-def test_the_integral_of_two_races_by_quadrature():
-    for p, q in pairs_of_distributions():
-        knots = np.unique([0, *(p[q > 0] / q[q > 0]), 2.5])
-        pieces = [
-            scipy.integrate.quad(lambda r: overlap(p, q, r) ** -2, low, high, epsabs=1e-13)[0]
-            for low, high in zip(knots[:-1], knots[1:])
-        ]
-        for knot, integral in zip(knots[1:], np.cumsum(pieces)):
-            np.testing.assert_allclose(integral_to(p, q, knot), integral, atol=1e-10)
-
-
 def test_coupled_rule_splits_the_distribution_of_two_races():
     with np.errstate(divide="ignore"):
         for p, q in pairs_of_distributions():
