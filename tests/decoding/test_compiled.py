@@ -25,6 +25,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature, top_k, top_p
+from support.extras import slow_but
 
 OPTIMISED = True
 
@@ -79,6 +80,12 @@ def moved(text, operation):
     return {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
 
 
+def copied_caches(text, batch):
+    """Returns shapes of at least a cache's size that are copied or transposed."""
+    copies = moved(text, "copy") | moved(text, "transpose")
+    return {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+
+
 @pytest.mark.parametrize(
     "batch, K, positions, layout",
     [
@@ -96,40 +103,32 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     """Caches are updated in place, and weights have the layout that every call wants."""
     num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
     text = compiled_run(batch, K, positions=positions, layout=layout, num_layers=num_layers).as_text()
+    assert not copied_caches(text, batch)
     copies = moved(text, "copy") | moved(text, "transpose")
-    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
     target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
     cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
     assert not copies & (target | draft | cpu_target | cpu_draft)
 
 
-@pytest.mark.parametrize(
-    "batch, window, layout", [(1, 1, "cpu"), pytest.param(1, 2, "default", marks=pytest.mark.slow), (3, 2, "default")]
-)
-def test_an_early_exit_copies_no_cache(batch, window, layout):
-    text = compiled_run(batch, 3, positions="rotary", layout=layout, num_layers=2, exit_window=window).as_text()
-    copies = moved(text, "copy") | moved(text, "transpose")
-    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+SMALL = dict(positions="rotary", num_layers=2, vocab_size=512)
+PACED = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
+COPY_NO_CACHE = {
+    "an early exit": (1, dict(layout="cpu", exit_window=1)),
+    "an early exit of two rows a step": (3, dict(exit_window=2)),
+    "widths, with a draft model that catches up": (3, dict(adaptive=PACED)),
+    "widths, with an early exit": (1, dict(adaptive=PACED, exit_window=1)),
+    "a part that is chosen": (1, dict(combine=ChoosingDrafter)),
+    "parts that vote": (3, dict(combine=VotingDrafter)),
+}
 
 
-@pytest.mark.parametrize("batch, exit_window", [pytest.param(3, None, marks=pytest.mark.slow), (1, 1)])
-def test_widths_that_share_a_program_copy_no_cache(batch, exit_window):
-    """Neither from width to width, nor where a draft ends early, nor where a draft model catches up."""
-    adaptive = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
-    options = dict(positions="rotary", num_layers=2, vocab_size=512, exit_window=exit_window, adaptive=adaptive)
-    text = compiled_run(batch, 3, **options).as_text()
-    copies = moved(text, "copy") | moved(text, "transpose")
-    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch, combine", [(1, ChoosingDrafter), (3, VotingDrafter)])
-def test_drafters_that_are_chosen_or_vote_copy_no_cache(batch, combine):
-    """Neither where one is left out of a round, nor where it reads what it missed."""
-    text = compiled_run(batch, 3, positions="rotary", num_layers=2, vocab_size=512, combine=combine).as_text()
-    copies = moved(text, "copy") | moved(text, "transpose")
-    assert not {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+@pytest.mark.parametrize("name", slow_but(COPY_NO_CACHE, "an early exit", "widths, with an early exit"))
+def test_other_ways_to_draft_copy_no_cache(name):
+    """Neither from width to width, nor where a part is left out of a round, nor where it reads what it missed."""
+    batch, options = COPY_NO_CACHE[name]
+    text = compiled_run(batch, 3, **SMALL, **options).as_text()
+    assert not copied_caches(text, batch)
 
 
 def test_a_cache_that_is_read_after_it_was_written_is_seen():

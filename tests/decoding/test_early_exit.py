@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from specsamp import (
-    BlockRule,
     CoupledRule,
     EarlyExitDrafter,
     Pair,
@@ -17,7 +16,6 @@ from specsamp import (
     TransformerLM,
     chain,
     generate,
-    stream,
     temperature,
     top_p,
 )
@@ -108,17 +106,6 @@ def test_text_is_that_of_plain_decoding(name):
     assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
 
 
-@pytest.mark.parametrize("name, window", [pytest.param("learned", 1, marks=pytest.mark.slow), ("n-grams", 2)])
-def test_all_layers_of_a_transformer_accept_everything(name, window):
-    made = drafted(name, lambda target: WholeTargetDrafter(target, 2, 3, window))
-    assert all(row.stats.acceptance_rate == 1 for row in made)
-
-
-def test_two_rows_a_step_draft_what_one_does():
-    one, two = (drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3, window)) for window in (1, 2))
-    assert [(row.tokens, row.stats) for row in one] == [(row.tokens, row.stats) for row in two]
-
-
 @pytest.mark.slow
 def test_on_a_mesh():
     pair = shard(pair_of("n-grams"), make_mesh(2, 2, devices=jax.devices()[:4]))
@@ -126,19 +113,6 @@ def test_on_a_mesh():
     assert tokens(made) == plain("n-grams")
     alone = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3))
     assert [row.stats for row in made] == [row.stats for row in alone]
-
-
-def test_batches_samples_and_streams_agree():
-    pair, drafter = pair_of("relative"), EarlyExitDrafter(MODELS["relative"], 1, 3)
-    call = dict(sampling=chain(temperature(0.9)), rule=BlockRule(), drafter=drafter, seed=5)
-    together = tokens(generate(pair, TEXTS, TOKENS, **call))
-    assert tokens(generate(pair, TEXTS, TOKENS, **call)) == together
-    alone = generate(pair, TEXTS[1:2], TOKENS, prompt_ids=[1], num_samples=2, **call)
-    assert alone[0].tokens == together[1] != alone[1].tokens
-    streamed = [[], []]
-    for part in stream(pair, TEXTS[1:2], TOKENS, prompt_ids=[1], num_samples=2, **call):
-        streamed[part.sample_index] += part.tokens
-    assert streamed == tokens(alone)
 
 
 class LeavesTheCacheAlone(EarlyExitDrafter):

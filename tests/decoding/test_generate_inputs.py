@@ -2,11 +2,10 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, use_compilation_cache
+from specsamp import NgramDrafter, Pair, chain, generate, stream, temperature
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
@@ -39,29 +38,19 @@ def test_pairs_that_do_not_belong_together():
         (dict(prompts=[[1.7]]), r"prompt 0\[0\] must be an integer .* got 1.7"),
         (dict(prompts=["a", ""]), "prompt 1 is empty"),
         (dict(prompts=[[1, 300]]), r"prompt 0\[1\] must be an integer >= 0 and below 257; got 300"),
-        (dict(prompts=[[1, -2]]), r"prompt 0\[1\] must be .* got -2"),
         (dict(max_new_tokens=64), "together 65, more than the target's 64 positions"),
         (dict(max_new_tokens=0), "max_new_tokens must be an integer >= 1 .* got 0"),
         (dict(max_new_tokens=[1, 2]), "2 max_new_tokens for 1 prompts"),
-        (dict(max_new_tokens=2**31 - 1), "more than the target's 64 positions"),
-        (dict(max_new_tokens=2**32 + 5), "max_new_tokens must be an integer"),
         (dict(seed=-1), "seed must be an integer >= 0"),
-        (dict(seed=2**32), "seed must be .* below 4294967296"),
         (dict(prompt_ids=[0.5]), r"prompt_ids\[0\] must be an integer"),
         (dict(stop=3), "stop must be a list"),
         (dict(sampling=0.8), "sampling must be a warp"),
-        (dict(sampling=temperature), "sampling must be a warp"),
-        (dict(rule=TokenRule), "rule must be a rule"),
         (dict(drafter=NgramDrafter), "drafter must be derived from specsamp.Drafter"),
         (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
-        (dict(draft_length=2.5), "got 2.5"),
-        (dict(draft_length=True), "got True"),
-        (dict(stop=[3.5]), "a stop id must be .* got 3.5"),
         (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
         (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
         (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
-        (dict(stop=[-1]), "a stop id must be .* got -1"),
         (dict(stop=[""]), "a stop text is empty"),
         (dict(stop="a"), r"write \[stop\]"),
         (dict(num_samples=0), "num_samples must be an integer >= 1 .* got 0"),
@@ -206,24 +195,3 @@ def test_drafts_are_bounded_without_positions():
 def test_more_rows_than_memory_holds_are_refused():
     with pytest.raises(ValueError, match="1000000000 rows of 128 slots need .* GB"):
         generate(table_pair(), [[1]], 4, num_samples=10**9)
-
-
-@pytest.mark.parametrize("broken", ["no home", "a file"])
-def test_without_a_place_for_compiled_programs_nothing_is_kept(broken, monkeypatch, tmp_path):
-    """A user without a home folder, and XDG_CACHE_HOME that is a file."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if broken == "a file" else "")
-    if broken == "no home":
-
-        def no_home():
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.setattr("pathlib.Path.home", no_home)
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_enable_compilation_cache", True)
-        assert use_compilation_cache() is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before[0])
-        jax.config.update("jax_enable_compilation_cache", before[1])

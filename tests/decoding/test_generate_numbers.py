@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import specsamp
-from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
+from specsamp import Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import NoDrafter
 from support.fakes import (
@@ -70,26 +70,6 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=60_000)
     distribution = joint_distribution(table, chain(), [2, 1, 3], 2)
     assert p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False) > FALSE_ALARM
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("K", [0, 3])
-@pytest.mark.parametrize("rule", [TokenRule(), specsamp.BlockRule(), specsamp.CoupledRule()])
-def test_sixty_four_bits_change_no_type(rule, K):
-    """With 64-bit types enabled the carry of the loop keeps its own."""
-    with jax.enable_x64(True):
-        for drafter in (None, NgramDrafter(3)) if K else (None,):
-            rows = generate(
-                table_pair(),
-                [[1], [2, 3, 2]],
-                12,
-                rule=rule,
-                sampling=chain(temperature(0.9)),
-                drafter=drafter,
-                draft_length=K,
-                return_log_probs=True,
-            )
-            assert all(len(row.tokens) == 12 for row in rows)
 
 
 def test_sixty_four_bit_logits_keep_their_log_probs():

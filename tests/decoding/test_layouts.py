@@ -64,16 +64,6 @@ def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
     assert [c.tokens for c in drafted] == [c.tokens for c in plain]
 
 
-@pytest.mark.parametrize("positions", ["rotary", "relative"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layout_of_this_platform_runs(positions, dtype):
-    model = TransformerLM.for_backend(
-        TransformerConfig(vocab_size=16, width=16, num_layers=1, num_heads=2, positions=positions, dtype=dtype)
-    )
-    pair = Pair(target=model, target_params=drawn_params(model))
-    assert len(generate(pair, [[1, 2, 3]], 4, draft_length=0)[0].tokens) == 4
-
-
 def test_the_loop_may_stand_inside_another_program(pairs):
     """Options of the compiler belong to the outermost program."""
     from specsamp.analysis.workload import Workload, decoders

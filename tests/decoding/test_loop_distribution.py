@@ -130,13 +130,3 @@ def test_statistics_add_up():
     assert jnp.all(stats.num_verified_BK[:, 0] == stats.rounds_B)
     assert jnp.all(stats.num_verified_BK[:, 1] <= stats.num_verified_BK[:, 0])
     assert jnp.all(stats.drafted_B <= K * stats.rounds_B)
-
-
-def test_acceptance_is_the_overlap_of_the_distributions():
-    """The first drafted token is kept with probability 1 - TV (facts: Leviathan's beta)."""
-    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
-    run = decode(loop, TARGET, NEAR, [[1, 2]], 1, FULL, samples=200_000)
-    first = joint_distribution(TARGET, FULL, [1, 2], 1)
-    overlap = np.minimum(first, joint_distribution(NEAR, FULL, [1, 2], 1)).sum()
-    kept = np.asarray(run.state.from_draft_BS)[:, 2].mean()
-    assert abs(kept - overlap) < 5 * np.sqrt(overlap * (1 - overlap) / 200_000)
