@@ -5,13 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, Pair, chain, generate, temperature
-from specsamp.checkpoints.head_check import check_head
 from specsamp.decoding.checks import default_drafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import Loop
@@ -82,16 +80,6 @@ def test_tokens_of_one_device(pair, alone, data, model, draft):
     made = generate(sharded, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
     assert [c.tokens for c in made] == [c.tokens for c in alone]
     assert sum(c.stats.accepted for c in alone) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair, data, model", [("eagle1", 2, 4)], indirect=["pair"])
-def test_a_head_is_checked_on_a_mesh(pair, data, model):
-    texts = [[(7 * i + j * j) % 96 for j in range(20 + i)] for i in range(3)]
-    alone, there = (check_head(one, texts, K=2) for one in (pair, shard(pair, make_mesh(data, model))))
-    for ours, theirs in zip(alone.readings, there.readings, strict=True):
-        assert ours.name == theirs.name
-        np.testing.assert_allclose(ours.acceptance_NK, theirs.acceptance_NK, atol=1e-5)
 
 
 def collectives(text):

@@ -18,7 +18,6 @@ from specsamp import (
     TokenRule,
     chain,
     generate,
-    stream,
     temperature,
     top_p,
 )
@@ -144,15 +143,6 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
     made = generate(pair, prompts, budgets, sampling=by_row(8), prompt_ids=ids, **CALL)
     assert_same(made, alone + alone[:3])
-
-
-def test_streams_and_other_drafters(table_pair):
-    """Of a draft model: test_distributed.py."""
-    pair, drafter = shard(table_pair, make_mesh(2, 4)), NgramDrafter(K=3)
-    parts = [[] for _ in PROMPTS]
-    for chunk in stream(pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter, rounds_per_chunk=2):
-        parts[chunk.prompt_index] += chunk.tokens
-    assert parts == [c.tokens for c in generate(table_pair, PROMPTS, 12, sampling=SAMPLING, drafter=drafter)]
 
 
 @pytest.mark.slow
@@ -300,15 +290,6 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
     pair = dataclasses.replace(table_pair, draft=None, draft_params={"x": jnp.ones(3)})
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
-
-
-@pytest.mark.slow
-def test_without_jit(table_pair):
-    with jax.disable_jit():
-        pair = shard(table_pair, make_mesh(1, 8))
-        assert len(generate(pair, [[1, 2]], 2, draft_length=1)[0].tokens) == 2
-        with pytest.raises(ValueError, match="cannot be split over devices without jit"):
-            generate(shard(table_pair, make_mesh(8, 1)), [[1, 2]], 3)
 
 
 def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair):
