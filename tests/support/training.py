@@ -32,16 +32,7 @@ DRAFT = {
 }
 
 
-HEAD = {
-    **SMALL,
-    "model.width": 32,
-    "train.steps": 4,
-    "intervals.evaluate": 4,
-    "intervals.checkpoint": 4,
-    "generated.rows": 8,
-    "generated.prompt_length": 4,
-    "generated.batch": 8,
-}
+HEAD = DRAFT | {"model.width": 32}
 
 
 def training_config(kind, texts, fields):

@@ -222,17 +222,6 @@ def run(folder, target_params, data=DATA, mesh=(1, 1)):
     return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(target_params, tmp_path):
-    state, losses = run(tmp_path / "whole", target_params)
-    with pytest.raises(Killed):
-        run(tmp_path / "killed", target_params, Breaking(5))
-    again, resumed = run(tmp_path / "killed", target_params)
-    assert resumed == losses
-    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
-    np.testing.assert_allclose(run(tmp_path / "mesh", target_params, mesh=(2, 2))[1], losses, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -225,18 +225,6 @@ def run(folder, data=DATA, mesh=(1, 1)):
     return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_exactly_and_a_mesh_gives_its_losses(tmp_path):
-    """What was dropped, and which layers were read, depends on the step and the seed alone."""
-    state, losses = run(tmp_path / "whole")
-    with pytest.raises(Killed):
-        run(tmp_path / "killed", Breaking(6))
-    again, resumed = run(tmp_path / "killed")
-    assert resumed == losses
-    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
-    np.testing.assert_allclose(run(tmp_path / "mesh", mesh=(2, 2))[1], losses, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

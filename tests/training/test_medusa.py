@@ -35,16 +35,6 @@ def target_params():
     return drawn_params(TARGET, 5)
 
 
-def test_heads_begin_as_the_target_s_own_output(target_params):
-    """A residual block adds nothing at first, so all heads say what the target says of its own next token."""
-    weights = HEAD.training_weights(TASK.init(KEY, TASK.teacher(target_params)), None)
-    stream, features = jax.jit(TASK._steps)(weights, target_params, ROWS)
-    expected = TARGET.read_out(target_params, stream)
-    for step in range(NUM_HEADS):
-        logits = HEAD.logits(weights, features[step], None, step)
-        np.testing.assert_allclose(jnp.roll(logits, -step - 1, axis=1), expected, atol=1e-5)
-
-
 def test_a_head_learns_from_the_loss_of_its_offset_alone(target_params):
     """And the weight of its offset is that of its gradient."""
     params, teacher = TASK.init(KEY), TASK.teacher(target_params)

@@ -199,16 +199,6 @@ def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
     assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
 
 
-def test_eight_devices_give_the_losses_of_one(whole, tmp_path):
-    run(tmp_path, devices=8)
-    np.testing.assert_allclose(losses(tmp_path), losses(whole[0]), rtol=1e-4)
-
-    def held_out(folder):
-        return [r["held_out/loss"] for r in metrics(folder) if "held_out/loss" in r]
-
-    np.testing.assert_allclose(held_out(tmp_path), held_out(whole[0]), rtol=1e-4)
-
-
 def many_heads():
     return TransformerLM(
         TransformerConfig(vocab_size=V, width=16, num_layers=1, num_heads=8, num_kv_heads=2, positions="rotary")
@@ -323,17 +313,13 @@ def test_learning_rates_rise_and_fall():
     [
         ({"steps": 0}, "steps must be >= 1; got 0"),
         ({"batch": 0}, "batch must be >= 1; got 0"),
-        ({"microbatches": 0}, "microbatches must be >= 1; got 0"),
         ({"microbatches": 3}, "train.batch 8 is no multiple of train.microbatches 3"),
         ({"warmup_steps": 12}, r"warmup_steps must be in \[0, steps\); got 12 of 12"),
-        ({"warmup_steps": -1}, r"warmup_steps must be in \[0, steps\); got -1"),
         ({"learning_rate": -1.0}, "train.learning_rate must be a finite number > 0; got -1.0"),
-        ({"learning_rate": float("nan")}, "train.learning_rate must be a finite number > 0; got nan"),
         ({"clip_norm": 0.0}, "train.clip_norm must be a finite number > 0; got 0.0"),
         ({"weight_decay": -0.1}, "train.weight_decay must be a finite number >= 0; got -0.1"),
         ({"final_share": 2.0}, r"train.final_share must be in \[0, 1\]; got 2.0"),
         ({"beta2": 1.0}, r"train.beta2 must be in \[0, 1\); got 1.0"),
-        ({"seed": -1}, r"train.seed must be in \[0, 2\*\*32\); got -1"),
         ({"seed": 2**32}, r"train.seed must be in \[0, 2\*\*32\); got 4294967296"),
     ],
 )
