@@ -99,8 +99,6 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"left out without --slow: {config.stash[left_out]} slow tests")
     for name, what in extras.MISSING.items():
         terminalreporter.write_line(f"left out without {name} (pip install -e .[test]): {what}")
-    for name, what in extras.UNUSUAL.items():
-        terminalreporter.write_line(f"left out without {name}: {what}")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,6 @@ from launch.lib import experiment
 from launch.lib.fields import ExperimentConfig
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
-from specsamp.training.checkpoint import Checkpoints
 
 
 def test_the_paper():
@@ -73,22 +72,3 @@ def test_a_mesh_of_more_devices_than_there_are():
         experiment.config_mesh(config.turned({"mesh.model": 16}))
     with pytest.raises(ValueError, match="'data' must have at least 1 device; got 0"):
         experiment.config_mesh(config.turned({"mesh.data": 0}))
-
-
-@pytest.mark.slow
-def test_checkpoints_of_training_runs(tmp_path):
-    """Whatever the mesh they come from: here one device, read onto eight."""
-    config = ExperimentConfig.from_config_dict(chinchilla.get_config("tiny")).turned({"mesh.model": 8})
-    expected = {}
-    for seed, side in enumerate(("target", "draft")):
-        params = getattr(config, side).model().init(jax.random.key(seed))
-        checkpoints = Checkpoints(tmp_path / side / "checkpoints")
-        checkpoints.save(1, params, {"step": 1})
-        checkpoints.close()
-        config, expected[side] = config.turned({f"checkpoints.{side}": str(tmp_path / side)}), params
-    made = experiment.build(config, mesh=experiment.config_mesh(config))
-    assert made.pair_name == f"{tmp_path}/target, {tmp_path}/draft"
-    for side, params in (("target", made.pair.target_params), ("draft", made.pair.draft_params)):
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), params, expected[side])
-        assert all(jax.tree.leaves(same))
-        assert len(params["layer_0"]["mlp"]["up"].sharding.device_set) == 8

@@ -7,11 +7,7 @@ import pytest
 from specsamp.checkpoints import export
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import train_tokenizer
-from support import extras
 from support.checkpoint_shapes import CONFIG, random_params
-
-if extras.UNUSUAL:
-    collect_ignore = ["test_live.py"]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Chat templates: goldens written by hand from the public formats, and programs that are refused."""
 
 import json
+import pathlib
 import shutil
 import sys
 
@@ -19,47 +20,10 @@ from support.fakes import CountingLM
 pytestmark = extras.needs("jinja2")
 
 # The formats of three families, in templates of our own.
-LLAMA3 = """{{ bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-QWEN3 = """{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-MISTRAL = """{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content + '\\n\\n' %}
-    {%- set turns = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-    {%- set turns = messages %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in turns %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message.role == 'user' %}
-        {{- '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + message.content + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
+FOLDER = pathlib.Path(__file__).with_name("templates")
+LLAMA3, QWEN3, MISTRAL = (
+    (FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("llama3", "qwen3", "mistral")
+)
 BE_SHORT, ASK = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Why? "}
 ANSWER, MORE = {"role": "assistant", "content": "So."}, {"role": "user", "content": "Go on"}
 TALK = [BE_SHORT, ASK, ANSWER, MORE]

@@ -1,13 +1,11 @@
 """Public heads: golden forward passes, files that other packages write, and files that do not fit."""
 
-import dataclasses
 import io
 import json
 import pickle
 import shutil
 import zipfile
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pickles import read_pickle
-from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
@@ -286,68 +283,6 @@ def test_a_reduced_vocabulary_without_offsets(tmp_path):
 def test_a_target_too_small_for_the_usual_layers(tmp_path):
     with pytest.raises(ValueError, match=r"6 layers would be \(1, 2, 2\): choose three different ones"):
         open_head(toy_eagle3(tmp_path), TransformerConfig(vocab_size=16, width=8, num_layers=6, num_heads=2))
-
-
-# True widths: headers and files that hold no values, of as many parameters as are published.
-
-LLAMA_8B = published_config("meta-llama/Llama-3.1-8B")
-QWEN3_8B = dataclasses.replace(LLAMA_8B, num_layers=36, vocab_size=151936)
-VICUNA_7B = dataclasses.replace(LLAMA_8B, vocab_size=32000)
-WIDE = dict(hidden_size=4096, num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5)
-WIDE |= dict(max_position_embeddings=2048, rope_theta=5e5, model_type="llama", head_dim=128)
-
-
-def wide_eagle3(prefix, inner):
-    shapes = {
-        f"{prefix}.self_attn.{name}_proj.weight": (rows, 8192) for name, rows in dict(q=4096, k=1024, v=1024).items()
-    }
-    shapes |= {f"{prefix}.self_attn.o_proj.weight": (4096, 4096), f"{prefix}.mlp.down_proj.weight": (4096, inner)}
-    shapes |= {f"{prefix}.mlp.{name}_proj.weight": (inner, 4096) for name in ("gate", "up")}
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    shapes |= {f"{prefix}.{name}.weight": (4096,) for name in norms} | {"norm.weight": (4096,)}
-    return shapes | {"fc.weight": (4096, 12288), "lm_head.weight": (32000, 4096), "d2t": (32000,)}
-
-
-WIDE_MEDUSA = {
-    name.format(k): {8: 4096, 16: 32000}[shape[0]] if len(shape) == 1 else ({8: 4096, 16: 32000}[shape[0]], 4096)
-    for name, shape in MEDUSA_SHAPES.items()
-    for k in range(5)
-}
-WIDTHS = {
-    "Llama-3.1-8B-Instruct": (LLAMA_8B, wide_eagle3("midlayer", 14336), 424_689_664),
-    "Qwen3-8B": (QWEN3_8B, wide_eagle3("layers.0", 12288), 399_523_840),
-    "Vicuna-7B": (VICUNA_7B, WIDE_MEDUSA, 5 * 147_853_312),
-}
-
-
-def hollow(path, shapes):
-    """A file of bfloat16 (d2t: of int64) whose values are a hole, all zero."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        shape = (shape,) if isinstance(shape, int) else shape
-        size = int(np.prod(shape)) * (8 if name == "d2t" else 2)
-        kind = "I64" if name == "d2t" else "BF16"
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-
-
-@pytest.mark.parametrize("name", WIDTHS)
-def test_heads_of_true_widths(tmp_path, name):
-    target, shapes, parameters = WIDTHS[name]
-    is_medusa = "d2t" not in shapes
-    eagle3 = WIDE | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=32000, vocab_size=target.vocab_size)
-    inner = next((shape[0] for key, shape in shapes.items() if "gate_proj" in key), None)
-    config = {"medusa_num_heads": 2} if is_medusa else eagle3 | dict(intermediate_size=inner)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    hollow(tmp_path / ("medusa_lm_head.safetensors" if is_medusa else "model.safetensors"), shapes)
-    checkpoint = open_head(tmp_path, target)
-    made = jax.eval_shape(FeatureHead(checkpoint.config).init, jax.random.key(0))
-    made.pop("draft_ids", None)
-    assert sum(x.size for x in jax.tree.leaves(made)) == parameters
 
 
 # Pickles: tensors and plain containers, and nothing else.

@@ -10,7 +10,6 @@ import pytest
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.name_check import NamedPair, check_pair
-from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from support.checkpoint_shapes import CONFIG, edit, random_params
@@ -78,20 +77,6 @@ def test_another_architecture(hub):
     assert target is None and "MambaForCausalLM" in draft
 
 
-def test_tensors_of_another_shape(hub):
-    edit(hub.folder / "some/target/config.json", lambda content: content.update(intermediate_size=48))
-    target, draft = problems()
-    assert "of another shape than config.json says" in target and draft is None
-
-
-def test_a_tensor_that_is_missing(hub):
-    index = json.loads((hub.folder / "some/target" / INDEX).read_text(encoding="utf-8"))
-    file = index["weight_map"]["model.norm.weight"]
-    index["weight_map"] = {name: there for name, there in index["weight_map"].items() if there != file}
-    (hub.folder / "some/target" / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    assert "tensors are missing" in problems()[0] and "model.norm.weight" in problems()[0]
-
-
 def test_a_head_of_another_target(hub):
     target, head = problems(target="some/draft", draft="some/head", is_head=True)
     assert target is None and "the target's width is 16: the head is of another target" in head
@@ -100,13 +85,6 @@ def test_a_head_of_another_target(hub):
 def test_tuned_models_need_a_chat_template(hub):
     (hub.folder / "some/target/tokenizer_config.json").unlink()
     assert problems(chat=True)[0].startswith("no chat template") and problems()[0] is None
-
-
-def test_weights_that_are_pickles(hub):
-    for file in (hub.folder / "some/draft").glob("*.safetensors*"):
-        file.unlink()
-    (hub.folder / "some/draft/pytorch_model.bin").write_bytes(b"")
-    assert "has its weights as pickles (pytorch_model.bin), which are refused" in problems()[1]
 
 
 def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_path):

@@ -1,7 +1,6 @@
 """Pairs in a folder: int8 within half a step, written and read without a change, and every damage named."""
 
 import json
-import os
 import shutil
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints import pair as pairs
 from specsamp.checkpoints.int8_storage import SCALE_SUFFIX, dequantise, quantise
@@ -99,17 +98,6 @@ def test_an_empty_channel_stays_empty(params):
     assert (restored[3] == 0).all() and np.isfinite(restored).all()
 
 
-def test_what_was_quantised_stays_as_it_is(params):
-    once = dequantise(quantise(params["target"]))
-    twice = dequantise(quantise(unflatten_dict(once, sep="/")))
-    for name, value in once.items():
-        np.testing.assert_allclose(twice[name], value, rtol=1e-6)
-    first, second = quantise(params["target"]), quantise(unflatten_dict(once, sep="/"))
-    for name in first:
-        if not name.endswith(SCALE_SUFFIX):
-            np.testing.assert_array_equal(first[name], second[name])
-
-
 def test_a_pair_is_its_dequantised_weights(original, params):
     pair = load_pair(original)
     for config, model, loaded, given in [
@@ -143,17 +131,6 @@ def test_heads_of_equal_weights_are_told_apart_by_their_config(saved):
         (saved / "head" / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": layers}))
         found.append(fingerprint(saved, "head"))
     assert len({*found, fingerprint(saved)}) == 3
-
-
-def test_files_of_a_pair_have_the_permissions_that_the_umask_leaves(params, tmp_path):
-    before = os.umask(0o077)
-    try:
-        sides = {"target": (TARGET, params["target"]), "draft": (DRAFT, params["draft"])}
-        save_pair(tmp_path / "private", **sides, tokenizer_json="{}", provenance={})
-    finally:
-        os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "private").iterdir()}
-    assert set(modes.values()) == {0o600} and len(modes) == 4, modes
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
@@ -220,13 +197,11 @@ def test_weights_of_another_model_list_both_shapes(saved):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "is no JSON"),
         (b"{", "is no JSON"),
         (b"[]", "is no JSON object"),
         (b'{"eos": "\xff"}', "is no text in UTF-8"),
         (b'{"eos": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "is no JSON: maximum recursion depth exceeded"),
         (b'{"target": {}}', "describes no pair"),
-        (b'{"target": 1, "draft": 1}', "describes no pair"),
         (b'{"target": {"wdth": 3}, "draft": {}}', "describes no pair"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[:12],

@@ -197,21 +197,6 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
         hugging_face.read_params(again, TransformerLM(again.config))
 
 
-def test_an_output_embedding_of_its_own_stays_when_it_is_converted(original, draft, params, tmp_path):
-    """config.json says tied, the tensors say otherwise: a pair says so, and a converted folder says what is true."""
-    target = shutil.copytree(original, tmp_path / "target")
-    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"tie_word_embeddings": True}
-    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    said = []
-    pair = read_pair(target, draft, dtype="float32", say=said.append)
-    assert sum("has an output embedding that differs from its embedding" in line for line in said) == 1
-    np.testing.assert_array_equal(pair.target_params["output_embedding"], params["output_embedding"])
-    hugging_face.write_converted(open_checkpoint(target, dtype="float32"), params, tmp_path / "converted")
-    again = open_checkpoint(tmp_path / "converted", dtype="float32")
-    assert not again.config.tied and again.notes == []
-    jax.tree.map(np.testing.assert_array_equal, hugging_face.read_params(again, TransformerLM(again.config)), params)
-
-
 def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
     """Orbax refuses what is not smaller than its limit. Here a gigabyte is 10 kB, and the embedding has 39."""
     handler, small = orbax.ocp.StandardCheckpointHandler, 10_000

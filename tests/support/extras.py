@@ -43,10 +43,6 @@ LEFT_OUT = {
 if not ON_LINUX_X86:
     del LEFT_OUT["libtpu"]  # there is none for this platform
 MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
-# Not part of the extra `test`. Golden files hold what the first two compute.
-UNUSUAL = {"torch and transformers": "new comparisons with the models of Hugging Face (golden files stay)"}
-if is_here("torch") and is_here("transformers"):
-    UNUSUAL = {}
 
 
 def slow_but(values, *quick):
