@@ -45,6 +45,8 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?scheduling\.py(.*) --two_kinds": r"launch/study.py serving --ask=two_kinds --rows=4\1",
     r"launch/(?:studies/)?scheduling\.py": "launch/study.py serving --ask=arrivals --rows=4",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
+    r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
+    r"(study\.py drafters.*) --(K|sampling)=(\S+) --\2=": r"\1 --\2=\3,",  # a list, that was a flag given twice
     # Last, of all studies: a figure was a file, and is one of a folder.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }

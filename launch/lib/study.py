@@ -92,10 +92,12 @@ class Published:
     Attributes:
       results: names of the files in notebooks/results that ``make`` takes, without .json.
       make: takes their documents in this order.
+      options: names of options of the study that ``make`` takes, too; it has the same defaults, with which pages are made.
     """
 
     results: Sequence[str]
     make: Callable[..., Table]
+    options: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,9 +176,10 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)
         documents = {name: read(name, folder) for name in results_of(study)}
-        entry.show([made(shown, documents) for shown in study.tables.values()], console)
+        entry.show([made(shown, documents, options) for shown in study.tables.values()], console)
         if options.figures:
-            _draw({name: made(shown, documents) for name, shown in study.figures.items()}, options.figures, console)
+            drawn = {name: made(shown, documents, options) for name, shown in study.figures.items()}
+            _draw(drawn, options.figures, console)
         return
     entry.check_output(options.output)
     if options.figures:
@@ -186,7 +189,9 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     every = study.tables | study.figures
     shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
-        found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
+        found = {
+            name: _make(every[name], [document], options) for name in shown if name in study.tables or options.figures
+        }
     entry.show([found[name] for name in shown if name in study.tables], console)
     if options.figures:
         _draw({name: found[name] for name in shown if name in study.figures}, options.figures, console)
@@ -224,6 +229,8 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
             outcome = grid.outcome_of(
                 functools.partial(study.measure, prepared, key, lambda text, where=where: say(f"{where}: {text}"))
             )
+            if number % grid.KEPT_PROGRAMS == 0:
+                jax.clear_caches()
             results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, header())
     order = {grid.name_of(key): number for number, key in enumerate(keys)}
     asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
@@ -246,10 +253,14 @@ def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
     return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
 
 
-def made(shown: Published, documents: Mapping[str, Document]) -> Any:
+def made(shown: Published, documents: Mapping[str, Document], options: Any = None) -> Any:
     """Returns a table or a figure of the documents that it is made of."""
     with entry.reading(", ".join(shown.results)):
-        return shown.make(*(documents[name] for name in shown.results))
+        return _make(shown, [documents[name] for name in shown.results], options)
+
+
+def _make(shown: Published, documents: Sequence[Document], options: Any) -> Any:
+    return shown.make(*documents, **{name: getattr(options, name) for name in shown.options if options is not None})
 
 
 def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:

@@ -5,7 +5,6 @@ A table that moves leaves this list, and its function goes; then this file goes.
 
 from launch.studies import adaptive_points as adaptive
 from launch.studies import lossy_curve
-from launch.studies import results_drafters as drafted
 from launch.studies import results_in_short as short
 from launch.studies import results_tables as measured
 
@@ -13,9 +12,6 @@ TABLES = {
     "headline": short.headline,
     "summary": short.summary,
     "head": measured.head,
-    "drafters": drafted.drafters,
-    "drafters_on_chips": drafted.drafters_on_chips,
-    "voting": drafted.voting,
     "speedup": measured.speedup,
     "adaptive": adaptive.section,
     "lossy": lossy_curve.section,

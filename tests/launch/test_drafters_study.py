@@ -1,11 +1,11 @@
-"""launch/studies/drafters.py: its table, what it resumes, and what it refuses."""
+"""The study of drafters: its cells, its forecast, and what it refuses."""
 
 import json
 import zlib
 
 import pytest
 
-from specsamp.analysis import grid
+from launch.studies import drafters
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.decoding.drafters import (
@@ -43,7 +43,7 @@ def medusa(pair, tmp_path_factory):
 
 def study(pair, output, *arguments):
     fixed = ["--plain", f"--pair={pair}", "--prompts=1", "--max_new_tokens=4", "--exit_layer=1", f"--output={output}"]
-    return call("studies/drafters", *fixed, *arguments)
+    return call("study", "drafters", *fixed, *arguments)
 
 
 @pytest.fixture
@@ -51,19 +51,25 @@ def measured(monkeypatch):
     """Stands in for the measurement, which tests of its own have; holds the drafters that were measured."""
     seen = []
 
-    def benchmark(pair, drafter, rule, sampling, workload, progress, *, draft_sampling, adaptive):
+    def benchmark(pair, drafter, rule, sampling, workload, progress):
         seen.append(drafter)
         K = drafter.K
         half = {"median": 0.5, "lower": 0.5, "upper": 0.5}
         part = {"ms": half}
         return {
-            "acceptance": {"rounds": 4, "emitted": 6, "reached": [4] + [2] * (K - 1), "accepted_counts": [2, *[2] * K]},
+            "acceptance": {
+                "rounds": 4,
+                "emitted": 6,
+                "reached": [4] + [2] * (K - 1),
+                "accepted_counts": [2, *[2] * K],
+                "by_position": [0.5] * K,
+            },
             "split": {"draft": part, "commit": part, "step": part},
             "speculative": {"ms_per_token": half},
             "speedup": half,
         }
 
-    monkeypatch.setattr(grid, "benchmark", benchmark)
+    monkeypatch.setattr(drafters, "benchmark", benchmark)
     return seen
 
 
@@ -76,11 +82,11 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     kinds = [ModelDrafter, NgramDrafter, EarlyExitDrafter, FeatureDrafter]
     assert [type(drafter) for drafter in measured] == kinds
     rows = [line.split() for line in done.stdout.splitlines() if " greedy " in line]
-    assert [row[-6:] for row in rows[:4]] == [["1", "1.50", "0.50", "2.00", "0.50", "0.50x"]] * 4
+    assert [row[-9:] for row in rows[:4]] == ["1 1.50 0.50 2.00 0.50 0.50x (0.50 to 0.50)".split()] * 4
     forecasts = [" ".join(row) for row in rows[4:]]  # of the drafters whose costs on the chip are known
     assert len(forecasts) == 2 and "draft model Llama 3.2 1B greedy 1 " in forecasts[0]
     assert "Medusa head EAGLE-3 greedy 1 " in forecasts[1] and all(one.endswith(")") for one in forecasts)
-    again = study(pair, output, "--K=1", "--K=2", "--sampling=greedy", "--sampling=1.0", head)
+    again = study(pair, output, "--K=1,2", "--sampling=greedy,1.0", head)
     assert (again.returncode or 0) == 0, again.stderr
     more = [(type(drafter), drafter.K) for drafter in measured[4:]]
     assert more == [(kind, K) for kind in kinds for K in (1, 2, 2) if kind is not FeatureDrafter or K == 1]
