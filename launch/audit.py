@@ -24,7 +24,7 @@ from absl import flags
 from launch.lib import entry
 from launch.lib.cells import make_cells, read_prompts
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, config_mesh, headline
+from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
@@ -75,7 +75,7 @@ def main() -> int:
         distribution_prompts=_DISTRIBUTION_PROMPTS.value,
         rows=_ROWS.value,
     )
-    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else (), mesh=config_mesh(config))
+    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else ())
     subject = make_subject(config, experiment, _COUNT.value)
     use_compilation_cache()
     console.print(headline(experiment))

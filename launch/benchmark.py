@@ -28,7 +28,7 @@ from rich.console import Console
 from launch.lib import entry, hyper, price, tracing
 from launch.lib.cells import known_identity, parse_grid, read_prompts, run_cells, turned
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
@@ -73,7 +73,7 @@ def main() -> None:
     grid.check_output(_OUTPUT.value, known_identity(config))
     tracing.check_trace(_TRACE.value)
     prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
-    experiment = build(config, prompts, mesh=config_mesh(config))
+    experiment = build(config, prompts)
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
     run_cells(config, settings, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)

@@ -20,7 +20,7 @@ from rich.text import Text
 from launch.lib import entry
 from launch.lib.colours import DRAFTED, own
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
@@ -46,7 +46,7 @@ def main() -> None:
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with entry.progress(console, "reading the pair"):
-        experiment = build(config, ["def main():"], mesh=config_mesh(config))
+        experiment = build(config, ["def main():"])
     tokenizer = experiment.pair.tokenizer
     if tokenizer is None:
         raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")

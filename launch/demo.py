@@ -24,7 +24,7 @@ from rich.text import Text
 from launch.lib import entry, tracing
 from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import report, tables
@@ -53,7 +53,7 @@ def main() -> None:
         raise ValueError("--prompt: this pair has no tokenizer")
     tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):
-        experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value], mesh=config_mesh(config))
+        experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])
     console.print(headline(experiment), markup=False)
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", markup=False)
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)

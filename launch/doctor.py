@@ -31,7 +31,7 @@ from rich.markup import escape
 from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag, load_file
-from launch.lib.experiment import build, config_mesh, headline
+from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
@@ -109,7 +109,7 @@ def writable(folder: str) -> Finding:
 def look_at_head(console: Console) -> int:
     """Prints how often the head of --config would be accepted, in every way to read it; returns 1 if it does not fit."""
     config, prompts = _CONFIG.value, read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
-    experiment = build(config, prompts, mesh=config_mesh(config), check_heads=False)
+    experiment = build(config, prompts, check_heads=False)
     if experiment.pair.head is None:
         raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
     use_compilation_cache()

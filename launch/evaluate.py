@@ -34,7 +34,7 @@ from absl import flags
 from launch.lib import entry, price
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag, choose
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
 from specsamp import storage
@@ -96,7 +96,7 @@ def main() -> None:
     known = known_identity(config, problems)
     check_output(_OUTPUT.value, known)
     methods_of(config, None)  # refuses words before the pair is read
-    experiment = build(config, [one.prompt for one in problems.values()][: config.batch], config_mesh(config))
+    experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
     if experiment.pair.tokenizer is None:
         raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     requests = Requests(

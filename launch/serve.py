@@ -26,7 +26,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse, rule_name
+from launch.lib.experiment import Experiment, build, headline, refuse, rule_name
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter
@@ -87,7 +87,7 @@ def main() -> None:
         raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
         with entry.progress(console, "reading the pair"):
-            experiment = build(config, ["def main():"], mesh=config_mesh(config))
+            experiment = build(config, ["def main():"])
         if experiment.pair.tokenizer is None:
             raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
         has_chat = knows_conversations(experiment.pair.tokenizer)

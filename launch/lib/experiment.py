@@ -30,6 +30,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
+from specsamp.models.interface import LanguageModel
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
@@ -69,20 +70,18 @@ class Experiment:
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
 
 
-def build(
-    config: ExperimentConfig, prompts: Sequence[Prompt] = (), mesh: Mesh | None = None, *, check_heads: bool = True
-) -> Experiment:
+def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_heads: bool = True) -> Experiment:
     """Loads the pair of a configuration, or makes one with random parameters, after all that can be checked before.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
-      mesh: to spread the models over; None leaves them on one device.
       check_heads: says how well a head fits its target, on a few texts, before much is decoded with it.
 
     Raises:
       ValueError: what does not fit the models; the message says which field, and what would fit.
       FileNotFoundError: there is no such pair.
     """
+    mesh = config_mesh(config)
     choose_kernels(config.attention)
     word, known, workload = config.word, known_models(config), config.workload()
     if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
@@ -91,31 +90,22 @@ def build(
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
-    name, draft_model_parallelism = config.pair, config.mesh.draft_model_parallelism or None
+    name, over = config.pair, {"draft_model_parallelism": config.mesh.draft_model_parallelism or None}
+    if prompts and not config.writes_text:
+        raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
     if config.hugging_face is not None:
         pair = read_public_pair(config, mesh)
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
         workload = with_prompts(workload, pair, prompts or config.prompts, chat=bool(config.chat))
-    elif name is None:
-        if prompts:
-            raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
-        folders = config.checkpoints or CheckpointFields()
-        runs = (folders.target, folders.draft)
-        pair = bare_pair(
-            known["target"],
-            known["draft"],
-            config.seed,
-            mesh=mesh,
-            draft_model_parallelism=draft_model_parallelism,
-            runs=runs,
-        )
-        name = ", ".join(run or "random" for run in runs) if any(runs) else None
-    else:
+    elif name is not None:
         # A head is checked below, on these prompts.
         pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides, check_fit=False)
-        if mesh is not None:
-            pair = shard(pair, mesh, draft_model_parallelism=draft_model_parallelism)
+        pair = pair if mesh is None else shard(pair, mesh, **over)
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
+    else:
+        runs = dataclasses.astuple(config.checkpoints or CheckpointFields())
+        pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, runs=runs, **over)
+        name = ", ".join(run or "random" for run in runs) if any(runs) else None
     pair = with_attention(pair, config.attention)
     drafter, sampling = config.make_drafter(pair.target, pair.draft_or_head), config.sampling.warp()
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
@@ -185,39 +175,35 @@ def make_sampling(fields: SamplingFields) -> Warp:
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
     """Returns three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
-    pair, work = experiment.pair, experiment.workload
-
-    def count(model):
-        if model is None:
-            size = sum(leaf.size for leaf in jax.tree.leaves(pair.draft_params))
-            return f"a head of {human_count(size)} parameters"
-        stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
-        told = f"{human_count(stored)} parameters"
-        if looked_up:
-            told += f" (a step streams {human_count(stored - looked_up)}: the rest are tables of n-grams)"
-        if model.config.experts:
-            told += f" (a token uses {human_count(model.config.num_active_parameters)}: it chooses experts)"
-        return told
-
+    pair, work, drafter = experiment.pair, experiment.workload, experiment.drafter
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
+    length = drafter.K if experiment.adaptive is None else f"adaptive, up to {drafter.K}"
+    cell = (
+        f"{type(drafter).__name__} K = {length}, {rule_name(experiment.rule)}, "
+        f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
+    )
+    named = f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
     random = (
         "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
     )
-    length = experiment.drafter.K if experiment.adaptive is None else f"adaptive, up to {experiment.drafter.K}"
-    cell = (
-        f"{type(experiment.drafter).__name__} K = {length}, {rule_name(experiment.rule)}, "
-        f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
-    )
     return (
-        f"target {count(pair.target)}, draft {count(pair.draft)}, V = {pair.target.vocab_size}, "
-        f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
-        f"{task or cell}\n"
-        + (
-            f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
-            if experiment.pair_name
-            else random
-        )
+        f"target {_size(pair.target, pair)}, draft {_size(pair.draft, pair)}, V = {pair.target.vocab_size}, "
+        f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n{task or cell}\n"
+        f"{named if experiment.pair_name else random}"
     )
+
+
+def _size(model: LanguageModel | None, pair: Pair) -> str:
+    """Returns how large a model is, or for None the head of its pair."""
+    if model is None:
+        return f"a head of {human_count(sum(leaf.size for leaf in jax.tree.leaves(pair.draft_params)))} parameters"
+    stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
+    told = f"{human_count(stored)} parameters"
+    if looked_up:
+        told += f" (a step streams {human_count(stored - looked_up)}: the rest are tables of n-grams)"
+    if model.config.experts:
+        told += f" (a token uses {human_count(model.config.num_active_parameters)}: it chooses experts)"
+    return told
 
 
 def rule_name(rule: Rule) -> str:
@@ -243,13 +229,11 @@ def bare_pair(
         draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
-        params = [
-            read_params(model, folder) if folder else random_params(model, key)
+        target_params, draft_params = (
+            model and (read_params(model, folder) if folder else random_params(model, key))
             for model, key, folder in zip((target, draft), keys, runs)
-            if model is not None
-        ]
-    drafts = {} if draft is None else {"draft": draft, "draft_params": params[1]}
-    pair = Pair(target=target, target_params=params[0], **drafts)
+        )
+    pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 

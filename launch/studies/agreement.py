@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib.cells import identity_of, read_prompts
-from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, build, config_mesh, refuse
+from launch.lib.experiment import Experiment, build, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study
@@ -62,12 +61,12 @@ def prepare(options: Any) -> Prepared:
     """
     config, check = options.config.value, options.check_batch
     refuse(config, "draft_temperature", "synthetic_acceptance")
-    if not word_of(config).drafts:
+    if not config.word.drafts:
         raise ValueError("without a drafter there is nothing to forecast")
     if check and not min(options.batch) <= check <= max(options.batch):
         raise ValueError(f"--check_batch={check} must lie within --batch={','.join(map(str, options.batch))}")
     given = read_prompts(options.prompts) if options.prompts else ()
-    experiment = build(config, given, mesh=config_mesh(config))
+    experiment = build(config, given)
     if (count := len(experiment.workload.prompts)) < 4:
         raise ValueError(f"two halves of prompts need four, this pair has {count}: give --prompts")
     use_compilation_cache()
@@ -80,7 +79,7 @@ def identity(prepared: Prepared) -> dict[str, Any]:
     """Returns what all cells of a file share."""
     config, options = prepared.config, prepared.options
     asked = {"fit": options.fit, "longest": options.longest, "batches": options.batch, "passes": options.passes}
-    turned = {"rule": config.rule, "drafter": drafter_name(config), "sampling": dataclasses.asdict(config.sampling)}
+    turned = {"rule": config.rule, "drafter": config.drafter_name, "sampling": dataclasses.asdict(config.sampling)}
     return identity_of(config, prepared.experiment) | turned | {"asked": asked}
 
 
@@ -93,7 +92,7 @@ def measure(prepared: Prepared, key: Mapping[str, Any], say) -> dict[str, Any]:
         texts = work.prompts[half::2]
         repeats = len(texts) if batch == 1 else max(-(-len(texts) // batch), FEWEST_BATCHES)
         here = dataclasses.replace(work, batch=batch, repeats=repeats, prompts=texts)
-        drafters = {K: make_drafter(config, pair.target, pair.draft_or_head, K) for K in lengths if K}
+        drafters = {K: config.make_drafter(pair.target, pair.draft_or_head, K) for K in lengths if K}
         contenders = {K: (drafter, make_rule(config.rule)) for K, drafter in ({0: NoDrafter()} | drafters).items()}
         return decoders(pair, contenders, prepared.distributions[key["law"]], here)
 

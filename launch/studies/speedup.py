@@ -14,7 +14,7 @@ from absl import flags
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, build, config_mesh, headline, refuse
+from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import RULES
 from launch.studies.theory import curve_of, curve_table
@@ -39,7 +39,7 @@ def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
     refuse(_CONFIG.value, "draft_temperature", "synthetic_acceptance")
-    experiment = build(_CONFIG.value, mesh=config_mesh(_CONFIG.value))
+    experiment = build(_CONFIG.value)
     if not word_of(_CONFIG.value).drafts:
         raise ValueError("--config.drafter: without a drafter there is no curve")
     use_compilation_cache()

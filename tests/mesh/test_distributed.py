@@ -245,7 +245,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     assert document["environment"]["devices"] == 8
     config = chinchilla.get_config("tiny,batch=2")
     config.update_from_flattened_dict(fields)
-    here = experiment.build(config, mesh=experiment.config_mesh(config))
+    here = experiment.build(config)
     side = decoders(here.pair, {"x": (here.drafter, here.rule)}, here.sampling, here.workload)["x"]
     stats = side.decode(0).stats
     (cell,) = document["cells"]
