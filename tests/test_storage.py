@@ -169,7 +169,7 @@ def test_a_log_in_a_bucket_grows(bucket):
 
 
 def test_unknown_kinds_of_storage():
-    with pytest.raises(ValueError, match="no storage of this kind: 'ftp://x/y'; use a local path or one of gs://"):
+    with pytest.raises(ValueError, match="'ftp://x/y'.*gs://"):
         storage.place("ftp://x/y")
 
 
@@ -178,7 +178,7 @@ def test_a_bucket_without_its_library(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(ValueError, match="'s3://a/b' needs a library that is not installed: pip install s3fs"):
+    with pytest.raises(ValueError, match="'s3://a/b'.*pip install s3fs"):
         storage.place("s3://a/b")
 
 

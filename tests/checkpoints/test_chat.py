@@ -57,9 +57,7 @@ def test_qwen_3():
 
 def test_mistral():
     assert template(MISTRAL).render(TALK) == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
-    with pytest.raises(
-        ValueError, match="chat template of here.json does not take these messages: roles must alternate"
-    ):
+    with pytest.raises(ValueError, match="here.json.*roles must alternate"):
         template(MISTRAL).render([ASK, MORE])
 
 

@@ -30,7 +30,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_a_shard_missing_from_the_folder(saved):
     file = next(saved.glob("model-00002*"))
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{INDEX} names files that are not there: {file.name}, with . tensors"):
+    with pytest.raises(FileNotFoundError, match=f"{INDEX}.*{file.name}, with . tensors"):
         open_all(saved)
 
 
@@ -90,7 +90,7 @@ def test_damaged_headers(tmp_path):
 def test_what_git_leaves_of_a_file_without_its_extension(saved):
     file = sorted(saved.glob("*.safetensors"))[1]
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 52168\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{file.name} is not there, only git's pointer to it: run git lfs pull"):
+    with pytest.raises(ValueError, match=f"{file.name}.*git lfs pull"):
         open_all(saved)
 
 
@@ -104,9 +104,7 @@ def test_an_index_names_files_beside_it_only(saved, name):
         index["weight_map"] = {t: other if f == file else f for t, f in index["weight_map"].items()}
 
     edit(saved / INDEX, lead_astray)
-    with pytest.raises(
-        ValueError, match=f"{INDEX} is no index of tensors: .* the plain name of a file beside the index"
-    ):
+    with pytest.raises(ValueError, match=f"{INDEX} is no index.* plain name"):
         open_all(saved)
 
 
@@ -201,16 +199,14 @@ def test_pickles_are_refused_with_the_way_to_convert_them(saved):
     (saved / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(
         ValueError,
-        match=r"pickles \(pytorch_model.bin\), which are refused: reading one runs any code .*save_pretrained",
+        match="pytorch_model.bin.*save_pretrained",
     ):
         open_all(saved)
 
 
 def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
     edit(saved / "config.json", lambda config: config.update(vocab_size=250))
-    with pytest.raises(
-        ValueError, match=f"tokenizer in .*model has {tokenizer.vocab_size} tokens, but .* only 250 rows"
-    ):
+    with pytest.raises(ValueError, match=f"tokenizer.* {tokenizer.vocab_size} tokens.* 250 rows"):
         open_checkpoint(saved)
 
 

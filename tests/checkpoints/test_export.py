@@ -57,7 +57,7 @@ def test_what_has_no_counterpart_is_named(change, named, tmp_path):
 
 
 def test_parameters_of_another_model_write_nothing(tmp_path):
-    with pytest.raises(WrongShapes, match="what is to be exported is of another model: .*layer_0/mlp/gate: absent"):
+    with pytest.raises(WrongShapes, match="layer_0/mlp/gate: absent"):
         export(tmp_path, CONFIG, random_params(dataclasses.replace(CONFIG, gated=False)))
     assert not list(tmp_path.iterdir())
 

@@ -62,23 +62,14 @@ def test_medusa_s_files_name_heads_as_its_authors_do(tmp_path):
 @pytest.mark.parametrize(
     "config, message",
     [
-        (
-            Eagle1Config(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,)),
-            "a head is written of Eagle3Config, MedusaConfig, MTPConfig; got Eagle1Config",
-        ),
+        (Eagle1Config(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,)), "got Eagle1Config"),
         (dataclasses.replace(MEDUSA, own_output=False), "Medusa's authors has no counterpart of own_output = False"),
-        (
-            dataclasses.replace(MEDUSA, draft_vocab_size=8),
-            "Medusa's authors has no counterpart of draft_vocab_size = 8",
-        ),
+        (dataclasses.replace(MEDUSA, draft_vocab_size=8), "draft_vocab_size = 8"),
         (dataclasses.replace(MODULE, own_output=True), "MiMo's module has no tensor for the parameter 'output'"),
         (dataclasses.replace(MODULE, hidden_first=False), "MiMo's module has no counterpart of hidden_first = False"),
         (dataclasses.replace(MEDUSA, bias=False), "bias = False: Medusa's own code has one"),
         (dataclasses.replace(MODULE, hidden_layers=(2,)), r"has no counterpart of hidden_layers = \(2,\)"),
-        (
-            dataclasses.replace(MODULE, layer=layer_config(16, attention_bias=False)),
-            "MiMo's module has no counterpart of attention_bias = False",
-        ),
+        (dataclasses.replace(MODULE, layer=layer_config(16, attention_bias=False)), "attention_bias = False"),
     ],
 )
 def test_what_a_layout_cannot_say_is_refused(config, message, tmp_path):

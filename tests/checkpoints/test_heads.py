@@ -196,9 +196,7 @@ def test_medusa_heads_of_another_target_or_with_one_missing(tmp_path):
     """Their config says no sizes: their tensors do."""
     tensors = toy_medusa(tmp_path, medusa_num_heads=2)
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(
-        ValueError, match=r"0.0.linear.weight \(8, 8\) in medusa_lm_head.safetensors, \(32, 32\) wanted"
-    ):
+    with pytest.raises(ValueError, match=r"0.0.linear.weight \(8, 8\).*\(32, 32\) wanted"):
         open_head(tmp_path, TARGET)
     save_file({k: x for k, x in tensors.items() if k[0] != "1"}, tmp_path / "medusa_lm_head.safetensors")
     with pytest.raises(ValueError, match=r"3 tensors are missing: 1.0.linear.bias \(8,\); 1.0.linear.weight"):
@@ -269,7 +267,7 @@ def test_weights_that_are_no_numbers(tmp_path, value):
     spoilt = np.ones(8, np.float32)
     spoilt[3] = value
     checkpoint = open_head(toy_eagle3(tmp_path, {"norm.weight": spoilt}), TOY_TARGET)
-    with pytest.raises(ValueError, match="model.safetensors: norm.weight holds numbers that are infinite or NaN"):
+    with pytest.raises(ValueError, match="model.safetensors: norm.weight.*NaN"):
         read_head(checkpoint, FeatureHead(checkpoint.config))
 
 

@@ -94,7 +94,7 @@ def test_a_conversion_keeps_int8(original, stored, tmp_path):
 
 def test_what_was_converted_in_float_is_not_read_in_int8(original, params, tmp_path):
     write_converted(open_checkpoint(original, dtype="float32"), params, tmp_path)
-    with pytest.raises(ValueError, match="was not converted in int8: convert it with --weight_dtype=int8, or give the"):
+    with pytest.raises(ValueError, match="--weight_dtype=int8"):
         open_checkpoint(tmp_path, weight_dtype="int8")
 
 
@@ -102,7 +102,7 @@ def test_what_was_converted_in_float_is_not_read_in_int8(original, params, tmp_p
 def test_what_is_quantised_otherwise_is_refused_in_one_line(saved, method):
     change = {"quantization_config": {"quant_method": method, "bits": 4}}
     edit(saved / "config.json", lambda content: content.update(change))
-    with pytest.raises(ValueError, match=f"has a quantization_config .'{method}'.: give the checkpoint before it was"):
+    with pytest.raises(ValueError, match=f"quantization_config .'{method}'"):
         open_checkpoint(saved, weight_dtype="int8")
 
 

@@ -217,7 +217,7 @@ def test_a_tokenizer_of_another_model(saved):
     larger = train_tokenizer(texts * 3, 400)
     assert larger.get_vocab_size() > 300
     (saved / "tokenizer.json").write_text(larger.to_str(), encoding="utf-8")
-    with pytest.raises(ValueError, match=f"the tokenizer has {larger.get_vocab_size()} tokens .* only 300"):
+    with pytest.raises(ValueError, match=f"tokenizer.* {larger.get_vocab_size()} tokens .* 300"):
         load_pair(saved)
 
 

@@ -77,7 +77,7 @@ def test_a_pair_on_a_mesh_has_rows_that_divide(original, draft):
         original, draft, dtype="float32", mesh=make_mesh(2, 4, draft_model_parallelism=2), draft_model_parallelism=2
     )
     assert pair.target_params["embedding"].sharding.num_devices == 8
-    with pytest.raises(ValueError, match="'heads' has 4 entries, which do not divide over the 8 devices"):
+    with pytest.raises(ValueError, match="'heads' has 4 entries.* 8 devices"):
         read_pair(original, draft, mesh=make_mesh(1, 8))
 
 
@@ -94,7 +94,7 @@ def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, t
     ended = dataclasses.replace(pair, stop=(303, stop))
     completion = generate(ended, ["def"], 40, sampling=temperature(5.0), draft_length=3)[0]
     assert completion.finish == "stop" and completion.tokens == free[: free.index(stop) + 1]
-    with pytest.raises(ValueError, match=r"the pair's stop\[0\] must be an integer >= 0 and below 304; got 304"):
+    with pytest.raises(ValueError, match=r"stop\[0\].*got 304"):
         generate(dataclasses.replace(pair, stop=(304,)), ["def"], 4)
 
 
@@ -156,7 +156,7 @@ def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft
     said = differences(checkpoint, open_checkpoint(draft))
     assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
     change_tokenizer(target, lambda content: content["model"]["vocab"].update({"<image>": 279}))
-    with pytest.raises(ValueError, match="has 280 tokens, but the embedding of config.json only 279 rows"):
+    with pytest.raises(ValueError, match="280 tokens.* 279 rows"):
         open_checkpoint(target)
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, mon
 
 def test_a_checkpoint_without_a_tokenizer(original, draft):
     (draft / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="the draft .*draft has no tokenizer.json and no tokenizer.model"):
+    with pytest.raises(ValueError, match="draft has no tokenizer.json"):
         read_pair(original, draft)
 
 
@@ -219,7 +219,7 @@ def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, p
     checkpoint = open_checkpoint(original, dtype="float32")
     hugging_face.write_converted(checkpoint, params, tmp_path)
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match="holds parameters already: delete it, or choose another folder"):
+    with pytest.raises(ValueError, match="holds parameters already"):
         hugging_face.write_converted(checkpoint, random_params(CONFIG, 5), tmp_path)
     assert not open_checkpoint(tmp_path).is_converted
 

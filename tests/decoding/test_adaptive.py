@@ -279,10 +279,7 @@ def test_prompts_over_few_rows_and_streams_write_the_same():
         (dict(lengths=(0, 4), costs_ms=(1, 2), decay=2), "decay must be from 0 to 1; got 2"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), margin=-1), "margin must be from 0; got -1"),
-        (
-            dict(lengths=(0, 4), costs_ms=(1, 2), usual=2),
-            r"usual must be one of the lengths \(0, 4\), beside costs_ms; got 2",
-        ),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), usual=2), r"usual.*\(0, 4\).*; got 2"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), "widths must be some of the lengths"),
     ],
 )

@@ -181,7 +181,7 @@ def test_a_row_searches_alone():
 
 def test_what_does_not_fit_is_refused():
     for beams in (0, SIZE + 1):
-        with pytest.raises(ValueError, match=f"beams must be from 1 to 6, the draft's vocabulary; got {beams}"):
+        with pytest.raises(ValueError, match=f"beams.*; got {beams}"):
             BeamDrafter(TableLM(SIZE), K, beams=beams)
     with pytest.raises(ValueError, match="draft vocabulary 6 != target vocabulary 12"):
         choose_drafter(table_pair(), None, BeamDrafter(TableLM(SIZE), K))

@@ -169,5 +169,5 @@ def test_what_does_not_fit_is_refused():
         Conversation(counting_pair(), max_tokens=100)
     assert Conversation(counting_pair()).max_tokens == 64
     chat = Conversation(counting_pair(), max_tokens=10)
-    with pytest.raises(ValueError, match="has 3 tokens, and 8 more are asked for: beyond the max_tokens = 10"):
+    with pytest.raises(ValueError, match="3 tokens, and 8 more.*max_tokens = 10"):
         chat.stream("abc", 8)

@@ -16,9 +16,9 @@ from support.weights import drawn_params
 
 def test_pairs_that_do_not_belong_together():
     small = CountingLM(vocab_size=200)
-    with pytest.raises(ValueError, match="draft vocabulary 200 != target vocabulary 257: first difference at id 200"):
+    with pytest.raises(ValueError, match="draft vocabulary 200 != target vocabulary 257.* id 200"):
         Pair(target=CountingLM(), target_params=(), draft=small, draft_params=())
-    with pytest.raises(ValueError, match="tokenizer has 257 tokens but the target's vocabulary only 200"):
+    with pytest.raises(ValueError, match="tokenizer has 257 tokens.* 200"):
         Pair(target=small, target_params=(), tokenizer=ByteTokenizer())
 
     class Other(ByteTokenizer):
@@ -130,12 +130,12 @@ def test_numpy_integers_are_integers():
 def test_logits_of_another_width_are_refused(side):
     """A model that returns fewer logits than it has tokens would make the missing ones follow no distribution."""
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
-    with pytest.raises(ValueError, match=f"the {side} has a vocabulary of 12 but returned logits of width 9"):
+    with pytest.raises(ValueError, match=f"{side}.* vocabulary of 12.* width 9"):
         generate(pair, [[1]], 4)
 
 
 def test_objects_that_are_no_models_are_refused():
-    with pytest.raises(ValueError, match="the target must be a model derived from specsamp.LanguageModel; got <object"):
+    with pytest.raises(ValueError, match="target.*LanguageModel; got <object"):
         Pair(target=object(), target_params=())
     with pytest.raises(ValueError, match="the draft must be a model derived from"):
         Pair(target=CountingLM(), target_params=(), draft="python", draft_params=())

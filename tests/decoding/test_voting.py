@@ -336,10 +336,7 @@ TWO = (NgramDrafter(2), ModelDrafter(TableLM(12), 2))
         (lambda: VotingDrafter((NoDrafter(),)), r"K must be equal and at least 1; got \[0\]"),
         (lambda: VotingDrafter((NgramDrafter(3), Tree(3))), "parts must draft chains; Tree drafts a tree"),
         (lambda: VotingDrafter(TWO, trust=0.0), "trust must be above 0 and decay from 0 to 1; got 0.0 and 0.9"),
-        (
-            lambda: ChoosingDrafter(TWO, costs=(1.0,)),
-            r"costs must be 2 numbers above 0, one for each part; got \(1.0,\)",
-        ),
+        (lambda: ChoosingDrafter(TWO, costs=(1.0,)), r"costs.*got \(1.0,\)"),
     ],
 )
 def test_bad_parts_are_refused(make, message):
@@ -354,17 +351,9 @@ def test_what_does_not_fit_the_pair_is_refused():
     own = Pair(target=pair.target, target_params=pair.target_params, draft_params=(None, pair.draft_params, None))
     for where, drafter, message in (
         (pair, other, "draft vocabulary 9 != target vocabulary 12"),
-        (
-            pair,
-            two_models,
-            "2 of the drafters have parameters of their own, and the pair's draft_params are those of one",
-        ),
+        (pair, two_models, "2 of the drafters.*draft_params"),
         (own, VotingDrafter(TWO), "draft_params are a tuple of 3 for 2 drafters"),
-        (
-            dataclasses.replace(own, draft_params=(None, None)),
-            VotingDrafter(TWO),
-            "a ModelDrafter needs the pair's draft_",
-        ),
+        (dataclasses.replace(own, draft_params=(None, None)), VotingDrafter(TWO), "ModelDrafter.*draft_params"),
     ):
         with pytest.raises(ValueError, match=message):
             choose_drafter(where, None, drafter)

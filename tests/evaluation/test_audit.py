@@ -381,7 +381,7 @@ def test_the_number_of_samples_that_is_asked_for_is_enough():
         return distribution.make_plan(prompts, detect=detect, false_alarm=1e-4, samples=samples)
 
     needed = 2 * make(None).samples
-    with pytest.raises(ValueError, match=rf"100 samples see .* of 0.05 with \d+% only: {needed} are needed for 99%"):
+    with pytest.raises(ValueError, match=rf"100 samples.* 0.05 with \d+%.*{needed}.* 99%"):
         make(100)
     assert make(needed).power >= 0.99
     assert make(None, 0.025).samples > 3.5 * make(None).samples  # as one over the square
@@ -402,13 +402,13 @@ class Remembers(Warp):
 
 
 def test_what_would_be_empty_is_refused():
-    with pytest.raises(ValueError, match=r"leaves nothing to chance \(temperature 0\?\).* leave the check out"):
+    with pytest.raises(ValueError, match=r"temperature 0\?"):
         audit(subject(sampling=greedy()), COARSE)
     with pytest.raises(ValueError, match="nothing is drafted"):
         subject(drafter=NoDrafter())
-    with pytest.raises(ValueError, match="draft_sampling depends on the text before each token.* without Remembers"):
+    with pytest.raises(ValueError, match="draft_sampling.*Remembers"):
         subject(draft_sampling=Remembers())
-    with pytest.raises(ValueError, match="samples see a total-variation error of 0.1 with .* are needed"):
+    with pytest.raises(ValueError, match="samples.* 0.1 with .* needed"):
         audit(subject(), dataclasses.replace(COARSE, samples=50))
     with pytest.raises(ValueError, match="no check 'luck': choose from greedy, bfloat16"):
         Settings(checks=("luck",))

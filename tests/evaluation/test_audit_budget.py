@@ -47,7 +47,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 @pytest.mark.parametrize("rule", [EARS(0.3), Typical(), JointThreshold()])
 def test_a_lossy_rule_without_a_budget_is_refused(rule):
-    with pytest.raises(ValueError, match="is lossy and promises nothing that could be audited: give it a budget"):
+    with pytest.raises(ValueError, match="is lossy.*budget"):
         audited(rule)
 
 

@@ -70,7 +70,7 @@ def test_rows_of_data_shards_choose_for_themselves():
 def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     model = model_of(6, 12)
     layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="neither 6 experts nor their width of 12 divide over the 8 devices") as error:
+    with pytest.raises(ValueError, match="6 experts.* width of 12.* 8 devices") as error:
         shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
     assert "--config.mesh.data=2 --config.mesh.model=4" in str(error.value) and "\n" not in str(error.value)
 

@@ -125,5 +125,5 @@ def test_a_vocabulary_that_does_not_divide_is_refused(pair):
     config = dataclasses.replace(HEADS["eagle3"], draft_vocab_size=20)
     head = FeatureHead(config)
     odd = dataclasses.replace(pair, head=head, draft_params=drawn_params(head))
-    with pytest.raises(ValueError, match="'vocab' has 20 entries, which do not divide over the 8 devices"):
+    with pytest.raises(ValueError, match="'vocab' has 20 entries.* 8 devices"):
         shard(odd, make_mesh(1, 8))

@@ -118,7 +118,7 @@ def test_axes_have_the_structure_of_what_they_name(positions, layout):
 
 def test_a_size_that_does_not_divide():
     layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* over the 8 devices of model: pad the model, or"):
+    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* 8 devices"):
         layout.spec(P("vocab", "embed"), (50257, 64))
     with pytest.raises(ValueError, match="'heads' has 4 entries.*use data=2 and model=4"):
         shard_model(TransformerLM(tiny()), layout).init(jax.random.key(0))
@@ -142,7 +142,7 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
     with pytest.raises(
         ValueError,
-        match=r"the 32 devices of model: split the draft over 16 \(--config.mesh.draft_model_parallelism=16\)",
+        match="32 devices of model.*draft_model_parallelism=16",
     ):
         Layout.tensor_parallel(mesh, over=("model",)).spec(P("heads"), (16,))
 

@@ -296,7 +296,7 @@ def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair
     odd = dataclasses.replace(transformer_pair.target.config, feedforward_width=100)
     target = TransformerLM(odd)
     pair = Pair(target=target, target_params=jax.eval_shape(target.init, jax.random.key(0)))
-    with pytest.raises(ValueError, match="'mlp' has 100 entries, which do not divide over the 8 devices"):
+    with pytest.raises(ValueError, match="'mlp' has 100 entries.* 8 devices"):
         shard(pair, make_mesh(1, 8))
 
 

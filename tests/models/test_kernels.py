@@ -208,7 +208,7 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
 def test_words_for_attention():
     assert choose_kernels("plain") is None and choose_kernels("plain", "tpu") is None
     assert choose_kernels("kernel", "tpu") == Kernels()
-    with pytest.raises(ValueError, match="attention 'kernel' is for TPUs, and this is a cpu: choose plain"):
+    with pytest.raises(ValueError, match="attention 'kernel'.* cpu"):
         choose_kernels("kernel")
     with pytest.raises(ValueError, match="attention must be one of plain, kernel; got 'flash'"):
         choose_kernels("flash")

@@ -231,12 +231,12 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
 
 
 def test_a_model_that_does_not_divide_over_the_mesh(tmp_path):
-    with pytest.raises(ValueError, match="'heads' has 2 entries, which do not divide over the 4 devices"):
+    with pytest.raises(ValueError, match="'heads' has 2 entries.* 4 devices"):
         run(tmp_path, mesh=mesh_of(8, 4))
 
 
 def test_rows_that_do_not_divide_over_the_devices(tmp_path):
-    with pytest.raises(ValueError, match="4 rows of a microbatch do not divide over 8 devices of the mesh axis 'data'"):
+    with pytest.raises(ValueError, match="4 rows of a microbatch.* 8 devices.*'data'"):
         run(tmp_path, config=dataclasses.replace(TRAIN, microbatches=2), devices=8)
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
         evaluate(TASK, {}, None, HELD_OUT[:3], 8, mesh_of(8))
@@ -252,7 +252,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
 
 
 def test_parameters_of_another_model_list_both_shapes(params, tmp_path):
-    with pytest.raises(ValueError, match=r"is of another model: embedding: \(32, 16\) there, \(32, 24\) wanted"):
+    with pytest.raises(ValueError, match=r"embedding: \(32, 16\) there, \(32, 24\) wanted"):
         run(tmp_path, Pretrain(lm(width=24)), params=params)
 
 
@@ -293,7 +293,7 @@ def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
 
 def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path):
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    with pytest.raises(FloatingPointError, match="at step 1 .*loss is nan; nothing was saved yet.*learning_rate"):
+    with pytest.raises(FloatingPointError, match="at step 1 .*loss is nan.*learning_rate"):
         run(tmp_path / "nan", params=broken)
     assert not [path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()]
     with pytest.raises(FloatingPointError, match="at step 8 .*loss is nan"):  # also where nothing is logged
