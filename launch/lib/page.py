@@ -47,6 +47,7 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
     r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
     r"(study\.py drafters.*) --(K|sampling)=(\S+) --\2=": r"\1 --\2=\3,",  # a list, that was a flag given twice
+    r"launch/(?:studies/)?lossy\.py": "launch/study.py lossy",
     # Last, of all studies: a figure was a file, and is one of a folder.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }

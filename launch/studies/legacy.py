@@ -4,7 +4,6 @@ A table that moves leaves this list, and its function goes; then this file goes.
 """
 
 from launch.studies import adaptive_points as adaptive
-from launch.studies import lossy_curve
 from launch.studies import results_in_short as short
 from launch.studies import results_tables as measured
 
@@ -14,5 +13,4 @@ TABLES = {
     "head": measured.head,
     "speedup": measured.speedup,
     "adaptive": adaptive.section,
-    "lossy": lossy_curve.section,
 }

@@ -1,38 +1,41 @@
 """Measures what lossy rules gain, beside the bias that they meter: a curve for each rule, and exact rules at zero.
 
-    python launch/studies/lossy.py --output=runs/python_lossy.json --figure=runs/python_lossy.png
-    python launch/studies/lossy.py --rules=token,ears:0.3,bounded:0.01:ears:1 --prompts=2 --config.max_new_tokens=32
+    python launch/study.py lossy --output=runs/python_lossy.json --figures=runs
+    python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompts=2 --config.max_new_tokens=32
 
-All rules and plain decoding take turns on the same prompts, in one process, for one distribution after the other; each
-is written when it is done, and the same command goes on. A speedup is the median over prompts of the
-ratio within a turn. Temperature and top-p are numbers of one program: all rules are compiled once. Tokens per round and
-bias depend on no clock. Constants of rules follow their names after colons, see launch/lib/rules.py.
+All rules and plain decoding take turns on the same prompts, in one process; a distribution is a cell. A speedup is the
+median over prompts of the ratio within a turn. Temperature and top-p are numbers of one program: all rules are compiled
+once. Tokens per round and bias depend on no clock. Constants of rules follow their names after colons, see
+launch/lib/rules.py.
+
+Bias is the total variation of a token's distribution under the rule from the target's, metered while decoding. Its sums
+over texts, on average, bound the total variation of texts; a bound beyond 1 says nothing. Bought is the share of
+verified tokens that are accepted beyond what the token rule would accept there.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 import operator
+import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from absl import flags
 
-from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, refuse
-from launch.lib.fields import ExperimentConfig
+from launch.lib.experiment import build, refuse
 from launch.lib.rules import make_rule
-from launch.studies import lossy_curve
-from specsamp import TokenRule, chain, storage, temperature, top_p, use_compilation_cache
-from specsamp.analysis import report
-from specsamp.analysis.grid import Results
+from launch.lib.study import Document, Option, Published, Study, here
+from specsamp import TokenRule, chain, temperature, top_p, use_compilation_cache
+from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
+from specsamp.analysis.report import Table
 from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.workload import Decoder, Timing, decoders
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.results import RowStats
 
+PLAIN = "plain"
 RULES = (
     "token",
     "block",
@@ -43,88 +46,58 @@ RULES = (
     *(f"bounded:{budget}:ears:1" for budget in (0.003, 0.01, 0.03)),
     *(f"bounded:{budget}:typical" for budget in (0.01, 0.03)),
 )
-
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_RULES = flags.DEFINE_list("rules", list(RULES), "The rules, with commas between them; the first is the exact one.")
-_SAMPLINGS = flags.DEFINE_list("samplings", ["1.0/1.0", "0.8/0.95"], "Distributions, as temperature and top-p.")
-_PROMPTS = flags.DEFINE_integer("prompts", 16, "Decode the first so many held-out prompts.", lower_bound=1)
-_FIGURE = flags.DEFINE_string("figure", None, "Draw the curves of the first distribution into this PNG file.")
-_OUTPUT = entry.define_output()
-
-PLAIN = "plain"
+TABLES = ("lossy", "lossy_nucleus")
+Point = Mapping[str, Any]  # what a rule gained and cost
 
 
-def main() -> None:
-    console = entry.make_console()
-    entry.check_output(_OUTPUT.value)
-    entry.check_output(_FIGURE.value, "figure")
-    config = _CONFIG.value
+def prepare(options: Any) -> Any:
+    """Returns the options with rules, distributions and the pair."""
+    config = options.config.value
     refuse(config, "draft_temperature", "synthetic_acceptance")
-    rules = {word: make_rule(word) for word in _RULES.value}
+    rules = {word: make_rule(word) for word in options.rules}
     if next(iter(rules)) != "token" or PLAIN in rules:
-        raise ValueError(f"--rules={','.join(_RULES.value)} must begin with token, where all curves begin")
-    samplings = [_sampling(text) for text in _SAMPLINGS.value]
+        raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")
+    laws = []
+    for text in options.samplings:
+        heat, _, share = text.partition("/")
+        try:
+            laws.append({"temperature": float(heat), "top_p": float(share)})
+        except ValueError as error:
+            raise ValueError(f"--samplings has {text!r}: write a temperature and a top-p, such as 0.8/0.95") from error
+    if len(laws) > len(TABLES):
+        raise ValueError(f"--samplings={','.join(options.samplings)}: a file holds two, give others another --output")
     experiment = build(config)
     use_compilation_cache()
-    console.print(headline(experiment, f"{len(rules)} rules, K = {experiment.drafter.K}, {_PROMPTS.value} prompts"))
-    made_with = {
-        "config": config.to_dict(),
-        "pair": experiment.pair_name,
-        "weights": experiment.weights,
-        "prompts": _PROMPTS.value,
-        "machine": report.machine(),
-        "jax": jax.__version__,
-    }
-    results = Results.open(_OUTPUT.value, made_with, lambda text: console.print(text, style="yellow"))
-    kept = f"the distributions measured so far are in {_OUTPUT.value}; the same command goes on"
-    with entry.keeps(kept), entry.progress(console, "starting") as say:
-        for heat, share in samplings:
-            keys = [{"temperature": heat, "top_p": share, "rule": word} for word in rules]
-            if all(results.find(key) for key in keys):
-                continue
-            for key, made in zip(keys, measure(experiment, rules, heat, share, say), strict=True):
-                header = {"command": entry.command(), "environment": report.environment()}
-                results.add({"key": key, "result": made}, header)
-    curves = [
-        [results.find({"temperature": heat, "top_p": share, "rule": word})["result"] for word in rules]
-        for heat, share in samplings
-    ]
-    for (heat, share), points in zip(samplings, curves, strict=True):
-        title = f"T = {heat:g}, top-p {share:g}, K = {experiment.drafter.K}"
-        rows = lossy_curve.rows(points)
-        entry.show([report.Table(title=title, header=lossy_curve.HEADER, rows=rows, note=lossy_curve.NOTE)], console)
-    if _FIGURE.value:
-        storage.write(_FIGURE.value, lossy_curve.draw(curves[0]))
+    return types.SimpleNamespace(experiment=experiment, words=rules, laws=laws, prompts=options.prompts, config=config)
 
 
-def measure(
-    experiment: Experiment, rules: Mapping[str, Any], heat: float, share: float, say: Any
-) -> list[dict[str, Any]]:
+def identity(options: Any) -> dict[str, Any]:
+    """Returns what all cells of a file share."""
+    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "rules": list(options.words)}
+    return {"config": options.config.to_dict(), **told, "prompts": options.prompts, **here()}
+
+
+def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
     """Decodes all prompts with every rule and plainly, in turn, and returns a point for each rule."""
-    work = dataclasses.replace(experiment.workload, batch=1, repeats=_PROMPTS.value)
+    experiment, sampling = options.experiment, chain(temperature(key["temperature"]), top_p(key["top_p"]))
+    work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompts)
     contenders = {PLAIN: (NoDrafter(), TokenRule())}
-    contenders |= {word: (experiment.drafter, rule) for word, rule in rules.items()}
-    sides = decoders(experiment.pair, contenders, chain(temperature(heat), top_p(share)), work)
+    contenders |= {word: (experiment.drafter, rule) for word, rule in options.words.items()}
+    sides = decoders(experiment.pair, contenders, sampling, work)
     for word, side in sides.items():
-        say(f"T = {heat:g}, compiling: {word}")
+        say(f"compiling: {word}")
         side.decode(0)
-    runs = {word: side.decode for word, side in sides.items()}
-    timings = take_turns(runs, work.repeats, lambda turn: say(f"T = {heat:g}, prompt {turn}"))
+    timings = take_turns({word: side.decode for word, side in sides.items()}, work.repeats, say)
     plain = seconds(timings[PLAIN])
-    return [point(word, sides[word], timings[word], plain, heat, share) for word in rules]
+    return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.words]
 
 
-def point(
-    word: str, side: Decoder, timings: Sequence[Timing], plain: np.ndarray, heat: float, share: float
-) -> dict[str, Any]:
+def point(side: Decoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
     """Returns what a rule gained and cost; an exact one costs nothing."""
-    stats: RowStats = functools.reduce(operator.add, (timing.stats for timing in timings))
+    stats = functools.reduce(operator.add, (timing.stats for timing in timings))
     variation, extra = (stats.variation, stats.extra_accepted) if side.loop.rule.metered else (0.0, 0.0)
     return {
-        "rule": word,
         "exact": side.loop.rule.exact,
-        "temperature": heat,
-        "top_p": share,
         "draft_length": side.loop.drafter.K,
         "tokens_per_round": stats.emitted_per_round,
         "acceptance": stats.acceptance_rate,
@@ -132,7 +105,7 @@ def point(
         "variation_per_token": variation / stats.emitted,
         "variation_per_text": variation / len(timings),
         "ms_per_token": Quartiles.of(seconds(timings) / side.workload.max_new_tokens * 1e3),
-        "speedup": vars(Quartiles.of(plain / seconds(timings))),
+        "speedup": Quartiles.of(plain / seconds(timings)),
     }
 
 
@@ -141,13 +114,79 @@ def seconds(timings: Sequence[Timing]) -> np.ndarray:
     return np.array([timing.loop_seconds for timing in timings])
 
 
-def _sampling(text: str) -> tuple[float, float]:
-    heat, _, share = text.partition("/")
-    try:
-        return float(heat), float(share)
-    except ValueError as error:
-        raise ValueError(f"--samplings has {text!r}: write a temperature and a top-p, such as 0.8/0.95") from error
+def curves(document: Document) -> list[list[Point]]:
+    """Returns the points of each distribution; in older files a cell is a point."""
+    found: dict[tuple[float, float], list[Point]] = {}
+    for cell in document["cells"]:
+        points = cell["result"] if isinstance(cell["result"], list) else [cell["result"]]
+        found.setdefault((points[0]["temperature"], points[0]["top_p"]), []).extend(points)
+    return list(found.values())
 
 
-if __name__ == "__main__":
-    entry.run(main, _CONFIG)
+def table(number: int, document: Document) -> Table:
+    """Returns a row for each rule, under the distribution of that number."""
+    points = curves(document)[number]
+    rows = [
+        (
+            point["rule"] if point["exact"] else f"{point['rule']} (lossy)",
+            f"{point['tokens_per_round']:.2f}",
+            "{median:.2f}x ({lower:.2f} to {upper:.2f})".format(**point["speedup"]),
+            f"{point['variation_per_token']:.4f}",
+            f"{point['variation_per_text']:.2f}",
+            f"{point['acceptance']:.3f}",
+            f"{point['bought']:+.3f}",
+        )
+        for point in points
+    ]
+    gains, costs = ("rule", "tokens per round", "speedup over plain"), ("bias per token", "bias per text, at most")
+    title = "T = {temperature:g}, top-p {top_p:g}, K = {draft_length}".format(**points[0])
+    return Table(title=title, header=(*gains, *costs, "acceptance", "of it bought"), rows=rows)
+
+
+def family(rule: str) -> str:
+    """Returns the rule without its constants: the name of a curve."""
+    return " ".join(part for part in rule.split(":") if not re.fullmatch(r"[\d.]+", part))
+
+
+def draw(document: Document) -> Any:
+    """Draws tokens per round and speedup by bias per token: a curve for each rule, from the token rule, without bias."""
+    points, colours = curves(document)[0], (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
+    token = next(point for point in points if point["rule"] == "token")
+    values = {
+        "tokens per round": lambda point: point["tokens_per_round"],
+        "speedup over plain decoding": lambda point: point["speedup"]["median"],
+    }
+    figure, axes = axes_of(2, "bias: total variation per token, metered")
+    for axis, (label, value) in zip(axes, values.items(), strict=True):
+        for number, name in enumerate(dict.fromkeys(family(point["rule"]) for point in points if not point["exact"])):
+            curve = [point for point in points if family(point["rule"]) == name]
+            curve = [token, *sorted(curve, key=lambda point: point["variation_per_token"])]
+            biases, style = [point["variation_per_token"] for point in curve], STYLES[number % len(STYLES)]
+            look = {"color": colours[number % len(colours)], "marker": "o", "markersize": 3, "label": name}
+            axis.plot(biases, [value(point) for point in curve], style, **look)
+        for point in (point for point in points if point["exact"]):
+            axis.plot([0], [value(point)], "s", color=GREY, markersize=4)
+            axis.annotate(f" {point['rule']}", (0, value(point)), fontsize=7, color=GREY)
+        axis.set_xscale("symlog", linthresh=0.01)
+        axis.set_xlim(left=-0.001)
+        axis.set_ylabel(label)
+    axes[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+STUDY = Study(
+    question="What do lossy rules gain, and at which bias?",
+    config="configs/trained_pair.py",
+    options={
+        "rules": Option(RULES, "The rules, with commas between them; the first is the exact one."),
+        "samplings": Option(("1.0/1.0", "0.8/0.95"), "At most two distributions, as temperature and top-p."),
+        "prompts": Option(16, "Decode the first so many held-out prompts.", least=1),
+    },
+    prepare=prepare,
+    cells=lambda options: options.laws,
+    identity=identity,
+    measure=measure,
+    tables={name: Published(["python_lossy"], functools.partial(table, i)) for i, name in enumerate(TABLES)},
+    figures={"python_lossy": Published(["python_lossy"], draw)},
+    shown=lambda options: [*TABLES[: len(options.laws)], "python_lossy"],
+)

@@ -7,7 +7,7 @@ import pytest
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
-from launch.studies import lossy_curve
+from launch.studies import lossy
 from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
 from specsamp.analysis import report, tables
 from specsamp.decoding.results import RowStats
@@ -90,24 +90,35 @@ def test_cells_show_the_price_of_lossy_rules():
 
 
 def test_curves_are_named_after_rules():
-    assert lossy_curve.family("typical:0.3:0.55") == "typical"
-    assert lossy_curve.family("bounded:0.003:ears:1") == "bounded ears"
+    assert lossy.family("typical:0.3:0.55") == "typical"
+    assert lossy.family("bounded:0.003:ears:1") == "bounded ears"
 
 
 @pytest.mark.slow
 def test_the_study_measures_and_draws(tmp_path):
-    output, figure = tmp_path / "lossy.json", tmp_path / "lossy.png"
+    output = tmp_path / "lossy.json"
     few = ["--config=configs/random_pair.py:tiny", "--prompts=1", "--samplings=1.0/1.0", "--config.max_new_tokens=4"]
-    rules = "--rules=token,ears:1"
-    done = call("studies/lossy", *few, rules, f"--output={output}", f"--figure={figure}", "--plain")
+    done = call(
+        "study", "lossy", *few, "--rules=token,ears:1", f"--output={output}", f"--figures={tmp_path}", "--plain"
+    )
     assert done.returncode == 0, done.stderr
-    token, ears = (cell["result"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"])
+    (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    token, ears = cell["result"]
     assert token["exact"] and token["variation_per_token"] == 0 == token["bought"]
     assert not ears["exact"] and 0 < ears["variation_per_token"] < 1 and ears["bought"] > 0
     assert ears["variation_per_text"] == pytest.approx(4 * ears["variation_per_token"])
-    assert figure.read_bytes().startswith(b"\x89PNG") and "ears:1 (lossy)" in done.stdout
+    assert (tmp_path / "python_lossy.png").read_bytes().startswith(b"\x89PNG") and "ears:1 (lossy)" in done.stdout
 
 
-def test_the_study_begins_with_the_exact_rule():
-    done = call("studies/lossy", "--rules=ears:1")
-    assert done.returncode == 2 and "--rules=ears:1 must begin with token" in done.stderr
+@pytest.mark.parametrize(
+    "argument, told",
+    [
+        ("--rules=ears:1", "--rules=ears:1 must begin with token"),
+        ("--samplings=hot", "--samplings has 'hot'"),
+        ("--samplings=1/1,2/1,3/1", "a file holds two"),
+        ("--config.draft_temperature=0.5", "draft_temperature = 0.5 would not be heeded"),
+    ],
+)
+def test_what_the_study_of_lossy_rules_refuses(argument, told):
+    done = call("study", "lossy", argument)
+    assert done.returncode == 2 and told in done.stderr
