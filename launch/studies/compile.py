@@ -189,7 +189,6 @@ STUDY = Study(
     tables={
         **{grid: Published([f"compile_{grid}"], getattr(tables, grid)) for grid in GRIDS if grid != "training"},
         "head_training": Published(["compile_head_training"], head_training),
-        "variants": Published(["compile_variants"], tables.variants),
     },
     figures={
         "compile_shapes": Published(["compile_shapes"], tables.draw_shapes),

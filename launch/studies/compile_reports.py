@@ -1,11 +1,16 @@
-"""Shows what launch/compile_report.py was answered of the paper's pair, and of public ones; it measures nothing itself."""
+"""Shows answers of the compiler that no grid of the study compile asks for; it measures nothing itself.
+
+They are those of launch/compile_report.py on the paper's pair and on public ones, and those on forms of the loop, whose
+programs are gone: what they said is beside their table on the page of results.
+"""
 
 from __future__ import annotations
 
 import math
 
 from launch.lib.study import Document, Published, Study
-from launch.studies.compile_tables import table
+from launch.studies.compile_tables import answers, table
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import ROUNDS_MS, calibrate, ratio, two_digits
 from specsamp.tpu.costs import read_report
@@ -30,23 +35,20 @@ def chinchilla(document: Document) -> Table:
     rows = []
     for name, label in (shown | {"round": "a round"}).items():
         program = report[name]
-        times = program.streaming_ms(report.chip), program.cycles / report.chip.clock_hz * 1e3
-        rows.append(
-            (
-                label,
-                f"{program.hbm_bytes / 1e9:.2f}",
-                f"{program.over_floor:.3f}",
-                f"{program.memory.temporaries / 1e6:.0f}",
-                *map(two_digits, times),
-                sum(program.collectives.values()),
-                report.calibrated_ms(name),
-                calibrate().added.estimate(*report.works(name)),
-                measured.get(name, ""),
-            )
-        )
-    header = ("", "HBM traffic per chip, GB", "over the floor", "temporaries, MB", "streaming, ms", "cycles, ms")
-    times = ("serial collectives", "as a program of today, ms", "as one of 2022 and 2023, ms", "published, ms")
-    return table("The paper's pair on 16 TPU v4 chips", (*header, *times), rows)
+        row = {
+            "": label,
+            "HBM traffic per chip, GB": f"{program.hbm_bytes / 1e9:.2f}",
+            "over the floor": f"{program.over_floor:.3f}",
+            "temporaries, MB": f"{program.memory.temporaries / 1e6:.0f}",
+            "streaming, ms": two_digits(program.streaming_ms(report.chip)),
+            "cycles, ms": two_digits(program.cycles_ms(report.chip)),
+            "serial collectives": sum(program.collectives.values()),
+            "as a program of today, ms": report.calibrated_ms(name),
+            "as one of 2022 and 2023, ms": calibrate().added.estimate(*report.works(name)),
+            "published, ms": measured.get(name, ""),
+        }
+        rows.append(row)
+    return table("The paper's pair on 16 TPU v4 chips", rows)
 
 
 def public_pairs(*documents: Document) -> Table:
@@ -56,21 +58,45 @@ def public_pairs(*documents: Document) -> Table:
         report = read_report(document["report"])
         memory, K = report["round"].memory, report.draft_length
         alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
-        emitted = sum(0.8**i for i in range(K + 1))
-        chips = f"{math.prod(parse(report.topology)[1])} v5e"
-        shape = label, K, report.batch, chips, f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}"
-        floors = [f"{report[name].over_floor:.3f}" for name in ("target step", "score")]
-        per_token = drafted / emitted / report.batch, faster(ratio(alone, drafted / emitted))
-        rows.append((*shape, *floors, alone, drafted, *per_token))
-    header = ("", "K", "batch", "chips", "memory, GiB", "step, over the floor", "scoring, over the floor", "a step, ms")
-    header += ("a round, ms", "ms per token at acceptance 0.8", "speedup")
-    return table("Public pairs on TPU v5e", header, rows)
+        emitted = expected_tokens(0.8, K)
+        row = {
+            "": label,
+            "K": K,
+            "batch": report.batch,
+            "chips": f"{math.prod(parse(report.topology)[1])} v5e",
+            "memory, GiB": f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+            "step, over the floor": f"{report['target step'].over_floor:.3f}",
+            "scoring, over the floor": f"{report['score'].over_floor:.3f}",
+            "a step, ms": alone,
+            "a round, ms": drafted,
+            "ms per token at acceptance 0.8": drafted / emitted / report.batch,
+            "speedup": faster(ratio(alone, drafted / emitted)),
+        }
+        rows.append(row)
+    return table("Public pairs on TPU v5e", rows)
+
+
+def variants(document: Document) -> Table:
+    """Returns the traffic and the cycles of each way to write the same work."""
+    rows = [
+        {
+            "question": name["question"],
+            "form": name["form"],
+            "HBM traffic per chip, MB": f"{answer['hbm_bytes'] / 1e6:,.0f}",
+            "streaming, ms": f"{answer['streaming_ms']:.2f}",
+            "cycles, ms": f"{answer['cycles_ms']:.2f}",
+            "copies": answer["copies"],
+        }
+        for name, answer in answers(document)
+    ]
+    return table("Ways to write the same work", rows, left=2)
 
 
 STUDY = Study(
-    question="What does the compiler say of the paper's pair, and of public ones?",
+    question="What does the compiler say of the paper's pair, of public ones, and of other forms of the loop?",
     tables={
         "chinchilla": Published(["compile_chinchilla_v4"], chinchilla),
         "public_pairs": Published([f"compile_{name}_v5e" for name in PUBLIC_PAIRS], public_pairs),
+        "variants": Published(["compile_variants"], variants),
     },
 )

@@ -98,13 +98,16 @@ def step_arguments(task: TrainHead, config: TrainConfig, mesh: jax.sharding.Mesh
 
 def head_training(document: Document) -> Table:
     """Returns the memory of a training step of a head, per device."""
-    header = ("layers of the target", "steps of the test", "rows x tokens", "arguments, GB", "temporaries, GB")
     rows = []
     for cell in [document] if "memory" in document else [answer for _, answer in answers(document)]:
         memory, train, target = cell["memory"], cell["train"], cell["target"]
-        whole = published_config(target["name"]).num_layers
-        shape = f"{target['config']['num_layers']} of {whole}", cell["task"]["test_steps"]
-        sizes = [f"{memory[name] / 1e9:.2f}" for name in ("arguments", "temporaries", "code")] if memory else []
-        capacity = [f"{memory['capacity'] / 1e9:.0f}"] if memory else ["does not fit", "", "", ""]
-        rows.append((*shape, f"{train['rows']} x {train['length']}", *sizes, *capacity))
-    return table("A training step of an EAGLE-3 head, per device", (*header, "code, GB", "a device has, GB"), rows)
+        row = {
+            "layers of the target": f"{target['config']['num_layers']} of {published_config(target['name']).num_layers}",
+            "steps of the test": cell["task"]["test_steps"],
+            "rows x tokens": f"{train['rows']} x {train['length']}",
+        }
+        parts = {"arguments, GB": "arguments", "temporaries, GB": "temporaries", "code, GB": "code"}
+        if memory:
+            row |= {label: f"{memory[name] / 1e9:.2f}" for label, name in parts.items()}
+        rows.append(row | {"a device has, GB": f"{memory['capacity'] / 1e9:.0f}" if memory else "does not fit"})
+    return table("A training step of an EAGLE-3 head, per device", rows)
