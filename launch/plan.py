@@ -29,9 +29,8 @@ from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis import grid, measured, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
-from specsamp.analysis.adaptive_forecast import AdaptiveForecast, plan_adaptive
 from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
-from specsamp.analysis.planner import Plan, make_plan
+from specsamp.analysis.planner import AdaptiveForecast, Plan, make_plan, plan_adaptive
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu.calibration import Band

@@ -308,12 +308,10 @@ def _text_exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, .
     between = max((weight_T @ differs_T**2 - by_chance) / (1 - weight_T @ weight_T), 0.0)
     kept_T = np.sqrt(between / np.maximum(between + chance_variance_T, 1e-12))
     rate_T = expected_T + kept_T * differs_T
-    low_T, high_T = np.full(len(texts), 1e-6), np.full(len(texts), HARDEST)
-    for _ in range(50):  # by bisection: the expected rate falls with the exponent
-        middle_T = (low_T + high_T) / 2
-        easier_T = (verified_TK * chances_K ** middle_T[:, None]).sum(1) / verified_T > rate_T
-        low_T, high_T = np.where(easier_T, middle_T, low_T), np.where(easier_T, high_T, middle_T)
-    return tuple(np.where(chance_variance_T > 0, (low_T + high_T) / 2, 1.0).tolist())
+    tried_E = np.geomspace(1e-3, HARDEST, 500)  # the expected rate falls with the exponent
+    rates_TE = verified_TK @ chances_K[:, None] ** tried_E / verified_T[:, None]
+    found = [np.interp(rate, rates_E[::-1], tried_E[::-1]) for rate, rates_E in zip(rate_T, rates_TE)]
+    return tuple(np.where(chance_variance_T > 0, found, 1.0).tolist())
 
 
 def _chance(name: str, value: float) -> float:

@@ -6,10 +6,13 @@
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``
 (`specsamp.analysis.costs`). K = 0 is plain decoding and is compared with the others.
 
-A batch is finished when its slowest row is. With ``new_tokens`` the planner computes how many rounds the slowest of B rows
-needs: the distribution of the tokens that a row has after r rounds is advanced round by round, exactly, and the budget
-cuts the last round; then ``E[max] = sum_r 1 - P(R <= r)^B``. Rows are texts drawn at random from those of the profile.
-Without ``new_tokens`` rows never end, as on a server that refills them.
+A batch is finished when its slowest row is. With ``new_tokens`` the planner plays 8,000 rows, texts drawn at random from
+those of the profile, and computes how many rounds the slowest of B of them needs. Without ``new_tokens`` rows never end,
+as on a server that refills them.
+
+Draft lengths that adapt (`plan_adaptive`) depend on all rounds before, so all rounds of whole batches are played:
+`specsamp.decoding.adaptive` itself decides what a row wants next, and rounds are as wide as the row that wants most. A
+drafter that may find nothing, such as prompt lookup, is taken for one that always drafts.
 """
 
 from __future__ import annotations
@@ -18,14 +21,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.acceptance import Interval, Profile, Profiles
 from specsamp.analysis.costs import Costs
+from specsamp.analysis.draft_length import cost_table
+from specsamp.decoding.adaptive import LENGTHS, Adaptive
 
 DRAFT_LENGTHS = tuple(range(13))
 LONGEST = 1024  # draft length: beyond any that could pay
-ENDED = 1 - 1e-9  # chance that a row has ended, from which on no more rounds are computed
+DRAWS = 8000  # rows that are played to know the slowest
+TEXTS = 512  # that are played where lengths adapt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,29 +140,102 @@ def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_to
 def slowest_row(survival_TK: np.ndarray, batch: int, new_tokens: int) -> float:
     """Returns the expected number of rounds until the slowest of ``batch`` rows has ``new_tokens`` tokens.
 
+    `DRAWS` rows are played, and the largest of any ``batch`` of them is expected.
+
     Args:
       survival_TK: ``P(n >= i)`` for each text; a row is one of them, drawn at random.
     """
-    ends = np.ones((len(survival_TK), 1)), np.zeros((len(survival_TK), 1))
-    emits_TE = -np.diff(np.concatenate([ends[0], survival_TK, ends[1]], axis=1))  # P(1 .. K+1 tokens)
-    at_TN = np.zeros((len(survival_TK), new_tokens + 1))  # P(so many tokens so far); the last: ended
-    at_TN[:, 0] = 1
-    expected, ended = 0.0, 0.0
-    while ended < ENDED:
-        expected += 1 - ended**batch
-        after_TN = np.zeros_like(at_TN)
-        after_TN[:, -1] = at_TN[:, -1]
-        for extra in range(1, emits_TE.shape[1] + 1):
-            going_TN = at_TN[:, :-1] * emits_TE[:, extra - 1 : extra]
-            inside = max(new_tokens - extra, 0)  # of these the row goes on
-            after_TN[:, extra : extra + inside] += going_TN[:, :inside]
-            after_TN[:, -1] += going_TN[:, inside:].sum(1)
-        at_TN = after_TN
-        ended = float(at_TN[:, -1].mean())
-    return expected
+    random = np.random.default_rng(0)
+    survival_RK = survival_TK[np.resize(random.permutation(len(survival_TK)), DRAWS)]
+    left_R, rounds_R = np.full(DRAWS, new_tokens), np.zeros(DRAWS)
+    while (running_R := left_R > 0).any():
+        uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS  # spread evenly, so that few rows say as much as many
+        left_R -= 1 + (uniforms_R[:, None] < survival_RK).sum(1)
+        rounds_R += running_R
+    shares = np.arange(DRAWS + 1) / DRAWS
+    return float(np.sort(rounds_R) @ np.diff(shares**batch))
 
 
 def _count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
     return int(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveForecast:
+    """The means over all texts that were drawn, and the standard error of their draws, a share of the milliseconds."""
+
+    adaptive: Adaptive
+    batch: int
+    ms_per_token: float  # over the tokens of all rows
+    speedup: float  # over plain decoding
+    rounds_by_drafted: tuple[int, ...]  # of all rows, by length
+    error: float
+
+
+def plan_adaptive(
+    acceptance: Profiles,
+    costs: Costs,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    batch: int = 1,
+    context: int | None = None,
+    new_tokens: int = 128,
+    texts: int = TEXTS,
+    seed: int = 0,
+) -> AdaptiveForecast:
+    """Forecasts lengths that begin with what `specsamp.analysis.draft_length.calibrate` would find.
+
+    Arguments and errors are those of `make_plan`; ``texts`` are drawn with ``seed``.
+    """
+    asked = dict(batch=batch, context=context, new_tokens=new_tokens)
+    plan = make_plan(acceptance, costs, draft_lengths=lengths, **asked)
+    longest = acceptance.at(max(lengths)).survival(max(lengths))
+    adaptive = Adaptive(
+        lengths=tuple(lengths),
+        costs_ms=cost_table(costs, lengths, batch=batch, context=context),
+        usual=min(lengths, key=lambda K: plan[K].ms_per_token.value),
+        acceptance=float(longest.sum() / (1 + longest[:-1].sum())),  # accepted over verified tokens
+    )
+    plain_ms = plan[0].ms_per_token.value
+    return play(adaptive, acceptance, plain_ms, batch=batch, new_tokens=new_tokens, texts=texts, seed=seed)
+
+
+def play(
+    adaptive: Adaptive, acceptance: Profiles, plain_ms: float, *, batch: int, new_tokens: int, texts: int, seed: int
+) -> AdaptiveForecast:
+    """Plays all rounds of texts that are drawn, in batches; see `plan_adaptive`.
+
+    Args:
+      plain_ms: milliseconds per token of plain decoding.
+    """
+    rng, groups = np.random.default_rng(seed), -(-texts // batch)
+    rows = groups * batch
+    profile = acceptance.at(adaptive.most)
+    survival_TK = np.stack([profile.survival(adaptive.most, text) for text in profile.texts])
+    survival_RK = survival_TK[rng.integers(len(survival_TK), size=rows)]
+    policy = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * groups), adaptive.for_rows(batch))
+    learn, pace = jax.jit(policy.learn), policy.begin(jnp.full(rows, 2), False)
+    cost_of = np.zeros(adaptive.most + 1)
+    cost_of[list(adaptive.lengths)] = adaptive.costs_ms
+    left_R, ms_G = np.full(rows, new_tokens), np.zeros(groups)
+    histogram = np.zeros(adaptive.most + 1, int)
+    while (left_R > 0).any():
+        running_R = left_R > 0
+        wanted_R = np.where(running_R, np.asarray(pace.wanted_B), 0)
+        is_running_G = running_R.reshape(groups, batch).any(1)
+        ms_G += np.where(is_running_G, cost_of[wanted_R.reshape(groups, batch).max(1)], 0)
+        np.add.at(histogram, wanted_R[running_R], 1)
+        accepted_R = np.minimum((rng.random((rows, 1)) < survival_RK).sum(1), wanted_R)
+        left_R = left_R - np.where(running_R, accepted_R + 1, 0)
+        pace = learn(pace, jnp.asarray(running_R), jnp.asarray(wanted_R), jnp.asarray(accepted_R))
+    ms_per_token = float(ms_G.mean() / (batch * new_tokens))
+    return AdaptiveForecast(
+        adaptive=adaptive,
+        batch=batch,
+        ms_per_token=ms_per_token,
+        speedup=plain_ms / ms_per_token,
+        rounds_by_drafted=tuple(histogram.tolist()),
+        error=float(ms_G.std() / ms_G.mean() / np.sqrt(groups)),
+    )

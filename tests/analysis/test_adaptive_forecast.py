@@ -7,9 +7,8 @@ import pytest
 
 from specsamp import Adaptive
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.adaptive_forecast import plan_adaptive, play
 from specsamp.analysis.costs import PerCall
-from specsamp.analysis.planner import make_plan
+from specsamp.analysis.planner import make_plan, plan_adaptive, play
 
 COSTS = PerCall(target_ms=10.0, draft_ms=1.0)
 MIXED = dataclasses.replace(Profile.of_rate(0.7), texts=(0.4, 1.0, 3.0))  # of some texts more is accepted

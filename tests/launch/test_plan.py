@@ -108,7 +108,7 @@ def test_damaged_files_are_named(tmp_path, flag, content, message):
     path.write_text(json.dumps(content), encoding="utf-8")
     done = call("plan", RATE, f"--{flag}={path}")
     assert done.returncode == 2 and message in done.stderr, done.stderr
-    gathered = call("sweep", f"--gather={path}")
+    gathered = call("benchmark", f"--gather={path}")
     assert gathered.returncode == 2 and "damaged.json" in gathered.stderr
 
 
