@@ -154,7 +154,7 @@ def models_of(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | 
     """
     known = known_models(config)
     if config.word.inside and "target" in known:
-        known["draft"] = EarlyExitDrafter(known["target"], config.exit_layer, K=1).reader
+        known["draft"] = EarlyExitDrafter(known["target"], config.exit_layer, K=1).exit_model
     sides = ("target",) if config.word.draft == "head" else ("target", "draft")
     for side in sides:
         if side not in known and config.hugging_face:

@@ -289,7 +289,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         raise ValueError(f"--chip plans a draft model or an early exit; config.drafter is {config.drafter!r}")
     chip = CHIPS[_CHIP.value]
     target = models["target"]
-    draft = EarlyExitDrafter(target, config.exit_layer, K=1).reader if inside else models["draft"]
+    draft = EarlyExitDrafter(target, config.exit_layer, K=1).exit_model if inside else models["draft"]
     check_devices([target.config] if inside else [target.config, draft.config])
     return Roofline(
         target=ModelSize.of(target.config),

@@ -19,6 +19,7 @@ from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.stops import Stops
+from specsamp.decoding.widths import with_length
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
@@ -104,13 +105,13 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
     """Raises ValueError unless a drafter can draft each of some numbers of tokens."""
     for K in lengths:
         try:
-            is_able = drafter.of_length(K).K == K
+            is_able = with_length(drafter, K).K == K
         except (TypeError, ValueError):
             is_able = False
         if not is_able:
             raise ValueError(
-                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, override "
-                "of_length, or give one draft length"
+                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, "
+                "override LengthHooks.of_length, or give one draft length"
             )
 
 

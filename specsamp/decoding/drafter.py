@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
@@ -48,23 +46,16 @@ class Prefix:
 
 
 class Drafter(abc.ABC):
-    """Proposes K nodes per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
+    """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
 
-    ``K`` and `propose` must be given; the rest has defaults that suit a drafter without weights or state.
+    ``K`` and `propose` must be given; the rest has defaults that suit a drafter without weights or state. Few drafters
+    need `LengthHooks` too.
     """
 
-    K: int  # nodes, the most that are ever proposed
+    K: int  # the most tokens of a draft; of a tree, its nodes
     exact: bool = True  # whether decoding stays lossless under a lossless rule
-    row_independent: bool = True  # whether a row's draft depends on nothing of other rows
     hidden_layers: tuple[int, ...] = ()  # layers of the target whose outputs it reads
-    max_positions: int | None = None  # the longest text it can draft for; None: no limit
-    falls_behind: bool = False  # whether rounds in which it does not draft leave a hole in its state
-    depth: int | None = None  # the most tokens of a draft that can be accepted, fewer than K for trees; None: K
-
-    @property
-    def max_accepted(self) -> int:
-        """The most tokens of a draft that can be accepted."""
-        return self.K if self.depth is None else self.depth
+    max_positions: int | None = None  # the longest sequence it can draft for; None: no limit
 
     @property
     def weights_key(self) -> Hashable:
@@ -74,73 +65,12 @@ class Drafter(abc.ABC):
         """
         return self
 
-    @property
-    def reader(self) -> LanguageModel | None:
-        """Returns the model whose distribution after the text so far each token is drawn from; None: there is none.
-
-        Audits and measurements read texts with it.
-        """
-        return None
-
-    @property
-    def reader_depth(self) -> int | None:
-        """Returns how many tokens of a draft are drawn from what `reader` says of the text so far; None: all of them.
-
-        Others depend on more than the text, such as on where the round began. With a number, prompts of one token are
-        not read either: they may draft nothing in their first round.
-        """
-        return None
-
-    def reader_weights(self, weights: Weights) -> Any:
-        """Returns the weights of `reader` among those of a pair."""
-        return weights.draft
-
-    def with_models(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None) -> Drafter:
-        """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype.
-
-        Args:
-          draft: the pair's draft model, or its head.
-        """
-        return self
-
-    def drafting_with(self, target: LanguageModel) -> Drafter | None:
-        """Returns the drafter that draws from the whole target, of a pair in which it is the draft model as well.
-
-        All it drafts is accepted, which checks whatever the two share. None: there is no such drafter.
-        """
-        return None
-
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         """Raises ValueError unless a pair of these parts has what this drafter needs."""
 
     def prepare(self, params: Any) -> Any:
         """Turns ``Pair.draft_params`` into ``weights.draft``, once."""
         return None
-
-    def of_length(self, K: int) -> Drafter:
-        """Returns this drafter with another K, on the same state; with 0 it drafts nothing, and reads on if it can."""
-        return Paused(self) if K == 0 else self if K == self.K else dataclasses.replace(self, K=K)
-
-    def foresee(self, state: Any, prefix: Prefix) -> Array | None:
-        """Returns how many tokens at most it will draft after ``prefix``, int32 ``[B]``; None: as many as it is asked for.
-
-        Where lengths adapt, a round is no wider than that. It must cost little beside a call of the target.
-        """
-        return None
-
-    def catch_up(
-        self, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
-    ) -> tuple[Any, Array]:
-        """Reads what rounds without a draft left out, for drafters that `falls_behind`.
-
-        Args:
-          seen_B: int32, the tokens that the drafter's state knows of each row.
-          is_behind: of ``seen_B``, whether there is something to be read.
-
-        Returns:
-          Its state, and ``seen_B`` after that.
-        """
-        return state, seen_B
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Adds to ``weights.draft`` what depends on the number of cache slots."""
@@ -171,10 +101,6 @@ class Drafter(abc.ABC):
         """
         return state, cache
 
-    def pin(self, state: Any, replicate: Callable[[Any], Any]) -> Any:
-        """Applies ``replicate`` to what of its state is no cache, so that slices of a run find it where it was."""
-        return replicate(state)
-
     @abc.abstractmethod
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
@@ -198,24 +124,30 @@ class Drafter(abc.ABC):
         return state, cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Paused(Drafter):
-    """Drafts nothing with the state of ``drafter``, which still learns what was emitted."""
+class LengthHooks:
+    """Adds to a drafter what adaptive draft lengths and trees ask for; derive from it beside `Drafter`.
 
-    drafter: Drafter
-    K = 0
+    Every member has a default, which also holds for drafters that do not derive from it (`hooks_of`).
+    """
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.drafter.hidden_layers
+    depth: int | None = None  # the most tokens of a draft that can be accepted, fewer than K for trees; None: K
+    row_independent: bool = True  # whether the draft of a sequence depends on no other sequence of the batch
+    # Whether the drafter misses tokens that are emitted while it is paused. `Drafter.read` then feeds it these tokens
+    # before the next draft, without an output and a cache of the target: both are None.
+    falls_behind: bool = False
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
-        empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
-        return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
+    def of_length(self, K: int) -> Drafter | None:
+        """Returns this drafter with another K of at least 1, on the same state; None: the field K is replaced."""
+        return None
 
-    def commit(
-        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        return self.drafter.commit(weights, state, prefix, draft, verdict, output, cache)
+    def max_draft_length(self, state: Any, prefix: Prefix) -> Array | None:
+        """Returns the most tokens it can draft after ``prefix``, int32 ``[B]``; None: always K.
+
+        A round of adaptive lengths is no wider than that. It must cost little beside a call of the target.
+        """
+        return None
+
+
+def hooks_of(drafter: Drafter) -> LengthHooks:
+    """Returns the hooks of a drafter, or the defaults."""
+    return drafter if isinstance(drafter, LengthHooks) else LengthHooks()

@@ -172,13 +172,13 @@ class Job:
             count = self.stops.count(self.continuation(row), text.tokens)
             if count is not None:
                 rounds = state.rounds_BS[place, emitted].tolist()
-                return text.cut(count, rounds, self.loop.drafter.max_accepted)
+                return text.cut(count, rounds, self.loop.max_accepted)
         return text
 
     @property
     def rounds_per_look(self) -> int:
         """The most rounds between two looks for strings that end texts: what is written beyond one is lost."""
-        return -(-TOKENS_PER_LOOK // (self.loop.drafter.max_accepted + 1)) if self.stops.texts else MANY_ROUNDS
+        return -(-TOKENS_PER_LOOK // (self.loop.max_accepted + 1)) if self.stops.texts else MANY_ROUNDS
 
     def decode(self) -> list[Completion]:
         """Decodes all rows together, and looks for strings that end texts every few rounds."""

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from specsamp.decoding import batch_rows, widths
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
 from specsamp.decoding.prefill import first_state, next_state
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
@@ -69,6 +69,12 @@ class Loop:
         An update that passed the end of a buffer would be moved back over what is committed.
         """
         return self.drafter.K + 1
+
+    @property
+    def max_accepted(self) -> int:
+        """Returns the most tokens of a draft that can be accepted."""
+        depth = hooks_of(self.drafter).depth
+        return self.drafter.K if depth is None else depth
 
     @functools.partial(jax.jit, static_argnames=("self", "slots", "num_samples", "chunk"))
     def prefill(
@@ -180,8 +186,18 @@ class Loop:
             state = widths.run(self, weights, request, first, go_on)[1]
         # Devices may have sampled apart; the next run expects its state where this one found it.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
-        drafter_state = self.drafter.pin(state.drafter_state, self.shards.replicate)
-        return dataclasses.replace(small, cache=state.cache, drafter_state=drafter_state)
+        return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
+
+    def _replicate(self, drafter_state: Any) -> Any:
+        """Replicates the drafter's state except its caches: the arrays whose shape depends on the number of slots."""
+        if self.shards.mesh is None:
+            return drafter_state
+        few, many = (jax.eval_shape(functools.partial(self.drafter.init, 1, slots)) for slots in (256, 512))
+
+        def replicate(x: Array, few: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct) -> Array:
+            return self.shards.replicate(x) if few.shape == many.shape else x
+
+        return jax.tree.map(replicate, drafter_state, few, many)
 
     def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
         """Writes ``rows`` over the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.insert`."""

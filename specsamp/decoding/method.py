@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, hooks_of
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -43,7 +43,7 @@ class Method:
         Lengths that adapt in a batch suit the number of its rows, so that the text of a seed depends on that number too.
         """
         adapts = self.adaptive is not None and self.adaptive.costs_ms is not None
-        return self.drafter.row_independent and not adapts or self.rule.draft_independent
+        return hooks_of(self.drafter).row_independent and not adapts or self.rule.draft_independent
 
     def loop(self, pair: Pair, *, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
         """Returns the loop that decodes with ``pair`` this way on the platform at hand."""

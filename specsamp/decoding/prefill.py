@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.drafter import hooks_of
 from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import check_logits
@@ -100,11 +101,11 @@ def _begin(
         cache=cache,
         drafter_state=drafter_state,
         meter=meter,
-        stats=Stats.zeros(batch, loop.drafter.max_accepted, adaptive is not None),
+        stats=Stats.zeros(batch, loop.max_accepted, adaptive is not None),
         request=request,
         warp_state=request.sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
         draft_warp_state=request.draft_sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
-        pace=None if adaptive is None else adaptive.begin(lengths_B, loop.drafter.falls_behind),
+        pace=None if adaptive is None else adaptive.begin(lengths_B, hooks_of(loop.drafter).falls_behind),
     )
 
 

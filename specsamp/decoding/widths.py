@@ -10,13 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.tokens import gather_tokens
+from specsamp.models.interface import Output
+from specsamp.sampling.rules import Draft, Verdict
 
 if TYPE_CHECKING:
     from specsamp.decoding.loop import Loop
@@ -46,29 +50,30 @@ def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: 
             narrower = width
         return carry
 
-    return jax.lax.while_loop(goes_on, turn, (carry[0], _foresee(loop, carry[1])))
+    return jax.lax.while_loop(goes_on, turn, (carry[0], _limit(loop, carry[1])))
 
 
 def _round(loop: Loop, weights: Weights, request: Request, carry: _Carry, *, width: int) -> _Carry:
     rounds, state = carry
-    after = dataclasses.replace(loop, drafter=loop.drafter.of_length(width)).round(weights, request, state)
+    after = dataclasses.replace(loop, drafter=with_length(loop.drafter, width)).round(weights, request, state)
     if width and after.pace.seen_B is not None:  # a drafter knows all but the last two tokens after a round
         seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.pace.seen_B)
         after = dataclasses.replace(after, pace=dataclasses.replace(after.pace, seen_B=seen_B))
-    return rounds + 1, _foresee(loop, after)
+    return rounds + 1, _limit(loop, after)
 
 
-def _foresee(loop: Loop, state: DecodeState) -> DecodeState:
-    """Lets rows want no more tokens than the drafter will find for them."""
-    found_B = loop.drafter.foresee(state.drafter_state, Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B))
-    if found_B is None:
+def _limit(loop: Loop, state: DecodeState) -> DecodeState:
+    """Lowers the wanted lengths to what the drafter can draft."""
+    prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
+    most_B = hooks_of(loop.drafter).max_draft_length(state.drafter_state, prefix)
+    if most_B is None:
         return state
-    wanted_B = jnp.where(state.running_B, jnp.minimum(state.pace.wanted_B, found_B), state.pace.wanted_B)
+    wanted_B = jnp.where(state.running_B, jnp.minimum(state.pace.wanted_B, most_B), state.pace.wanted_B)
     return dataclasses.replace(state, pace=dataclasses.replace(state.pace, wanted_B=wanted_B))
 
 
 def _catch_up(loop: Loop, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:
-    """Lets the drafter read what was emitted while it paused, if any row is going to draft."""
+    """Feeds the drafter the tokens emitted while it was paused, if any row is going to draft."""
     if state.pace.seen_B is None:
         return state
 
@@ -77,7 +82,64 @@ def _catch_up(loop: Loop, weights: Weights, state: DecodeState, drafts_next: Arr
 
     prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
     with jax.named_scope("catch_up"):
-        drafter_state, seen_B = loop.drafter.catch_up(
-            weights, state.drafter_state, prefix, state.pace.seen_B, is_behind
+        drafter_state, seen_B = catch_up(
+            loop.drafter, weights, state.drafter_state, prefix, state.pace.seen_B, is_behind
         )
     return dataclasses.replace(state, drafter_state=drafter_state, pace=dataclasses.replace(state.pace, seen_B=seen_B))
+
+
+def catch_up(
+    drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+) -> tuple[Any, Array]:
+    """Feeds a drafter that `LengthHooks.falls_behind` the tokens it missed, K + 1 at a time.
+
+    It stops at the last two tokens, which the first call of a round feeds anyway.
+
+    Args:
+      seen_B: int32, the tokens of each row that the drafter's state covers.
+      is_behind: of ``seen_B``, whether tokens are missing.
+
+    Returns:
+      The drafter's state, and ``seen_B`` after that.
+    """
+    known_B = jnp.maximum(prefix.lengths_B - 2, 0)
+
+    def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        state, seen_B = carry
+        start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
+        tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
+        state, _ = drafter.read(weights, state, tokens_BT, start_B, prefix.lengths_B, None, None)
+        return state, start_B + drafter.K + 1
+
+    state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
+    return state, jnp.minimum(seen_B, prefix.lengths_B)
+
+
+def with_length(drafter: Drafter, K: int) -> Drafter:
+    """Returns the drafter with another K, on the same state; with 0 it drafts nothing, and its `commit` still learns."""
+    if K in (0, drafter.K):
+        return drafter if K else Paused(drafter)
+    return hooks_of(drafter).of_length(K) or dataclasses.replace(drafter, K=K)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused(Drafter):
+    """Drafts nothing with the state of ``drafter``, whose `commit` still sees what was emitted."""
+
+    drafter: Drafter
+    K = 0
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.drafter.hidden_layers
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
+        return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
+
+    def commit(
+        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return self.drafter.commit(weights, state, prefix, draft, verdict, output, cache)

@@ -134,8 +134,13 @@ class Programs:
 
     def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
         """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
-        drafter = self.drafter(draft_length)
-        loop = Loop(target=self.target, drafter=drafter, rule=rule, window=WINDOW, shards=DataShards(self.mesh))
+        loop = Loop(
+            target=self.target,
+            drafter=self.drafter(draft_length),
+            rule=rule,
+            window=WINDOW,
+            shards=DataShards(self.mesh),
+        )
         weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
         request = self._by_rows(
             jax.eval_shape(lambda: Request.create(sampling=self.sampling, limits=[self.slots] * self.batch))
@@ -144,7 +149,7 @@ class Programs:
         bare = dataclasses.replace(
             loop,
             target=self.target.model,
-            drafter=drafter.with_models(self.target.model, self.head or self.draft.model),
+            drafter=self.drafter(draft_length, is_sharded=False),
             shards=DataShards(),
         )
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
@@ -162,13 +167,15 @@ class Programs:
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
-    def drafter(self, draft_length: int) -> Drafter:
-        """Returns what drafts in a round."""
+    def drafter(self, draft_length: int, *, is_sharded: bool = True) -> Drafter:
+        """Returns the drafter of a round, of the sharded models or of those inside."""
+        target = self.target if is_sharded else self.target.model
         if self.head is not None:
-            return FeatureDrafter(self.target, shard_head(self.head, self.draft.layout), draft_length, WINDOW)
+            head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
+            return FeatureDrafter(target, head, draft_length, WINDOW)
         if self.inside:
-            return EarlyExitDrafter(self.target, self.draft.num_layers, draft_length, WINDOW)
-        return ModelDrafter(self.draft, draft_length, WINDOW)
+            return EarlyExitDrafter(target, self.draft.num_layers, draft_length, WINDOW)
+        return ModelDrafter(self.draft if is_sharded else self.draft.model, draft_length, WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""

@@ -205,7 +205,7 @@ def test_one_row_of_a_queue_or_a_service_is_alone():
 class Blind(NgramDrafter):
     """Does not say beforehand whether it finds anything."""
 
-    def foresee(self, state, prefix):
+    def max_draft_length(self, state, prefix):
         return None
 
 

@@ -19,9 +19,9 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.decoding.drafters.early_exit import WholeTargetDrafter
 from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
+from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny

@@ -15,6 +15,14 @@ from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
 from support.loop_distributions import FULL, NEAR, PROMPTS, TARGET, V, distribution_test
 
 
+def test_an_author_reads_twelve_members():
+    """The README's own drafter has K and propose; every other member of the interface has a default."""
+    members = {name for base in Drafter.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    public = {name for name in members if not name.startswith("_")}
+    assert len(public) <= 12, sorted(public)
+    assert {"K", "propose"} <= public and Drafter.__abstractmethods__ == {"propose"}
+
+
 @dataclasses.dataclass(frozen=True)
 class ShowsTokens(TableLM):
     """A table model whose "hidden states" are the tokens it was fed, per layer asked for."""

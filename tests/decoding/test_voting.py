@@ -25,6 +25,8 @@ from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
 from specsamp.decoding.state import Weights
+from specsamp.decoding.widths import with_length
+from specsamp.evaluation.audit.readers import with_models
 from specsamp.models.interface import Output
 from support import mutants
 from support.coupled_split import CoupledSplit
@@ -247,8 +249,9 @@ class TurnByTurn(ChoosingDrafter):
 class ReadsAllAnew(ModelDrafter):
     """Reads the whole text in every round: what it knows has no holes."""
 
-    def catch_up(self, weights, state, prefix, seen_B, is_behind):
-        return super().catch_up(weights, state, prefix, jnp.zeros_like(seen_B), is_behind)
+    def propose(self, weights, state, prefix, cache, sample):
+        state = self.model(weights.draft, prefix.tokens_BS, jnp.zeros_like(prefix.lengths_B), state).cache
+        return super().propose(weights, state, prefix, cache, sample)
 
 
 def of_the_second_part(drafter, first, second):
@@ -302,15 +305,16 @@ def test_models_of_their_own():
     table = table_pair().target_params
     pair = Pair(target=TableLM(12), target_params=table, draft_params=(near(table, 1, 0.5), None, table))
     drafter = VotingDrafter((ModelDrafter(TableLM(12), 2), NgramDrafter(2), ModelDrafter(TableLM(12), 2)))
-    assert [part.model for part in drafter.with_models(pair.target, None).parts[::2]] == [TableLM(12)] * 2
+    other = TableLM(12, max_positions=64)
+    assert [part.model for part in with_models(drafter, {pair.target: other, None: None}).parts[::2]] == [other] * 2
     assert generate(pair, [[1, 2]], 30, drafter=drafter)[0].stats.emitted_per_round > 1.5
 
 
 def test_what_is_foreseen_is_what_any_part_will_find():
     prefix = Prefix(tokens_BS=jnp.asarray([[1, 2, 1, 0], [1, 2, 3, 0]]), lengths_B=jnp.full(2, 3))
     lookups = VotingDrafter((NgramDrafter(2, 3, 2), NgramDrafter(2)))
-    assert lookups.foresee(lookups.init(2, 4), prefix).tolist() == [2, 0]
-    assert ChoosingDrafter(TWO).foresee(ChoosingDrafter(TWO).init(2, 4), prefix) is None
+    assert lookups.max_draft_length(lookups.init(2, 4), prefix).tolist() == [2, 0]
+    assert ChoosingDrafter(TWO).max_draft_length(ChoosingDrafter(TWO).init(2, 4), prefix) is None
 
 
 class Tree(NgramDrafter):
@@ -362,6 +366,6 @@ def test_what_does_not_fit_the_pair_is_refused():
         generate(
             pair, [[1]], 4, drafter=ChoosingDrafter((Fixed(),)), draft_length=Adaptive(lengths=(1, 2), costs_ms=(1, 2))
         )
-    assert jax.tree.structure(ChoosingDrafter(TWO).of_length(1).init(2, 8)) == jax.tree.structure(
+    assert jax.tree.structure(with_length(ChoosingDrafter(TWO), 1).init(2, 8)) == jax.tree.structure(
         ChoosingDrafter(TWO).init(2, 8)
     )

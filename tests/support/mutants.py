@@ -84,8 +84,8 @@ class WritesOverWhatWasScored(EarlyExitDrafter):
     """Drafts one slot early: what the target wrote of the token before the pending one is lost."""
 
     @property
-    def reader(self):
-        return OneSlotEarly(super().reader)
+    def exit_model(self):
+        return OneSlotEarly(super().exit_model)
 
 
 class PutsItsOwnCacheBack(EarlyExitDrafter):

@@ -31,7 +31,6 @@ from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
-from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import log_probs
 
@@ -74,13 +73,6 @@ class BeamDrafter(ModelDrafter):
                 f"beams must be from 1 to {self.model.vocab_size}, the draft's vocabulary; got {self.beams}: a beam of "
                 "4 is usual"
             )
-
-    @property
-    def reader(self) -> LanguageModel | None:
-        return None  # no token is drawn from what the model says
-
-    def drafting_with(self, target: LanguageModel) -> ModelDrafter | None:
-        return None  # even the target's own most probable tokens are not always accepted
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler

@@ -1,7 +1,7 @@
 """Several drafters in one: each with its own state and weights, and counts of how they do.
 
 A part whose draft was not the accepted one has its own tokens where the text has others. So each part has a count of the
-tokens that its state knows, and reads the rest before it drafts, as after a pause (`Drafter.catch_up`).
+tokens that its state knows, and reads the rest before it drafts, as after a pause (`specsamp.decoding.widths.catch_up`).
 
 A proposed token that was emitted counts for all who proposed it and everything before it. Older rounds count less and
 less, and a part that was not tried for long is expected to do well again.
@@ -12,16 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix, hooks_of
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import FeatureHead
+from specsamp.decoding.widths import catch_up, with_length
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
@@ -50,7 +49,7 @@ class CombinedDraft(Draft):
 
 
 @dataclasses.dataclass(frozen=True)
-class CombinedDrafter(Drafter):
+class CombinedDrafter(LengthHooks, Drafter):
     """Holds several drafters of the same K and keeps count of how they do; subclasses make one draft of theirs.
 
     ``Pair.draft_params`` of a pair with a draft model, or a head, go to every part that takes some. Parts with different
@@ -81,7 +80,7 @@ class CombinedDrafter(Drafter):
             raise ValueError(
                 f"the parts' K must be equal and at least 1; got {lengths}: make all parts with the same K"
             )
-        trees = [type(part).__name__ for part in self.parts if part.depth is not None]
+        trees = [type(part).__name__ for part in self.parts if hooks_of(part).depth is not None]
         if trees:
             raise ValueError(f"parts must draft chains; {trees[0]} drafts a tree: leave it out")
         if not 0 < self.trust < math.inf or not 0 <= self.decay <= 1:
@@ -97,7 +96,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def row_independent(self) -> bool:
-        return all(part.row_independent for part in self.parts)
+        return all(hooks_of(part).row_independent for part in self.parts)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -112,17 +111,12 @@ class CombinedDrafter(Drafter):
     def weights_key(self) -> tuple:
         return tuple((type(part), part.weights_key) for part in self.parts)
 
-    def with_models(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None) -> CombinedDrafter:
-        return dataclasses.replace(self, parts=tuple(part.with_models(target, draft) for part in self.parts))
+    def of_length(self, K: int) -> CombinedDrafter:
+        return dataclasses.replace(self, parts=tuple(with_length(part, K) for part in self.parts))
 
-    def of_length(self, K: int) -> Drafter:
-        if K == 0:
-            return super().of_length(0)
-        return dataclasses.replace(self, parts=tuple(part.of_length(K) for part in self.parts))
-
-    def foresee(self, state: CombinedState, prefix: Prefix) -> Array | None:
-        found = [part.foresee(own, prefix) for part, own in zip(self.parts, state.parts)]
-        return None if any(most_B is None for most_B in found) else functools.reduce(jnp.maximum, found)
+    def max_draft_length(self, state: CombinedState, prefix: Prefix) -> Array | None:
+        most = [hooks_of(part).max_draft_length(own, prefix) for part, own in zip(self.parts, state.parts)]
+        return None if any(most_B is None for most_B in most) else functools.reduce(jnp.maximum, most)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         takers = {(type(part), part.weights_key) for part in self.parts if type(part).prepare is not Drafter.prepare}
@@ -154,10 +148,6 @@ class CombinedDrafter(Drafter):
             accepted_BP=nothing_BP,
             rounds_BP=nothing_BP,
         )
-
-    def pin(self, state: CombinedState, replicate: Callable[[Any], Any]) -> CombinedState:
-        parts = tuple(part.pin(own, replicate) for part, own in zip(self.parts, state.parts))
-        return dataclasses.replace(replicate(dataclasses.replace(state, parts=())), parts=parts)
 
     def read(
         self,
@@ -220,10 +210,10 @@ class CombinedDrafter(Drafter):
         part, own = self.parts[i], _weights_of(weights, i)
         (state, seen_B, cache), lengths_B = memory, prefix.lengths_B
         seen_B = jnp.minimum(seen_B, lengths_B)  # what a round emitted may have been cut
-        if part.falls_behind:
+        if hooks_of(part).falls_behind:
             # Of rows that ask it then knows everything. What others count does not depend on their neighbours.
-            state, _ = part.catch_up(
-                own, state, prefix, seen_B, lambda seen_B: sample.any(asks_B & (seen_B < lengths_B - 2))
+            state, _ = catch_up(
+                part, own, state, prefix, seen_B, lambda seen_B: sample.any(asks_B & (seen_B < lengths_B - 2))
             )
         draft, state, cache = part.propose(own, state, prefix, cache, dataclasses.replace(sample, drafter=i))
         return draft, (state, jnp.where(asks_B, lengths_B, seen_B), cache)

@@ -69,17 +69,9 @@ class EarlyExitDrafter(Drafter):
         return None
 
     @property
-    def reader(self) -> LayeredModel:
+    def exit_model(self) -> LayeredModel:
+        """Returns the model that drafts: the target's first layers."""
         return self.model.first(self.exit_layer)
-
-    def reader_weights(self, weights: Weights) -> Any:
-        return weights.target
-
-    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> EarlyExitDrafter:
-        return dataclasses.replace(self, model=target)
-
-    def drafting_with(self, target: LanguageModel) -> WholeTargetDrafter:
-        return WholeTargetDrafter(target, target.num_layers, self.K, self.window)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.model:
@@ -97,7 +89,7 @@ class EarlyExitDrafter(Drafter):
         def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
             cache, last_B, tokens_BK = carry
             fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.window))
-            output = self.reader(weights.target, fed_BT, lengths_B - 1 + offset, cache)
+            output = self.exit_model(weights.target, fed_BT, lengths_B - 1 + offset, cache)
             tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, self.K)
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
             return (output.cache, tokens_B, tokens_BK), drawn
@@ -106,12 +98,3 @@ class EarlyExitDrafter(Drafter):
         carry = cache, pending_B, jnp.zeros((batch, self.K), jnp.int32)
         (cache, _, tokens_BK), drawn = sample.chain(self.K, step, step, carry)
         return sample.draft(tokens_BK, drawn), state, cache
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeTargetDrafter(EarlyExitDrafter):
-    """Drafts with all layers: nothing is gained, and all is accepted. It checks whatever an early exit rests on."""
-
-    @property
-    def last_exit(self) -> int:
-        return self.model.num_layers

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,41 +74,6 @@ def read_pairs(
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstTokenReader(LanguageModel):
-    """Says of whole texts what drafts after each token would begin with; its weights are those of a pair.
-
-    After the first token of a text, which is no pair, it says nothing: all logits are zero.
-    """
-
-    target: LayeredModel
-    head: FeatureHead
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.vocab_size
-
-    def init_cache(self, batch: int, slots: int) -> Any:
-        return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots)
-
-    def __call__(
-        self,
-        weights: Weights,
-        tokens_BT: Array,
-        start_B: Array,
-        cache: Any,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Any = None,
-    ) -> Output:
-        output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
-        _, returned_BTD, of_head = read_pairs(self.target, self.head, weights, tokens_BT, output.hidden, cache)
-        unembed = functools.partial(self.target.unembed_normed, weights.target)
-        logits_BTV = self.head.expand(weights.draft, self.head.logits(weights.draft, returned_BTD, unembed))
-        logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BTV], axis=1)
-        return Output(logits_BTV=logits_BTV, cache=(output.cache, of_head))
-
-
-@dataclasses.dataclass(frozen=True)
 class FeatureDrafter(Drafter):
     """Drafts with ``head``, whose weights are ``weights.draft``.
 
@@ -140,20 +104,6 @@ class FeatureDrafter(Drafter):
     def weights_key(self) -> FeatureHead:
         return self.head
 
-    @property
-    def reader(self) -> FirstTokenReader:
-        return FirstTokenReader(self.target, self.head)
-
-    @property
-    def reader_depth(self) -> int:
-        return 1
-
-    def reader_weights(self, weights: Weights) -> Weights:
-        return weights
-
-    def with_models(self, target: LanguageModel, draft: LanguageModel | FeatureHead | None) -> FeatureDrafter:
-        return dataclasses.replace(self, target=target, head=draft or self.head)
-
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.target:
             raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
@@ -176,9 +126,6 @@ class FeatureDrafter(Drafter):
             edge_BD=jnp.zeros((batch, layer.width), layer.compute_dtype),
             has_edge_B=jnp.zeros((batch,), bool),
         )
-
-    def pin(self, state: FeatureState, replicate: Callable[[Any], Any]) -> FeatureState:
-        return dataclasses.replace(replicate(dataclasses.replace(state, cache=None)), cache=state.cache)
 
     def read(
         self,

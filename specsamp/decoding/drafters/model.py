@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -22,7 +21,7 @@ _Carry = tuple[Any, Array]  # draft cache, tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter(Drafter):
+class ModelDrafter(LengthHooks, Drafter):
     """Drafts with ``model``, whose weights are ``weights.draft``; its state is its cache.
 
     Attributes:
@@ -48,16 +47,6 @@ class ModelDrafter(Drafter):
     @property
     def weights_key(self) -> LanguageModel:
         return self.model
-
-    @property
-    def reader(self) -> LanguageModel:
-        return self.model
-
-    def with_models(self, target: LanguageModel, draft: LanguageModel | None) -> ModelDrafter:
-        return dataclasses.replace(self, model=draft or self.model)
-
-    def drafting_with(self, target: LanguageModel) -> ModelDrafter:
-        return dataclasses.replace(self, model=target)
 
     @property
     def first_window(self) -> int:
@@ -99,24 +88,6 @@ class ModelDrafter(Drafter):
         cache: Any,
     ) -> tuple[Any, Any]:
         return self.model(weights.draft, tokens_BT, start_B, state).cache, cache
-
-    def pin(self, state: Any, replicate: Callable[[Any], Any]) -> Any:
-        return state  # a cache, which the model lays out
-
-    def catch_up(
-        self, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
-    ) -> tuple[Any, Array]:
-        """Reads K + 1 tokens at a time, up to those that a round's first call feeds anyway."""
-        known_B = jnp.maximum(prefix.lengths_B - 2, 0)
-
-        def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            state, seen_B = carry
-            start_B = jnp.clip(seen_B, 0, known_B)  # what follows the text is scratch, and within the headroom
-            tokens_BT = gather_tokens(prefix.tokens_BS, start_B, self.K + 1)
-            return self.model(weights.draft, tokens_BT, start_B, state).cache, start_B + self.K + 1
-
-        state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
-        return state, jnp.minimum(seen_B, prefix.lengths_B)
 
     def last_logits(
         self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rules import Draft
@@ -23,7 +23,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter(Drafter):
+class NgramDrafter(LengthHooks, Drafter):
     """Looks the last ``max_ngram`` tokens up in the row's own context, then fewer, down to ``min_ngram``.
 
     Attributes:
@@ -45,7 +45,7 @@ class NgramDrafter(Drafter):
     def weights_key(self) -> None:
         return None
 
-    def foresee(self, state: Any, prefix: Prefix) -> Array:
+    def max_draft_length(self, state: Any, prefix: Prefix) -> Array:
         return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
 
     def propose(

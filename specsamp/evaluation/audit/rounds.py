@@ -39,6 +39,7 @@ from specsamp.evaluation.audit.mistakes import (
     evidence_sums,
     wrong_distributions,
 )
+from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import Subject
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -83,12 +84,8 @@ class Rounds:
 
 def can_read(subject: Subject) -> bool:
     """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
-    return subject.drafter.reader is not None and any(_is_read(subject, prompt) for prompt in subject.prompts)
-
-
-def _is_read(subject: Subject, prompt: Sequence[int]) -> bool:
-    """Returns whether texts of a prompt are read, see `Drafter.reader_depth`."""
-    return subject.drafter.reader_depth is None or len(prompt) > 1
+    draft = reader(subject.drafter)
+    return draft is not None and any(map(draft.reads, subject.prompts))
 
 
 def knows_acceptance(subject: Subject) -> bool:
@@ -110,14 +107,14 @@ def collect(
     at ``level`` with probability `POWER`. It gives up after `MOST_BATCHES` calls of `generate`.
     """
     samples = max(rows // len(subject.prompts), 1)
-    found = None
+    found, draft = None, reader(subject.drafter)
     for call in range(MOST_BATCHES):
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
             ((*subject.prompts[one.prompt_index], *one.tokens), one.from_draft)
             for one in subject.decode(num_samples=samples, seed=seed, draft_length=None)
-            if one.tokens and _is_read(subject, subject.prompts[one.prompt_index])
+            if one.tokens and draft.reads(subject.prompts[one.prompt_index])
         ]
         if not texts:
             break
@@ -145,10 +142,10 @@ def read(
       texts: token ids, prompts included.
       from_draft: for each text, whether each of its tokens behind the prompt had been drafted.
     """
-    pair, rule = subject.pair, subject.rule
+    pair, rule, draft = subject.pair, subject.rule, reader(subject.drafter)
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(subject.drafter, slots)
-    longest, K = -(-max(map(len, from_draft)) // 8) * 8, subject.drafter.reader_depth or subject.drafter.K
+    longest, K = -(-max(map(len, from_draft)) // 8) * 8, draft.depth or subject.drafter.K
     warps = (subject.sampling, subject.draft_sampling or subject.sampling, chain())
     total = None
     for number, (tokens_BT, lengths_B, indices) in enumerate(batches):
@@ -161,10 +158,10 @@ def read(
         starts_B = np.array([len(texts[i]) - len(from_draft[i]) for i in indices], np.int32)
         found = _read(
             pair.target,
-            subject.drafter.reader,
+            draft.model,
             pair.shards,
             weights.target,
-            subject.drafter.reader_weights(weights),
+            draft.weights_of(weights),
             tokens_BT,
             starts_B,
             counts_B,

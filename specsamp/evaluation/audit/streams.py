@@ -10,6 +10,7 @@ import numpy as np
 from specsamp.decoding.drafters import NgramDrafter, NoDrafter
 from specsamp.decoding.job import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
+from specsamp.evaluation.audit.readers import with_target_as_draft
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.coupled import CoupledRule
@@ -52,7 +53,7 @@ def coupled_text(subject: Subject) -> Check:
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
     """Checks that all drafted tokens are accepted, but for rounding, where the target is its own draft."""
     pair = subject.pair
-    drafter = subject.drafter.drafting_with(pair.target)
+    drafter = with_target_as_draft(subject.drafter, pair.target)
     if drafter is None:
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
     same = dataclasses.replace(

@@ -20,6 +20,7 @@ from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion
 from specsamp.decoding.whole_texts import full_warp
+from specsamp.evaluation.audit.readers import with_models
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.interface import LanguageModel
@@ -137,7 +138,7 @@ class Subject:
         if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
         pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
-        drafter = self.drafter.with_models(target, pair.draft_or_head)
+        drafter = with_models(self.drafter, {self.pair.target: target, self.pair.draft: draft, self.pair.head: head})
         if dtype == "float32":
             # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}

@@ -1,0 +1,155 @@
+"""What audits know about drafters: the model that drafted tokens are sampled from, and drafters of other models.
+
+Each function has an answer for the package's drafters. An audit of another drafter leaves out the checks that need one,
+unless its class is registered: ``reader.register(MyDrafter)``, ``with_target_as_draft.register(MyDrafter)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafters import BeamDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters.feature import read_pairs
+from specsamp.decoding.state import Weights
+from specsamp.models.heads import FeatureHead
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """The model that drafted tokens are sampled from, given the sequence so far.
+
+    Attributes:
+      model: scores whole sequences.
+      weights_of: returns its weights among those of a pair.
+      depth: the tokens at the beginning of a draft that are sampled from it; None: all of them. Later tokens depend on
+        more than the sequence, such as on where the round began. With a number, prompts of one token are not read
+        either: they may draft nothing in their first round.
+    """
+
+    model: LanguageModel
+    weights_of: Callable[[Weights], Any] = operator.attrgetter("draft")
+    depth: int | None = None
+
+    def reads(self, prompt: Any) -> bool:
+        """Returns whether sequences that begin with this prompt can be read."""
+        return self.depth is None or len(prompt) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTokenReader(LanguageModel):
+    """Scores whole sequences: logits of the first drafted token after every position. Its weights are those of a pair.
+
+    After the first token, which is no pair, all logits are zero.
+    """
+
+    target: LayeredModel
+    head: FeatureHead
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.vocab_size
+
+    def init_cache(self, batch: int, slots: int) -> Any:
+        return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots)
+
+    def __call__(
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Any = None,
+    ) -> Output:
+        output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
+        _, returned_BTD, of_head = read_pairs(self.target, self.head, weights, tokens_BT, output.hidden, cache)
+        unembed = functools.partial(self.target.unembed_normed, weights.target)
+        logits_BTV = self.head.expand(weights.draft, self.head.logits(weights.draft, returned_BTD, unembed))
+        logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BTV], axis=1)
+        return Output(logits_BTV=logits_BTV, cache=(output.cache, of_head))
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTargetDrafter(EarlyExitDrafter):
+    """Drafts with all layers: every token is accepted, which checks the weights and the cache that both share."""
+
+    @property
+    def last_exit(self) -> int:
+        return self.model.num_layers
+
+
+@functools.singledispatch
+def reader(drafter: Drafter) -> Reader | None:
+    """Returns the model that drafted tokens are sampled from, or None."""
+    return None
+
+
+@reader.register
+def _(drafter: ModelDrafter) -> Reader:
+    return Reader(model=drafter.model)
+
+
+@reader.register
+def _(drafter: BeamDrafter) -> None:
+    return None  # no token is sampled from the model's distribution
+
+
+@reader.register
+def _(drafter: EarlyExitDrafter) -> Reader:
+    return Reader(model=drafter.exit_model, weights_of=operator.attrgetter("target"))
+
+
+@reader.register
+def _(drafter: FeatureDrafter) -> Reader:
+    return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
+
+
+@functools.singledispatch
+def with_target_as_draft(drafter: Drafter, target: LanguageModel) -> Drafter | None:
+    """Returns this drafter with the target as its draft model (acceptance is then 1), or None."""
+    return None
+
+
+@with_target_as_draft.register
+def _(drafter: ModelDrafter, target: LanguageModel) -> ModelDrafter:
+    return dataclasses.replace(drafter, model=target)
+
+
+@with_target_as_draft.register
+def _(drafter: BeamDrafter, target: LanguageModel) -> None:
+    return None  # even the target's own most probable tokens are not always accepted
+
+
+@with_target_as_draft.register
+def _(drafter: EarlyExitDrafter, target: LanguageModel) -> WholeTargetDrafter:
+    return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
+
+
+def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:
+    """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype.
+
+    Args:
+      models: the new model, or head, for each old one; they are replaced in the drafter's fields and in its parts.
+    """
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(replace, value))
+        return with_models(value, models) if isinstance(value, Drafter) else models.get(value, value)
+
+    if not dataclasses.is_dataclass(drafter):
+        return drafter
+    fields = {field.name: replace(getattr(drafter, field.name)) for field in dataclasses.fields(drafter) if field.init}
+    return dataclasses.replace(drafter, **fields)
