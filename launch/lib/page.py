@@ -36,6 +36,8 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
     r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
+    r"launch/(?:studies/)?speedup\.py": "launch/study.py speedup",
+    r"launch/(?:studies/)?head_training\.py": "launch/study.py heads",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?agreement\.py": "launch/study.py agreement",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
@@ -46,11 +48,11 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?scheduling\.py": "launch/study.py serving --ask=arrivals --rows=4",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
     r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
-    r"(study\.py drafters.*) --(K|sampling)=(\S+) --\2=": r"\1 --\2=\3,",  # a list, that was a flag given twice
     r"launch/(?:studies/)?lossy\.py": "launch/study.py lossy",
-    # Last, of all studies: a figure was a file, and is one of a folder.
+    # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }
+REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
 
 def write() -> list[pathlib.Path]:
@@ -140,6 +142,8 @@ def today(command: str) -> str:
     """Returns a recorded command as it is given today: commands have moved, and results go to runs/."""
     for then, now in MOVED.items():
         command = re.sub(then, now, command)
+    while "launch/study.py" in command and command != (joined := REPEATED.sub(r" --\1=\2,\3", command)):
+        command = joined
     script = re.search(r"launch/(\w+\.py)", command)  # until all studies have moved
     if script and not (CHECKOUT / script[0]).exists():
         command = command.replace(script[0], f"launch/studies/{script[1]}")

@@ -1,95 +1,157 @@
 """Measures the speedup of a trained pair over draft lengths and rules, and how much of what theory allows it is.
 
-    python launch/studies/speedup.py --config=configs/trained_pair.py --output=runs/python_pair_speedup.json
+    python launch/study.py speedup --config=configs/trained_pair.py --output=runs/python_pair_speedup.json
 
-Greedy and with temperature 0.8, top-p 0.95. Every rule and K is a cell of `specsamp.analysis.benchmark`, which takes turns
-with plain decoding of the same prompts. What theory allows follows from the measured acceptance rate and the measured
-times of the calls (`Result.allowed_speedup` there); beside it stands the same with the measured tokens per round.
+Greedy and with temperature 0.8, top-p 0.95. Every rule and K takes turns with plain decoding of the same prompts. What
+theory allows follows from the measured acceptance rate and the measured times of the calls (`Result.allowed_speedup` of
+`specsamp.analysis.benchmark`); the file also holds the same with the measured tokens per round.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from absl import flags
+import jax
 
-from launch.lib import entry
-from launch.lib.config import ConfigFlag
-from launch.lib.drafters import drafter_name, make_drafter, word_of
-from launch.lib.experiment import Experiment, build, headline, refuse
-from launch.lib.fields import ExperimentConfig
+from launch.lib.command_tables import headline, summary
+from launch.lib.experiment import build, refuse
 from launch.lib.rules import RULES
-from launch.studies.theory import curve_of, curve_table
-from specsamp import chain, greedy, temperature, top_p, use_compilation_cache
-from specsamp.analysis.grid import Cell, Results, measure_cells
-from specsamp.sampling.warp import Warp
-
-_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_LENGTHS = flags.DEFINE_multi_integer(
-    "draft_length", [1, 2, 3, 4, 5, 6, 7, 8], "Draft length K to measure; may be repeated.", lower_bound=1
-)
-_RULES = flags.DEFINE_multi_enum(
-    "rule", ["token", "block"], sorted(RULES), "Acceptance rule to measure; may be repeated."
-)
-_PASSES = flags.DEFINE_integer("passes", 3, "How often each side decodes every prompt.", lower_bound=1)
-_OUTPUT = entry.define_output()
+from launch.lib.study import Document, Option, Published, Say, Study
+from specsamp import chain, greedy, temperature, top_p
+from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.report import Table
+from specsamp.analysis.tables import ratio, words
+from specsamp.analysis.timing import Quartiles
 
 DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 
 
-def main() -> None:
-    console = entry.make_console()
-    entry.check_output(_OUTPUT.value)
-    refuse(_CONFIG.value, "draft_temperature", "synthetic_acceptance")
-    experiment = build(_CONFIG.value)
-    if not word_of(_CONFIG.value).drafts:
+def prepare(options) -> Any:
+    """Refuses what has no curve."""
+    refuse(options.config.value, "draft_temperature", "synthetic_acceptance")
+    if not options.config.value.word.drafts:
         raise ValueError("--config.drafter: without a drafter there is no curve")
-    use_compilation_cache()
-    console.print(headline(experiment))
+    return options
+
+
+def measure(options, key, say) -> dict[str, Any]:
+    """Measures every rule and K with every distribution."""
+    config = options.config.value
+    experiment = build(config)
+    pair, work = experiment.pair, experiment.workload
+    work = dataclasses.replace(work, repeats=work.repeats * options.passes)
     curves = {}
-    with entry.progress(console, "starting") as say:
-        for name, warp in DISTRIBUTIONS.items():
-            cells = cells_of(experiment, name, warp)
-            measured = measure_cells(experiment.pair, cells, Results.open(None, {}), progress=say)
-            curves[name] = curve_of(measured, deterministic=name == "greedy")
-    entry.show([curve_table(name, curve) for name, curve in curves.items()], console)
-    document = {
-        "config": {k: v for k, v in _CONFIG.value.to_dict().items() if k not in ("sampling", "rule", "draft_length")},
+    for name, warp in DISTRIBUTIONS.items():
+        results = []
+        for rule in options.rule:
+            jax.clear_caches()  # Linux allows a process 65,530 mappings, and a program takes several
+            for K in options.draft_length:
+                progress = functools.partial(tell, say, f"{name}, {rule} rule, K = {K}")
+                drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
+                results.append((rule, benchmark(pair, drafter, RULES[rule](), warp, work, progress)))
+        curves[name] = curve_of(results, work.repeats, greedy=name == "greedy")
+    left_out = ("sampling", "rule", "draft_length")
+    return {
+        "config": {field: value for field, value in config.to_dict().items() if field not in left_out},
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
         "models": experiment.configs,
         "curves": curves,
-        "best_draft_length": {
-            name: {rule: curve.best(rule).draft_length for rule in _RULES.value} for name, curve in curves.items()
-        },
+        "best_draft_length": {name: best_lengths(curve["points"], options.rule) for name, curve in curves.items()},
     }
-    entry.write_result(_OUTPUT.value, document, console)
 
 
-def cells_of(experiment: Experiment, name: str, warp: Warp) -> list[Cell]:
-    """Makes the cells of one distribution."""
-    work, pair, config = experiment.workload, experiment.pair, _CONFIG.value
-    return [
-        Cell(
-            key={
-                "draft_length": K,
-                "drafter": drafter_name(config),
-                "rule": rule,
-                "batch": work.batch,
-                "temperature": 0.0 if name == "greedy" else 0.8,
-                "top_k": 0,
-                "top_p": 1.0 if name == "greedy" else 0.95,
-                "min_p": 0.0,
-            },
-            drafter=make_drafter(config, pair.target, pair.draft_or_head, K),
-            rule=RULES[rule](),
-            sampling=warp,
-            draft_sampling=None,
-            workload=dataclasses.replace(work, repeats=work.repeats * _PASSES.value),
-        )
-        for rule in _RULES.value
-        for K in _LENGTHS.value
-    ]
+def tell(say: Say, where: str, text: str) -> None:
+    """Says what is going on, and where."""
+    say(f"{where}: {text}")
 
 
-if __name__ == "__main__":
-    entry.run(main, _CONFIG)
+def curve_of(results: list[tuple[str, Result]], prompts: int, greedy: bool) -> dict[str, Any]:
+    """Returns a point for each result, and what they share; ``same_tokens`` counts prompts that all sides agree on."""
+    return {
+        "ms_per_token": Quartiles.of([result.autoregressive.ms_per_token.median for _, result in results]),
+        "points": [point_of(rule, result) for rule, result in results],
+        "prompts": prompts,
+        "same_tokens": min(result.same_tokens for _, result in results) if greedy else None,
+    }
+
+
+def best_lengths(points: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> dict[str, int]:
+    """Returns the K of each rule with the largest speedup."""
+    speedups = {rule: [(p["speedup"].median, p["draft_length"]) for p in points if p["rule"] == rule] for rule in rules}
+    return {rule: max(found)[1] for rule, found in speedups.items()}
+
+
+def point_of(rule: str, result: Result) -> dict[str, Any]:
+    """Returns what was measured of a rule and a K, and what theory allows it.
+
+    Raises:
+      ValueError: the parts of a round were not timed.
+    """
+    split, allowed, K = result.split, result.allowed_speedup, result.speculative.draft_length
+    if split is None or allowed is None:
+        raise ValueError("the phases of a round were not timed, so theory has no costs: see JAX_DISABLE_JIT, or memory")
+    rounds = split.least_round.median / result.acceptance.emitted_per_round
+    return {
+        "rule": rule,
+        "draft_length": K,
+        "speedup": result.speedup,
+        "overall": result.overall_speedup,  # seconds over seconds, all prompts together
+        "ms_per_token": result.speculative.ms_per_token,
+        "acceptance": result.acceptance,
+        "costs": {
+            "target_step": split.step.ms.median,
+            "draft_call": split.draft_model.ms.median / K,
+            "score": split.score.ms.median,
+            "least_round": split.least_round.median,  # (K draft_call + score) / target_step, within a repeat
+        },
+        "allowed": allowed,
+        "efficiency": result.overall_speedup / allowed,
+        "efficiency_of_rounds": result.overall_speedup * rounds,
+    }
+
+
+def table(document: Document) -> Table:
+    """Returns the speedup of every rule and K, and how much of it theory allows; the best of each rule is bold."""
+    rows = []
+    for name, curve in document["curves"].items():
+        for point in curve["points"]:
+            rule, costs, counts = point["rule"], point["costs"], point["acceptance"]
+            mark = "**" if document["best_draft_length"][name][rule] == point["draft_length"] else ""
+            label = f"{mark}{words(name)}, {rule} rule, K = {point['draft_length']}{mark}"
+            times = f"{curve['ms_per_token']['median']:.2f}", f"{point['ms_per_token']['median']:.2f}"
+            speedup = (
+                f"{mark}{ratio(point['speedup'])}{mark}",
+                f"{counts['rate']:.3f}",
+                f"{counts['emitted_per_round']:.2f}",
+            )
+            calls = [costs["draft_call"] / costs["target_step"], costs["score"] / costs["target_step"]]
+            rows.append((label, *times, *speedup, f"{calls[0]:.3f}", f"{calls[1]:.2f}", f"{point['efficiency']:.0%}"))
+    header = ("", "alone, ms per token", "with the draft", "speedup", "acceptance", "tokens per round")
+    header += ("draft call, in steps", "scoring, in steps", "of what theory allows")
+    return Table(title="Speedup by draft length and rule", header=header, rows=rows)
+
+
+STUDY = Study(
+    question="How fast is the pair by draft length and rule, and how much of what theory allows is that?",
+    config="configs/trained_pair.py",
+    options={
+        "draft_length": Option((1, 2, 3, 4, 5, 6, 7, 8), "Draft lengths K to measure.", least=1),
+        "rule": Option(("token", "block"), "Acceptance rules to measure.", choices=sorted(RULES)),
+        "passes": Option(3, "How often each side decodes every prompt.", least=1),
+    },
+    prepare=prepare,
+    measure=measure,
+    tables={
+        "speedup": Published(["python_pair_speedup"], table),
+        "headline": Published(["python_pair_speedup", "compile_slices"], headline),
+        "summary": Published(
+            ["python_pair_speedup", "python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
+            summary,
+        ),
+    },
+)

@@ -15,7 +15,6 @@ TINY = "--config=configs/random_pair.py:tiny"
 @pytest.mark.parametrize(
     "script, arguments, message",
     [
-        ("studies/speedup", [TINY, "--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
         ("study", ["serving", "--task=nothing"], "there is no task 'nothing'"),
         ("study", ["serving", "--ask=arrivals", "--task=python", "--past=19"], "--past=19: give less than 19, as 20"),
     ],
