@@ -81,6 +81,6 @@ def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
                 options = study.load(arguments.split()[0]).options
                 source += (ROOT / "launch/lib/study.py").read_text() + "".join(f'"{name}"' for name in options)
             for flag in re.findall(r" --(\w+)", arguments):
-                assert flag == "config" or f'"{flag}"' in source, (file.name, script, flag)
+                assert flag in ("config", "help") or f'"{flag}"' in source, (file.name, script, flag)
                 checked += 1
     assert checked > 60
