@@ -37,8 +37,8 @@ from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
 from specsamp.checkpoints import name_check
-from specsamp.checkpoints.head_check import HeadCheck, check_head, write_texts
 from specsamp.doctor import Finding, Level, Wanted
+from specsamp.evaluation.head_check import HeadCheck, check_head, write_texts
 
 FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)

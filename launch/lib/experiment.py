@@ -18,7 +18,6 @@ from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models, looked_up_parameters
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
-from specsamp.checkpoints.head_check import check_head, write_texts
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
@@ -27,6 +26,7 @@ from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
@@ -98,8 +98,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
         workload = with_prompts(workload, pair, prompts or config.prompts, chat=bool(config.chat))
     elif name is not None:
-        # A head is checked below, on these prompts.
-        pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides, check_fit=False)
+        pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides)
         pair = pair if mesh is None else shard(pair, mesh, **over)
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     else:
@@ -142,8 +141,7 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
     console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
-    # How a head fits is said by `build`, on the prompts that are meant.
-    read = functools.partial(read_head_pair, check_fit=False) if config.word.draft == "head" else read_pair
+    read = read_head_pair if config.word.draft == "head" else read_pair
     return read(
         config.hugging_face.target,
         config.hugging_face.draft,

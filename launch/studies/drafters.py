@@ -99,7 +99,7 @@ def sources_of(options: Any) -> dict[str, tuple[Pair, Callable[[int], Drafter]]]
     sources[name] = exits, leave
     with_heads = {}
     if (pair_folder(options.pair) / "head").is_dir():
-        with_heads["its head"] = load_pair(options.pair, draft="head", check_fit=False)
+        with_heads["its head"] = load_pair(options.pair, draft="head")
     for text in options.head:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):

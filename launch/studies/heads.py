@@ -39,7 +39,7 @@ def prepare(options) -> Any:
 
 def measure(options, key, say) -> dict[str, Any]:
     """Measures the head and the pair's draft model on the same held-out windows."""
-    trained, pair = open_trained_head(options.run), load_pair(options.pair, draft="head", check_fit=False)
+    trained, pair = open_trained_head(options.run), load_pair(options.pair, draft="head")
     drafting = load_pair(options.pair)
     config = trained.run_config()
     data = config["data"]

@@ -147,14 +147,13 @@ def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
             return {"error": f"it takes more than {MAX_SECONDS:g} seconds, or more than {MAX_BYTES:,} bytes of memory"}
         finally:
             if not _idle:
-                process.kill()
-                process.communicate()
+                _end(process)
 
 
 def _start() -> subprocess.Popen:
     """Starts the process that runs templates."""
     command = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("chat_sandbox.py"))]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [*command, str(MAX_SECONDS), str(MAX_BYTES)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -163,5 +162,14 @@ def _start() -> subprocess.Popen:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,  # the terminal interrupts this program, not the template
     )
-    atexit.register(process.kill)
-    return process
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _idle:
+        _end(_idle.pop())

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,6 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from specsamp import storage
-from specsamp.checkpoints.head_check import EXAMPLES, warn_unless_it_fits
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.int8_storage import dequantise, int8_weights, quantise
 from specsamp.checkpoints.params import check_shapes
@@ -53,7 +53,7 @@ def load_pair(
     draft: str = "model",
     dtype: str = "float32",
     int8: Int8 = FLOAT,
-    check_fit: bool = True,
+    check_fit: Callable[[Pair], Any] | None = None,
 ) -> Pair:
     """Reads a pair, ready for `generate`.
 
@@ -62,7 +62,7 @@ def load_pair(
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
       int8: what is in int8 instead: weights as they are stored.
-      check_fit: warns if a head is hardly accepted on a few of the pair's prompts; False saves some seconds.
+      check_fit: looks at a pair with a head once it is read, as `specsamp.evaluation.head_check.warn_unless_it_fits` does.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
@@ -97,7 +97,7 @@ def load_pair(
         **drafting,
     )
     if draft == "head" and check_fit:
-        warn_unless_it_fits(pair, load_prompts(folder) if (folder / "prompts.json").is_file() else EXAMPLES)
+        check_fit(pair)
     return pair
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specsamp.checkpoints.head_check import warn_unless_it_fits
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, Progress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
@@ -90,7 +89,7 @@ def read_head_pair(
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
-    check_fit: bool = True,
+    check_fit: Callable[[Pair], Any] | None = None,
 ) -> Pair:
     """Reads a target and a head that drafts from its hidden states, ready for `generate`.
 
@@ -99,7 +98,7 @@ def read_head_pair(
       dtype, int8, mesh, draft_model_parallelism, progress: see `read_pair`.
       say: is told if the head was trained for another model of the same sizes.
       check: is shown target and head before any weight is read, and raises ValueError if they will not do.
-      check_fit: warns if the head is hardly accepted on a few short texts; False saves compiling two programs.
+      check_fit: looks at the pair once it is read, as `specsamp.evaluation.head_check.warn_unless_it_fits` does.
 
     Raises:
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
@@ -136,7 +135,7 @@ def read_head_pair(
     )
     pair = pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
     if check_fit:
-        warn_unless_it_fits(pair)
+        check_fit(pair)
     return pair
 
 

@@ -77,6 +77,8 @@ def short(monkeypatch):
     """Templates have 0.3 seconds."""
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
     monkeypatch.setattr(chat, "_idle", [])
+    yield
+    chat._end_idle()
 
 
 DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"

@@ -102,7 +102,7 @@ def test_a_target_drafts_with_its_own_module(folder, tokenizer, tmp_path):
     (place / "tokenizer.json").write_text(tokenizer.to_json())
     save_file(tensors, place / "model.safetensors")
     said = []
-    pair = read_head_pair(place, place, dtype="float32", say=said.append, check_fit=False)
+    pair = read_head_pair(place, place, dtype="float32", say=said.append)
     assert said == [] and pair.head.hidden_layers == (1,)
     made, plain = (generate(pair, ["def f(x)"], 16, draft_length=K)[0] for K in (2, 0))
     assert made.tokens == plain.tokens and made.stats.drafted > 0

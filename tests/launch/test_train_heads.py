@@ -68,7 +68,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
 
     with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
-        load_pair(pair_folder, draft="head", check_fit=False)
+        load_pair(pair_folder, draft="head")
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
     done = call("export", *arguments)
     assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
@@ -78,7 +78,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
-    pair, trained = load_pair(pair_folder, draft="head", check_fit=False), open_trained_head(tmp_path / "tuned")
+    pair, trained = load_pair(pair_folder, draft="head"), open_trained_head(tmp_path / "tuned")
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
@@ -119,7 +119,7 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
     done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
     assert (done.returncode or 0) == 0, done.stderr
     assert (pair_folder / "head" / file).is_file()
-    pair = load_pair(pair_folder, draft="head", check_fit=False)
+    pair = load_pair(pair_folder, draft="head")
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     (plain,), (drafted,) = (generate(pair, ["def f(x):"], 8, draft_length=K) for K in (0, 3))
@@ -193,7 +193,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
 
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
-    pair = read_head_pair(str(public_target), str(tmp_path / "exported"), dtype="float32", check_fit=False)
+    pair = read_head_pair(str(public_target), str(tmp_path / "exported"), dtype="float32")
     trained = open_trained_head(tmp_path / "head")
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)

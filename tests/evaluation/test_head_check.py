@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from specsamp import Pair
-from specsamp.checkpoints.head_check import (
+from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafters import FeatureDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.evaluation.head_check import (
     _read_target,
     check_head,
     draft_acceptance,
     warn_unless_it_fits,
     write_texts,
 )
-from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafters import FeatureDrafter
-from specsamp.decoding.loop import Loop
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, for_rows, temperature
