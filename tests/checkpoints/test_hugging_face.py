@@ -12,14 +12,12 @@ import safetensors.numpy
 from etils import epath
 
 from specsamp.checkpoints import safetensors_io
-from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
 from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
-from support import golden
 from support.checkpoint_shapes import edit, open_all
 
 
@@ -159,10 +157,6 @@ def test_an_output_embedding_of_its_own_counts_whatever_config_json_says(saved, 
     jax.tree.map(np.testing.assert_array_equal, read, params)
     with pytest.raises(ValueError, match="tied is False there, True in the model"):
         read_params(checkpoint, TransformerLM(checkpoint.described))
-
-
-def gemma3(**changes):
-    return parse_config("config.json", golden.read("gemma3").config | changes, "float32")[1]
 
 
 def test_stop_tokens_of_the_generation_config_come_first(saved):

@@ -225,10 +225,6 @@ def test_a_residual_without_mass_falls_back_to_the_target():
 # The coupled rule: two races over the same noise.
 
 
-def overlap(p, q, r):
-    return np.maximum(p, np.multiply.outer(r, q)).sum(-1)
-
-
 def integral_to(p, q, end):
     """``int_0^end dr / Phi(r)^2``; between two ratios Phi is a + b r, of antiderivative -1 / (b (a + b r))."""
     with np.errstate(divide="ignore", invalid="ignore"):

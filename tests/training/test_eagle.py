@@ -2,14 +2,11 @@
 
 import dataclasses
 import functools
-import io
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
@@ -23,7 +20,7 @@ from specsamp.training.data import Windows
 from specsamp.training.eagle import TrainHead, most_frequent
 from specsamp.training.evaluate import evaluate
 from specsamp.training.task import Pretrain
-from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from specsamp.training.trainer import TrainConfig, init_state, train_step
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
@@ -188,38 +185,6 @@ def trained_target():
     for number in range(config.steps):
         state, _ = one_step(task, config, state, None, DATA.batch(number, config.batch)[None])
     return state.params
-
-
-class Killed(Exception):
-    pass
-
-
-@dataclasses.dataclass
-class Breaking:
-    at: int
-
-    def batch(self, step, size):
-        if step == self.at:
-            raise Killed
-        return DATA.batch(step, size)
-
-
-def run(folder, target_params, data=DATA, mesh=(1, 1)):
-    task = TrainHead(head=REDUCED, target=TARGET, test_steps=2, objective="lk_hybrid", chunk=6)
-    folder.mkdir(exist_ok=True)
-    state = train(
-        task,
-        dataclasses.replace(TRAIN, steps=6),
-        data,
-        folder,
-        held_out=HELD_OUT,
-        teacher_params=task.teacher(target_params, IDS),
-        intervals=Intervals(log=1, evaluate=6, checkpoint=3),
-        mesh=make_mesh(*mesh, devices=jax.devices()[: mesh[0] * mesh[1]]),
-        console=Console(file=io.StringIO()),
-    )
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """LayerSkip: schedules and weights of the paper, layers that are dropped whole, and exits that learn to draft."""
 
 import dataclasses
-import io
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
@@ -18,7 +15,7 @@ from specsamp.training.data import Windows
 from specsamp.training.evaluate import evaluate
 from specsamp.training.layerskip import LayerSkip, dropout_rates, dropout_scale, loss_weights, read_layers
 from specsamp.training.task import Pretrain
-from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from specsamp.training.trainer import TrainConfig, init_state, train_step
 from support.weights import drawn_params
 
 V, LENGTH = 16, 12
@@ -188,41 +185,6 @@ def test_exits_learn_to_draft(params):
         name = f"acceptance/exit_{exit_layer}"
         assert skipping[name] > control[name] + gain, (name, skipping[name], control[name])
     assert skipping["loss"] < control["loss"] + 0.1 < 1 < np.log(V)
-
-
-class Killed(Exception):
-    pass
-
-
-@dataclasses.dataclass
-class Breaking:
-    at: int
-
-    def batch(self, step, size):
-        if step == self.at:
-            raise Killed
-        return DATA.batch(step, size)
-
-
-def run(folder, data=DATA, mesh=(1, 1)):
-    """Two layers, the first of which is read later on."""
-    model = TransformerLM(dataclasses.replace(MODEL.config, num_layers=2))
-    task = dataclasses.replace(TASK, model=model, steps=8, dropout=0.5, curriculum="gradual")
-    config = dataclasses.replace(TRAIN, steps=8)
-    devices = jax.devices()[: mesh[0] * mesh[1]]
-    folder.mkdir(exist_ok=True)
-    state = train(
-        task,
-        config,
-        data,
-        folder,
-        held_out=HELD_OUT,
-        intervals=Intervals(log=1, evaluate=8, checkpoint=4),
-        mesh=make_mesh(*mesh, devices=devices),
-        console=Console(file=io.StringIO()),
-    )
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return state, [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 @pytest.mark.parametrize(
