@@ -56,17 +56,6 @@ class Programs:
         """Returns the head that drafts; None: a model does."""
         return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
 
-    def check(self) -> None:
-        """Checks the slots.
-
-        Raises:
-          ValueError: they are more than a model can read.
-        """
-        for side, model in (("target", self.target), ("draft", self.draft)):
-            most = model.max_positions
-            if most is not None and self.slots > most:
-                raise ValueError(f"{self.slots} slots exceed the {most} positions of the {side}: give --slots={most}")
-
     @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's prepared weights, sharded."""

@@ -123,7 +123,10 @@ def compile_report(
       ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
         fewer tokens than a round has, or for more than a model can read.
     """
-    programs.check()
+    for side, model in (("target", programs.target), ("draft", programs.draft)):
+        most = model.max_positions
+        if most is not None and programs.slots > most:
+            raise ValueError(f"{programs.slots} slots exceed the {most} positions of the {side}: give --slots={most}")
     if draft_length < 1 or programs.slots < max(draft_length + 1, 16):
         raise ValueError(
             f"a round is compiled with draft_length >= 1 and at least {max(draft_length + 1, 16)} slots; got "

@@ -104,13 +104,10 @@ def described_mesh(
         options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
         described = topologies.get_topology_desc(topology, platform="tpu", **options)
-    except RuntimeError as error:
-        if "not installed" not in str(error) and "libtpu" not in str(error):
-            raise ValueError(f"the compiler knows no topology {topology!r} ({error}): try one of {EXAMPLES}") from error
-        raise ValueError(
-            "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"
-        ) from error
     except Exception as error:  # whatever libtpu raises for a shape that it refuses
+        if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
+            missing = "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"
+            raise ValueError(missing) from error
         raise ValueError(f"the compiler refuses the topology {topology!r} ({error}): try one of {EXAMPLES}") from error
     count = math.prod(sizes) * chip.devices
     if len(described.devices) != count:

@@ -175,7 +175,7 @@ def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     assert text.count(" while(") == loops
 
 
-MISTAKES = ("stacked under scan", "cache not donated", "sent to the host", "one more all-reduce")
+MISTAKES = ("stacked under scan", "cache not donated")
 
 
 def feed_forward(layers, mistake=None):
@@ -189,10 +189,6 @@ def feed_forward(layers, mistake=None):
     def layer(x, weights, cache, start):
         cache = jax.lax.dynamic_update_slice(cache, x[:, :128], (start, 0))
         hidden = jax.nn.gelu(jnp.dot(x, weights[0]))
-        if mistake == "one more all-reduce":
-            hidden = hidden / hidden.sum(-1, keepdims=True)  # over what the chips hold parts of
-        if mistake == "sent to the host":
-            jax.debug.callback(lambda value: None, hidden[0, 0])
         read = jnp.dot(jnp.dot(x[:, :128], cache.T), cache)
         return x + jnp.dot(hidden, weights[1]) + jnp.pad(read, ((0, 0), (0, width - 128))), cache
 
