@@ -19,6 +19,7 @@ from absl import flags
 
 from launch.lib import entry
 from launch.lib.experiment import bare_pair
+from specsamp import machine
 from specsamp.analysis.report import Table
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
@@ -65,8 +66,8 @@ def main() -> None:
         described, sizes = parse(_TOPOLOGY.value)
         entry.show([plan_table(ON_TPU, math.prod(sizes) * described.devices, sizes, _TOPOLOGY.value)], console)
         return
-    device, sizes = jax.devices()[0], own.extent(jax.devices())
-    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, own.chip_of(device)
+    device, sizes = jax.devices()[0], machine.extent(jax.devices())
+    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, machine.chip_of(device)
     entry.show([plan_table(scale, jax.device_count(), sizes, devices_here())], console)
     if _DRY_RUN.value:
         return

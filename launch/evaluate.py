@@ -37,7 +37,7 @@ from launch.lib.config import ConfigFlag, choose
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
-from specsamp import storage
+from specsamp import machine, storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
@@ -160,7 +160,7 @@ def measure(
             )
             cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
             results.document["cells"].append(cell)
-            header = {"command": entry.command(), "environment": report.environment()}
+            header = {"command": entry.command(), "environment": machine.environment()}
             results.add(cell, header | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
 
 
@@ -293,7 +293,7 @@ def where() -> dict[str, Any]:
     """Returns what times depend on."""
     device = jax.devices()[0]
     told = {"platform": device.platform, "kind": device.device_kind, "devices": jax.device_count()}
-    return told | ({"machine": report.machine()} if device.platform == "cpu" else {})
+    return told | ({"machine": machine.facts()} if device.platform == "cpu" else {})
 
 
 def as_json(row: Row) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from specsamp import storage
-from specsamp.analysis import report
+from specsamp import machine, storage
 from specsamp.checkpoints import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
@@ -154,7 +153,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
             "int8": measure(stored.target_params, stored.draft_params),
         }
     write_prompts(output / "prompts.json", corpus)
-    provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": report.environment()}
+    provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": machine.environment()}
     save_pair(output, **models, tokenizer_json=tokenizer_json, provenance=provenance, eos=data["eos"])
     size = sum(path.stat().st_size for path in output.iterdir())
     console.print(json.dumps(measured, indent=1))

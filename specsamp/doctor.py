@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import glob
 import importlib.metadata
 import os
 import pathlib
@@ -23,13 +22,11 @@ from collections.abc import Mapping
 import jax
 from packaging.requirements import Requirement
 
-from specsamp.analysis.report import machine
+from specsamp import machine
 from specsamp.decoding.generate import find_compilation_cache
 
 TPU, GPU = ("libtpu",), ("jax-cuda12-plugin", "jax-cuda13-plugin")
 PLUGINS = ("jaxlib", *TPU, *GPU)  # whose versions JAX itself names
-GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; and what its chips are called there
-TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
 LEAST_FREE_BYTES = 2 << 30
 USABLE = 0.9  # of a device's memory, by weights: caches and temporaries take the rest
 GATED = ("meta-llama/", "google/gemma", "mistralai/")  # checkpoints whose licence is accepted first
@@ -207,14 +204,9 @@ def _devices(known: Facts) -> Finding:
 
 def facts() -> Facts:
     """Reads the facts of this machine; the devices are JAX's, which starts its backend."""
-    versions = {}
-    for name in ("jax", *PLUGINS):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: found for name in ("jax", *PLUGINS) if (found := machine.version(name)) is not None}
     cache = find_compilation_cache()
-    memory, host, failed = None, machine()["memory_gib"], ""
+    memory, host, failed = None, machine.memory_gib(), ""
     try:
         devices = jax.local_devices()
     except RuntimeError as error:
@@ -229,8 +221,8 @@ def facts() -> Facts:
         python=sys.version_info[:2],
         versions=versions,
         required={name: needed for name in PLUGINS if name in versions and (needed := required(name))},
-        has_tpu=has_tpu(),
-        has_gpu=os.path.exists("/dev/nvidia0"),
+        has_tpu=machine.has_tpu(),
+        has_gpu=machine.has_gpu(),
         platform=platform,
         failed=failed,
         devices=jax.device_count() if devices else 0,
@@ -241,18 +233,6 @@ def facts() -> Facts:
         has_hub_token=bool(os.environ.get("HF_TOKEN")) or token.exists(),
         has_gcloud=shutil.which("gcloud") is not None,
     )
-
-
-def has_tpu() -> bool:
-    """Returns whether a TPU is on this machine's PCI bus, whatever is installed."""
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        try:
-            vendor, chip = (pathlib.Path(path).with_name(name).read_text().strip() for name in ("vendor", "device"))
-        except OSError:
-            continue
-        if vendor == GOOGLE and chip in TPU_CHIPS:
-            return True
-    return False
 
 
 def required(name: str) -> str:

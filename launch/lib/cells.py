@@ -18,8 +18,8 @@ from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
 from launch.lib.rules import make_rule
-from specsamp import storage
-from specsamp.analysis import grid, report, tables
+from specsamp import machine, storage
+from specsamp.analysis import grid, tables
 from specsamp.analysis.grid import Cell, Results
 from specsamp.analysis.measured import describe
 from specsamp.analysis.trace import Trace
@@ -146,7 +146,7 @@ def known_identity(config: ExperimentConfig) -> dict[str, Any]:
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "jax": jax.__version__,
     }
-    return identity | ({"machine": report.machine()} if device.platform == "cpu" else {})
+    return identity | ({"machine": machine.facts()} if device.platform == "cpu" else {})
 
 
 def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def run_cells(
         console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
 
     def header():
-        return {"command": entry.command(), "environment": report.environment()}
+        return {"command": entry.command(), "environment": machine.environment()}
 
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
     start = time.perf_counter()

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.lib.config import ConfigFlag
-from specsamp import storage
+from specsamp import machine, storage
 from specsamp.analysis import report
-from specsamp.doctor import has_tpu
+from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
 from specsamp.models.compiling import is_out_of_memory
 
@@ -303,6 +303,6 @@ def check_output(path: str | None, flag: str = "output") -> None:
 def write_result(path: str | None, document: dict, console: Console) -> None:
     """Writes a result as JSON, after the command and the environment; once, whatever the number of processes."""
     if path and is_first():
-        report.write_json(path, {"command": command(), "environment": report.environment()} | document)
+        report.write_json(path, {"command": command(), "environment": machine.environment()} | document)
         if not storage.is_stream(path):
             console.print(f"\nwritten to {path}", soft_wrap=True, markup=False)

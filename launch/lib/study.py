@@ -24,7 +24,7 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
 from launch.lib.fields import ExperimentConfig
-from specsamp import storage
+from specsamp import machine, storage
 from specsamp.analysis import figures, grid, report
 from specsamp.analysis.report import Table
 
@@ -203,7 +203,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     """Returns the document with all cells, of which those that the output lacks are measured now."""
 
     def header() -> dict[str, Any]:
-        return {"command": entry.command(), "environment": report.environment()}
+        return {"command": entry.command(), "environment": machine.environment()}
 
     if study.cells is None:
         with entry.progress(console, "starting") as say:
@@ -239,7 +239,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
 
 def here() -> dict[str, Any]:
     """Returns the part of an identity that times depend on: the machine and the version of JAX."""
-    return {"machine": report.machine(), "jax": jax.__version__}
+    return {"machine": machine.facts(), "jax": jax.__version__}
 
 
 def results_of(study: Study) -> list[str]:

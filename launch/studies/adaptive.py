@@ -30,8 +30,7 @@ from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.studies.adaptive_points import HEADER, NOTE, Point, rows_of
-from specsamp import Adaptive, chain, storage, temperature, use_compilation_cache
-from specsamp.analysis import report
+from specsamp import Adaptive, chain, machine, storage, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.timing import take_turns
@@ -83,7 +82,7 @@ def main() -> None:
         "weights": experiment.weights,
         "texts": {"clock": _TEXTS.value, "counted": _COUNTED.value},
         "lengths": lengths,
-        "machine": report.environment()["machine"],
+        "machine": machine.environment()["machine"],
     }
     points = points_before(json.loads(json.dumps(made_with)))
     with entry.progress(console, "starting") as say:

@@ -22,8 +22,9 @@ import numpy as np
 
 from launch.lib.study import Document, Option, Published, Study
 from specsamp.analysis.figures import COLOURS, axes_of
-from specsamp.analysis.report import Table, version
+from specsamp.analysis.report import Table
 from specsamp.checkpoints.published import published_config
+from specsamp.machine import version
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.tpu.calibration import Band, calibrate, held_out, two_digits
 from specsamp.tpu.measurements import published

@@ -33,8 +33,8 @@ from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
 from launch.studies.compile_training import head_training, training
 from specsamp import storage
-from specsamp.analysis.report import version
 from specsamp.checkpoints.published import published_config
+from specsamp.machine import version
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.cache import Kernels
 from specsamp.sampling.rejection import BlockRule, TokenRule

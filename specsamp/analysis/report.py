@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import pathlib
-import platform
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-import specsamp
 from specsamp import storage
 from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
-from specsamp.mesh.distributed import commit, source_version
 
 BAR = "█"  # cells of a bar are green
 GAP = 2  # spaces between columns
-MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,78 +48,6 @@ class Table:
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
         return f"{text}\n\n{self.note}" if self.note else text
-
-
-def environment() -> dict[str, Any]:
-    """Returns versions, device and date, for a result that is kept."""
-    device = jax.devices()[0]
-    here = machine()
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
-        "specsamp": specsamp.__version__,
-        "commit": commit(),
-        "source": source_version(),
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "devices": jax.device_count(),
-        "machine": here["platform"],
-        "cpu": here["cpu"],
-        "cores": here["cores"],
-        "memory_gib": here["memory_gib"],
-        "machine_id": here["id"],
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Returns the CPU's model, cores of this process, memory in GiB, the platform, and a hashed id of the machine.
-
-    The id tells two equal machines apart. It is a hash of the operating system's own, from which that cannot be
-    found; None where the system has none.
-    """
-    return {
-        "cpu": _cpu(),
-        "cores": cores(),
-        "memory_gib": _memory_gib(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "id": _id(),
-    }
-
-
-def cores() -> int | None:
-    """Returns how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count()
-
-
-def _cpu() -> str | None:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or None
-
-
-def _memory_gib() -> int | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    except (ValueError, OSError):
-        return None
-
-
-def _id() -> str | None:
-    for path in MACHINE_IDS:
-        try:
-            own = pathlib.Path(path).read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            continue
-        if own:
-            return hashlib.sha256(f"specsamp results {own}".encode()).hexdigest()[:12]
-    return None
 
 
 def write_json(path: str | os.PathLike, document: Any) -> None:
@@ -260,11 +178,3 @@ def _price_as_json(counts: RowStats) -> dict[str, Any]:
 
 def _or_null(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def version(package: str) -> str | None:
-    """Returns the version of an installed package, None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

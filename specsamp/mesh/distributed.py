@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import hashlib
 import os
-import pathlib
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import specsamp
+from specsamp import machine
 from specsamp.mesh.layout import make_mesh
 
 # How long until a process that died is noticed, and how long processes wait for each other at the start. Raise both on
@@ -135,31 +132,7 @@ def code_version() -> str:
     ``SPECSAMP_VERSION``, comes first.
     """
     command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
-    return f"specsamp {source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
-
-
-def source_version() -> str:
-    """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree; see `code_version`."""
-    digest = hashlib.sha256()
-    package = pathlib.Path(specsamp.__file__).parent
-    folders = [package] + [folder for name in ("launch", "configs") if (folder := package.parent / name).is_dir()]
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
-
-
-def commit() -> str:
-    """Returns the commit of this checkout, "-dirty" where files differ from it; or "not a checkout"."""
-    root = pathlib.Path(specsamp.__file__).parents[1]
-    if not (root / ".git").exists():
-        return os.environ.get("SPECSAMP_VERSION") or "not a checkout"
-    git = ["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # no git, or the folder is another user's
-        return "unknown"
+    return f"specsamp {machine.source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
 
 
 def check_same_code(version: str) -> None:

@@ -28,17 +28,6 @@ from specsamp.tpu.calibration import SHARES, Calibration, nearly_best
 from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work, hops, wire_ms
 
-# How JAX names devices, and how this package names chips.
-KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "v7x",
-}
 DOUBLINGS = 6  # of a loop that is too short for the clock
 MOST_SECONDS = 20.0  # of one measurement, on a machine whose clocks do not settle
 PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
@@ -53,19 +42,6 @@ class AllReduce:
     chips: tuple[int, ...]  # along each of them
     bytes: int  # of a device
     microseconds: float
-
-
-def chip_of(device: jax.Device) -> str:
-    """Returns the name of a device's chip: one of `specsamp.tpu.topology.CHIPS`, or JAX's name for what is no TPU."""
-    return KINDS.get(device.device_kind, device.device_kind)
-
-
-def extent(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Returns the chips along each axis of a slice; devices without coordinates are in a row."""
-    coordinates = [getattr(device, "coords", None) for device in devices]
-    if not coordinates[0]:
-        return (len(devices),)
-    return tuple(int(edge) for edge in np.ptp(np.array(coordinates), axis=0) + 1)
 
 
 def seconds_per_turn(run: Callable[[int], jax.Array], turns: int, repeats: int = 7) -> float:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import products, report, tables, trace
 from specsamp.analysis.acceptance import expected_tokens, rate_error
@@ -59,7 +60,7 @@ def numbers(tree):
 
 def test_every_field_is_finite_and_survives_json(result, tmp_path):
     path = tmp_path / "new folder" / "result.json"
-    report.write_json(path, {"environment": report.environment(), "result": result})
+    report.write_json(path, {"environment": machine.environment(), "result": result})
     read = json.loads(path.read_text(encoding="utf-8"))["result"]
     assert read["acceptance"]["rate"] == result.acceptance.acceptance_rate
     assert counts_of({"result": read}) == result.acceptance

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from specsamp import machine
 from specsamp.tpu import own
 from specsamp.tpu.calibration import Calibration, estimate
-from specsamp.tpu.own import AllReduce, chip_of, fit_own, read_calibration
+from specsamp.tpu.own import AllReduce, fit_own, read_calibration
 from specsamp.tpu.work import Work, hops, wire_ms
 
 TRUE = Calibration(
@@ -87,8 +88,8 @@ def test_an_all_reduce_along_an_axis_sums_over_its_chips(monkeypatch):
 
 def test_the_extent_of_a_slice():
     chips = [types.SimpleNamespace(coords=(x, y, 0)) for x in (2, 3) for y in (0, 1, 2, 3)]
-    assert own.extent(chips) == (2, 4, 1)
-    assert own.extent([types.SimpleNamespace(coords=None)] * 3) == (3,)
+    assert machine.extent(chips) == (2, 4, 1)
+    assert machine.extent([types.SimpleNamespace(coords=None)] * 3) == (3,)
 
 
 def document(chip="v5e", sizes=(2, 2, 1)):
@@ -127,7 +128,7 @@ def test_what_is_no_calibration_is_refused():
 
 def test_chips_have_the_names_of_their_slices():
     device = types.SimpleNamespace(device_kind="TPU v5 lite")
-    assert chip_of(device) == "v5e" and chip_of(types.SimpleNamespace(device_kind="cpu")) == "cpu"
+    assert machine.chip_of(device) == "v5e" and machine.chip_of(types.SimpleNamespace(device_kind="cpu")) == "cpu"
 
 
 @pytest.fixture

@@ -1,0 +1,170 @@
+"""Says what machine, devices and versions these are: for results that are kept, for the doctor, for estimates of TPUs."""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specsamp import __version__
+
+PACKAGE = pathlib.Path(__file__).parent
+MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; and what its chips are called there
+TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
+# How JAX names devices, and how this package names chips.
+KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+}
+
+
+def environment() -> dict[str, Any]:
+    """Returns versions, device and date, for a result that is kept."""
+    device = jax.devices()[0]
+    here = facts()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
+        "specsamp": __version__,
+        "commit": commit(),
+        "source": source_version(),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "devices": jax.device_count(),
+        "machine": here["platform"],
+        "cpu": here["cpu"],
+        "cores": here["cores"],
+        "memory_gib": here["memory_gib"],
+        "machine_id": here["id"],
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def facts() -> dict[str, Any]:
+    """Returns the CPU's model, cores of this process, memory in GiB, the platform, and a hashed id of the machine.
+
+    The id tells two equal machines apart. It is a hash of the operating system's own, from which that cannot be
+    found; None where the system has none.
+    """
+    return {
+        "cpu": _cpu(),
+        "cores": cores(),
+        "memory_gib": memory_gib(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "id": _id(),
+    }
+
+
+def cores() -> int | None:
+    """Returns how many cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count()
+
+
+def _cpu() -> str | None:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or None
+
+
+def memory_gib() -> int | None:
+    """Returns the memory of the machine in GiB."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (ValueError, OSError):
+        return None
+
+
+def _id() -> str | None:
+    for path in MACHINE_IDS:
+        try:
+            own = pathlib.Path(path).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue
+        if own:
+            return hashlib.sha256(f"specsamp results {own}".encode()).hexdigest()[:12]
+    return None
+
+
+def source_version() -> str:
+    """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree; see `code_version`."""
+    digest = hashlib.sha256()
+    folders = [PACKAGE] + [folder for name in ("launch", "configs") if (folder := PACKAGE.parent / name).is_dir()]
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
+
+
+def commit() -> str:
+    """Returns the commit of this checkout, "-dirty" where files differ from it; or "not a checkout"."""
+    root = PACKAGE.parent
+    if not (root / ".git").exists():
+        return os.environ.get("SPECSAMP_VERSION") or "not a checkout"
+    git = ["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or the folder is another user's
+        return "unknown"
+
+
+def has_tpu() -> bool:
+    """Returns whether a TPU is on this machine's PCI bus, whatever is installed."""
+    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+        try:
+            vendor, chip = (pathlib.Path(path).with_name(name).read_text().strip() for name in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == GOOGLE and chip in TPU_CHIPS:
+            return True
+    return False
+
+
+def has_gpu() -> bool:
+    """Returns whether this machine has a GPU of NVIDIA's with a driver, whatever JAX sees."""
+    return os.path.exists("/dev/nvidia0")
+
+
+def chip_of(device: jax.Device) -> str:
+    """Returns the name of a device's chip: one of `specsamp.tpu.topology.CHIPS`, or JAX's name for what is no TPU."""
+    return KINDS.get(device.device_kind, device.device_kind)
+
+
+def extent(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """Returns the chips along each axis of a slice; devices without coordinates are in a row."""
+    coordinates = [getattr(device, "coords", None) for device in devices]
+    if not coordinates[0]:
+        return (len(devices),)
+    return tuple(int(edge) for edge in np.ptp(np.array(coordinates), axis=0) + 1)
+
+
+def version(package: str) -> str | None:
+    """Returns the version of an installed package, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
