@@ -17,7 +17,6 @@ from typing import Any
 from launch.lib import study
 from launch.lib.config import CHECKOUT
 from launch.lib.study import RESULTS, Document, Published
-from launch.studies import legacy
 from specsamp import storage
 
 PAGES = (CHECKOUT / "README.md", RESULTS / "README.md")
@@ -49,6 +48,8 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
     r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
     r"launch/(?:studies/)?lossy\.py": "launch/study.py lossy",
+    r"launch/(?:studies/)?adaptive\.py": "launch/study.py adaptive",
+    r"launch/(?:studies/)?cut_prompts\.py": "launch/study.py prompts",
     # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }
@@ -102,10 +103,6 @@ def content(kind: str, names: str) -> str:
     """
     if kind == "files":
         return "\n".join(source(name, study.read(name)) for name in names.split())
-    if names in legacy.TABLES:
-        return legacy.TABLES[names](
-            {path.stem: study.read(path.stem) for path in RESULTS.glob("*.json")} | {"pair": study.read("pair")}
-        )
     known = tables()
     if names not in known:
         raise ValueError(f"no study makes the table {names!r}: choose one of {', '.join(known)}")
@@ -144,7 +141,4 @@ def today(command: str) -> str:
         command = re.sub(then, now, command)
     while "launch/study.py" in command and command != (joined := REPEATED.sub(r" --\1=\2,\3", command)):
         command = joined
-    script = re.search(r"launch/(\w+\.py)", command)  # until all studies have moved
-    if script and not (CHECKOUT / script[0]).exists():
-        command = command.replace(script[0], f"launch/studies/{script[1]}")
     return re.sub(r"--(output|figures?)=notebooks/results/", r"--\1=runs/", command)

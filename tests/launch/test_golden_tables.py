@@ -8,8 +8,6 @@ from launch.lib import page
 from support import golden_tables
 
 GOLDEN = json.loads(golden_tables.GOLDEN.read_text(encoding="utf-8"))
-# Second tables under one mark.
-SECOND = {"lossy_nucleus": "lossy", "scheduling_humaneval": "scheduling"}
 
 
 def test_results_keep_their_bytes():
@@ -19,6 +17,5 @@ def test_results_keep_their_bytes():
 
 @pytest.mark.parametrize("name", GOLDEN["tables"])
 def test_tables_keep_their_cells(name):
-    together = name in SECOND and name not in page.tables()
-    shown = page.content("table", SECOND[name] if together else name)
-    assert golden_tables.tables_of(shown)[int(together)] == GOLDEN["tables"][name]
+    (cells,) = golden_tables.tables_of(page.content("table", name))
+    assert cells == GOLDEN["tables"][name]
