@@ -1,18 +1,15 @@
 """Draft lengths that adapt: exact whatever they depend on, as long as no token decides about itself."""
 
 import dataclasses
-import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import log_softmax
 
 from specsamp import (
     Adaptive,
-    BlockRule,
     Confidence,
     CoupledRule,
     Entropy,
@@ -29,50 +26,8 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
 from specsamp.serving.service import Service
 from support import mutants
-from support.coupled_split import CoupledSplit
-from support.enumeration import autoregressive, joint_distribution
 from support.fakes import TableLM, counting_pair, decode, near, table_loop, table_pair
 from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
-
-# Stops.
-
-
-def drafted_until(stop, draft, num_tokens, cancels_itself=False):
-    """How many tokens of every possible draft are submitted, as a stop decides: ``[1, V**m, V**K]`` for each prefix."""
-    lengths = []
-    for m in range(len(draft) - num_tokens):
-        num = np.zeros((1, V**m, V**num_tokens), int)
-        for prefix in range(V**m):
-            for index, tokens in enumerate(itertools.product(range(V), repeat=num_tokens)):
-                at, goes_on, log_prob = prefix, True, 0.0
-                for k, token in enumerate(tokens):
-                    row_V = jnp.asarray(draft[m + k][0, at])
-                    at, log_prob = at * V + token, log_prob + float(row_V[token])
-                    after = bool(stop.goes_on(row_V[None], jnp.asarray([log_prob]))[0])
-                    num[0, prefix, index] += goes_on & (after | (not cancels_itself))
-                    goes_on &= after
-        lengths.append(num)
-    return lengths
-
-
-@pytest.mark.parametrize("stop", [Confidence(0.3), Entropy(0.62)])
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledSplit()])
-def test_joint_distributions_with_stops_are_the_targets(rule, stop):
-    rng = np.random.default_rng(1)
-    target, draft = ([log_softmax(1.5 * rng.normal(size=(1, V**n, V)), -1) for n in range(4)] for _ in range(2))
-    length, K = 2, 2
-    with jax.disable_jit():
-        num_drafted = drafted_until(stop, draft, K)
-        itself = drafted_until(stop, draft, K, cancels_itself=True)
-    assert {1, 2} == set(np.concatenate([num.ravel() for num in num_drafted]))
-    given = dict(num_tokens=K, length=length)
-    exact = autoregressive(target, length)
-    assert np.abs(joint_distribution(rule, target, draft, num_drafted=num_drafted, **given) - exact).max() < 1e-12
-    # To cancel the token itself is exact where its distribution decides (AdaEDL), and biased where its value does. The
-    # coupled rule never sees what is withheld, see support/enumeration.py.
-    error = np.abs(joint_distribution(rule, target, draft, num_drafted=itself, **given) - exact).max()
-    assert error < 1e-12 if isinstance(stop, Entropy) else error > 1e-3 or isinstance(rule, CoupledSplit)
-
 
 # The loop.
 

@@ -111,15 +111,6 @@ def test_a_draft_is_what_a_search_by_hand_finds(sampling, warp, beams):
     assert (differ > 0) == (beams > 1 and warp is not certain), "the control: a wider beam finds others"
 
 
-def test_a_beam_as_wide_as_the_vocabulary_finds_the_most_probable_pair():
-    draft = first_draft(BeamDrafter(TableLM(SIZE), 2, beams=SIZE), TABLE, TEXTS, FULL)
-    for row, prompt in enumerate(TEXTS):
-        first = plain(LOGITS[after(prompt, ())], ())
-        joint = np.exp([first[i] + plain(LOGITS[after(prompt, (i,))], ()) for i in range(SIZE)])
-        assert tuple(draft.tokens_BK[row].tolist()) == np.unravel_index(joint.argmax(), joint.shape)
-        np.testing.assert_allclose(np.exp(draft.scores_BK[row].sum()), joint.max(), rtol=1e-5)
-
-
 def test_the_text_has_the_distribution_of_the_target():
     """Verified as a certain token; by the draft's probability of it, which it was not drawn with, it is not."""
     few = dict(length=3, samples=10_000, powered=False)

@@ -46,12 +46,12 @@ REDUCED = eagle3(V, draft_vocab_size=2)
     "head, rule, sampling, options",
     [
         (REDUCED, TokenRule(), FULL, {}),
-        (REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}),
+        pytest.param(REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}, marks=pytest.mark.slow),
         (eagle1(V), CoupledRule(), LIKELY, {}),
-        (eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}),
+        pytest.param(eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}, marks=pytest.mark.slow),
         (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
         (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
-        (medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}),
+        pytest.param(medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):

@@ -1,13 +1,11 @@
 """Several drafters vote, or one is chosen: exact by the distribution they are verified by, and no part falls behind."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import log_softmax
 
 from specsamp import (
     Adaptive,
@@ -29,8 +27,6 @@ from specsamp.decoding.widths import with_length
 from specsamp.evaluation.audit.readers import with_models
 from specsamp.models.interface import Output
 from support import mutants
-from support.coupled_split import CoupledSplit
-from support.enumeration import autoregressive, enumerate_round
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, table_loop, table_pair
 from support.heads import ShowsTokens, table_head
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, RESTLESS, TARGET, V, distribution_test
@@ -42,7 +38,7 @@ def models(count, K=2):
     return (ModelDrafter(TABLE, K),) * count
 
 
-# Joint distributions, enumerated.
+# Votes.
 
 
 def voted(proposals, weights):
@@ -66,105 +62,6 @@ def test_votes_are_counted_token_by_token():
     for row in range(300):
         lists = [proposed_BPK[row, i, : num_BP[row, i]].tolist() for i in range(4)]
         assert tokens_BK[row, : num_drafted_B[row]].tolist() == voted(lists, weights_BP[row])
-
-
-LENGTH, K = 2, 2
-RULES = [TokenRule(), BlockRule(), CoupledSplit()]
-
-
-def random_tables(seed):
-    rng = np.random.default_rng(seed)
-    return [log_softmax(1.5 * rng.normal(size=(1, V**n, V)), -1) for n in range(LENGTH + K)]
-
-
-def joint_of(rounds, begin, after):
-    """The distribution of ``LENGTH`` tokens, of rounds that depend on what was remembered of those before.
-
-    Args:
-      rounds: of the number of tokens so far and what is remembered.
-      begin: what is remembered at first.
-      after: of that and of how many tokens were accepted, what is remembered next.
-    """
-    reached = {(0, begin): np.ones((1, 1))}
-    for m in range(LENGTH):
-        for memory in [memory for start, memory in reached if start == m]:
-            start_SX, one_round = reached[m, memory], rounds(m, memory)
-            for n in range(K + 1):
-                end = min(m + n + 1, LENGTH)
-                joint = (start_SX[..., None] * one_round.emitted(n)).reshape(1, V**end, -1).sum(-1)
-                reached[end, after(memory, n)] = reached.get((end, after(memory, n)), 0) + joint
-    return sum(joint for (end, _), joint in reached.items() if end == LENGTH)
-
-
-def winners(tables, weights):
-    """The distributions of the winner of a vote among the chains of some parts, after a prefix and 0, 1, .. of its tokens."""
-    chains = np.array(list(itertools.product(range(V), repeat=K)), np.int32)
-    ballots = np.array(list(itertools.product(range(V**K), repeat=len(tables))))
-    tokens_BK, _ = vote(
-        jnp.asarray(chains[ballots]),
-        jnp.full(ballots.shape, K),
-        jnp.broadcast_to(jnp.asarray(weights, jnp.float32), ballots.shape),
-    )
-    elected = np.asarray(tokens_BK) @ V ** np.arange(K)[::-1]
-    laws = []
-    for table in tables:
-        first, second = np.exp(table[0]), np.exp(table[1]).reshape(*table[0].shape, V)
-        laws.append((first[..., None] * second).reshape(1, -1, V**K))
-    together = np.prod([law[..., ballots[:, i]] for i, law in enumerate(laws)], axis=0)
-    joint = np.stack([together[..., elected == chain].sum(-1) for chain in range(V**K)], axis=-1)
-    first = joint.reshape(1, -1, V, V).sum(-1)
-    second = joint.reshape(1, -1, V) / first.reshape(1, -1, 1)
-    return [np.log(first), np.log(second)]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_joint_distributions_of_votes_are_the_targets(rule):
-    """Three parts, with equal votes and with others; a winner that is judged by a part's distribution is biased."""
-    target, parts, exact = random_tables(0), [random_tables(seed) for seed in (1, 1, 2)], None
-    exact = autoregressive(target, LENGTH)
-
-    def error(weights, **judged):
-        def rounds(m, _):
-            law = winners([part[m:] for part in parts], weights)
-            shown = {"one_hot": True} if not judged else {"shown": parts[judged["by"]][m:]}
-            return enumerate_round(rule, target[m:], law, num_tokens=K, **shown)
-
-        return np.abs(joint_of(rounds, None, lambda memory, n: None) - exact).max()
-
-    assert error((1, 1, 1)) < 1e-12 and error((1, 2, 0.5)) < 1e-12
-    assert error((1, 1, 1), by=0) > 1e-3
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("costs", [None, (1.0, 1.4)])
-def test_joint_distributions_of_choices_are_the_targets(rule, costs):
-    """A sampled part and one with certain tokens, written out as the loop does; what was accepted decides about the next."""
-    target, sampled, looked_up = (random_tables(seed) for seed in (0, 1, 2))
-    certain = [np.where(row == row.max(-1, keepdims=True), 0.0, -np.inf) for row in looked_up]
-    drafter = ChoosingDrafter(models(2, K), costs=costs)
-    used = set()
-
-    def state(memory):
-        counts = [jnp.asarray([column], jnp.float32) for column in memory]
-        return dataclasses.replace(drafter.init(1, 8), accepted_BP=counts[0], rounds_BP=counts[1])
-
-    def choice(memory):
-        return int(drafter.choose(state(memory))[0])
-
-    def rounds(m, memory):
-        used.add(choice(memory))
-        return enumerate_round(rule, target[m:], (sampled, certain)[choice(memory)][m:], num_tokens=K)
-
-    def after(memory, n):
-        at = choice(memory)
-        add = [
-            tuple(drafter.decay * x + new * (i == at) for i, x in enumerate(row)) for row, new in zip(memory, (n, 1))
-        ]
-        return tuple(add)
-
-    joint = joint_of(rounds, ((0.0, 0.0), (0.0, 0.0)), after)
-    assert np.abs(joint - autoregressive(target, LENGTH)).max() < 1e-12
-    assert used == {0, 1}
 
 
 # Golden numbers: drafts from (.5, .5) for a target of (.7, .3).
