@@ -91,7 +91,7 @@ def test_the_facts_of_this_machine():
 
 
 def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "has_tpu", lambda: False)
+    monkeypatch.setattr(doctor.machine, "has_tpu", lambda: False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
     assert call("doctor", f"--bucket={tmp_path}").returncode == 0

@@ -35,6 +35,8 @@ def test_a_folder_imports_only_from_those_above_it():
     found = []
     for path in PACKAGE.glob("*/**/*.py"):
         here = path.relative_to(PACKAGE).parts[0]
+        if re.search(r"^\s*import specsamp$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            found.append(f"{path.relative_to(PACKAGE)} imports the whole package")
         for name in re.findall(r"^\s*(?:from|import) specsamp\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
             if name in ORDER and ORDER.index(name) > ORDER.index(here):
                 found.append(f"{path.relative_to(PACKAGE)} imports specsamp.{name}")

@@ -184,7 +184,7 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     assert "specsamp 0123abc" in distributed.code_version()
     before = distributed.code_version()
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(distributed.specsamp, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(distributed.machine, "PACKAGE", tmp_path)
     assert distributed.code_version() != before
 
 
