@@ -28,9 +28,7 @@ from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import report, tables
-from specsamp.analysis.products import product_timer
-from specsamp.analysis.timing import take_turns
-from specsamp.analysis.workload import Decoder, Timing, decoders
+from specsamp.analysis.workload import Decoder, Timing, decoders, product_timer, take_turns
 from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)

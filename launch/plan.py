@@ -27,7 +27,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import storage
-from specsamp.analysis import grid, measured, report, tables
+from specsamp.analysis import grid, report, tables
 from specsamp.analysis.acceptance import Profile, Profiles, mirrored_block_survival
 from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import AdaptiveForecast, Plan, make_plan, plan_adaptive
@@ -224,8 +224,8 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
 
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
-    cells = [cell for cell in measured.chosen(document["cells"], **wanted) if fits(cell)]
-    distributions = sorted({measured.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
+    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell)]
+    distributions = sorted({grid.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if not distributions:
         keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
         there = sorted({f"{key['rule']} and {key['drafter']} at temperature {key['temperature']:g}" for key in keys})
@@ -240,14 +240,14 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
             f"--measured: choose cells of one distribution with --temperature; {_MEASURED.value} has {known}"
         )
     (one,) = distributions
-    return [cell for cell in cells if measured.distribution_of(cell["key"]) == one or _SYNTHETIC.value]
+    return [cell for cell in cells if grid.distribution_of(cell["key"]) == one or _SYNTHETIC.value]
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
     """Returns the acceptance that the flags give, or that of the measured cells."""
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
     if not given and cells and not _SYNTHETIC.value:
-        return measured.measured_acceptance(cells)
+        return grid.measured_acceptance(cells)
     if len(given) != 1:
         raise ValueError(f"give one of --acceptance, --by_position and --histogram; got {len(given)} of them")
     if _ACCEPTANCE.value is not None:
@@ -274,7 +274,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
             "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with --config, or --measured"
         )
     if cells:
-        return measured.measured_costs(cells)
+        return grid.measured_costs(cells)
     if given[0]:
         return PerCall(*calls)
     if given[1]:

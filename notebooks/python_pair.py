@@ -65,8 +65,7 @@ from specsamp.analysis.acceptance import ByLength, Interval, Profile
 from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
 from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG, set_style, tint
 from specsamp.analysis.planner import make_plan
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import Workload, decoders
+from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
 from specsamp.checkpoints.pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
@@ -317,7 +316,7 @@ print(f"{sum(inside)} of {len(inside)} measured points are within the band")
 # prompts and how much the time of a round varies, and both once more for the four prompts that are checked. Its formula is
 # that of a 95% band, but it has no such name here: four prompts say too little about how much prompts vary, and on a busy
 # machine all points move together. With 160 prompts the same planner's bands hold 95% of the measured points, and its best
-# K costs next to nothing (`launch/studies/agreement.py`, notebooks/results).
+# K costs next to nothing (`launch/study.py agreement`, notebooks/results).
 
 # %%
 figure, axis = plt.subplots(figsize=(6.4, 3))

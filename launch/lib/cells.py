@@ -20,8 +20,7 @@ from launch.lib.hyper import Point, product, sweep
 from launch.lib.rules import make_rule
 from specsamp import machine, storage
 from specsamp.analysis import grid, tables
-from specsamp.analysis.grid import Cell, Results
-from specsamp.analysis.measured import describe
+from specsamp.analysis.grid import Cell, Results, describe
 from specsamp.analysis.trace import Trace
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.checks import Prompt

@@ -11,7 +11,7 @@ from typing import Any
 from launch.lib.shapes import looked_up_parameters
 from launch.lib.study import Document, Published
 from launch.studies.compile_tables import forecast
-from specsamp.analysis.measured import counts_of
+from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, best_cells, grid_table, prices, ratio, words
 from specsamp.evaluation.audit.table import audit_table

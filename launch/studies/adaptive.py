@@ -31,8 +31,7 @@ from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import Adaptive, chain, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
-from specsamp.analysis.timing import take_turns
-from specsamp.analysis.workload import Decoder, Workload, decoders
+from specsamp.analysis.workload import Decoder, Workload, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import to_host
 

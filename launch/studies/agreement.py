@@ -27,12 +27,10 @@ from specsamp import greedy, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.acceptance import ByLength, Interval, Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
-from specsamp.analysis.measured import distribution_of
+from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.planner import Forecast, make_plan
-from specsamp.analysis.products import product_timer
 from specsamp.analysis.report import Table
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
+from specsamp.analysis.workload import Decoder, Quartiles, Timing, Workload, decoders, product_timer, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects

@@ -13,7 +13,7 @@ from launch.studies.compile_tables import answers
 from specsamp import storage
 from specsamp.analysis import tables
 from specsamp.analysis.costs import CostTable
-from specsamp.analysis.measured import measured_acceptance
+from specsamp.analysis.grid import measured_acceptance
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import estimate

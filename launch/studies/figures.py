@@ -17,7 +17,7 @@ from launch.lib import command_tables
 from launch.lib.study import Document, Option, Published, Study
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
-from specsamp.analysis.measured import distribution_of
+from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.tables import setting
 
 WIDTH = 0.8  # of the bars of a task

@@ -24,7 +24,7 @@ from scipy.special import log_softmax, softmax
 from launch.lib.study import Document, Option, Published, Say, Study
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
-from specsamp.analysis.timing import Quartiles, take_turns
+from specsamp.analysis.workload import Quartiles, take_turns
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.models.config import TransformerConfig, target_38m
 from specsamp.models.int8 import SIDES, Int8, Int8Weight, is_int8

@@ -31,8 +31,7 @@ from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import TokenRule, chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import Decoder, Timing, decoders
+from specsamp.analysis.workload import Decoder, Quartiles, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 
 PLAIN = "plain"

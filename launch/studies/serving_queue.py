@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specsamp import FirstCome, Pair, ShortestFirst, generate, generate_many
-from specsamp.analysis.timing import take_turns
+from specsamp.analysis.workload import take_turns
 from specsamp.decoding.results import Completion
 from specsamp.serving.queue import Queue
 from specsamp.serving.schedule import ROUNDS_PER_LOOK, Schedule, Served, Ticket, summary

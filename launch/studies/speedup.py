@@ -24,7 +24,7 @@ from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio, words
-from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.workload import Quartiles
 
 DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 

@@ -19,8 +19,7 @@ from launch.lib.study import Document, Published, Study
 from specsamp import NoDrafter, TokenRule, greedy
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import band, ratio
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import decoders
+from specsamp.analysis.workload import Quartiles, decoders, take_turns
 from specsamp.models.config import TransformerConfig
 
 

@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.timing import Quartiles, take_turns
 from specsamp.analysis.trace import RoundSplit, split_round
-from specsamp.analysis.workload import Decoder, Timing, Workload, decoders
+from specsamp.analysis.workload import Decoder, Quartiles, Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter

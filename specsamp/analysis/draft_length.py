@@ -23,8 +23,7 @@ import jax
 import numpy as np
 
 from specsamp.analysis.costs import Costs
-from specsamp.analysis.timing import take_turns
-from specsamp.analysis.workload import Timing, Workload, decoders
+from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
 from specsamp.decoding.drafter import Drafter

@@ -8,10 +8,10 @@ from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
 from specsamp.analysis.benchmark import Percentiles, Result
-from specsamp.analysis.measured import counts_of, distribution_of
+from specsamp.analysis.grid import counts_of, distribution_of
 from specsamp.analysis.report import BAR, Table
-from specsamp.analysis.timing import Quartiles
 from specsamp.analysis.trace import RoundSplit
+from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
 
 BAR_WIDTH = 16

@@ -31,10 +31,8 @@ import numpy as np
 from etils import epath
 
 from specsamp import storage
-from specsamp.analysis.products import matrices_of, product_timer
 from specsamp.analysis.report import Table
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import Decoder
+from specsamp.analysis.workload import Decoder, Quartiles, matrices_of, product_timer, take_turns
 from specsamp.decoding.state import DecodeState, Request, Weights
 
 Array = jax.Array

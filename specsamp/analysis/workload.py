@@ -1,19 +1,24 @@
-"""Workloads of measurements, and decoders of them: compiled once, timed without what surrounds the loop."""
+"""Workloads of measurements, decoders of them, and how both are timed: in turn, without what surrounds the loop.
+
+A machine may be slow for minutes. So everything that is compared runs once before anything runs again, ratios are taken
+within a turn, and medians over turns are reported. `take_turns` is the only loop of this kind; it never looks at a clock.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 import time
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.analysis.timing import Name
 from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
@@ -22,10 +27,63 @@ from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.mesh.distributed import gather_objects
+from specsamp.models import compiling
+from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
+from specsamp.models.interface import LanguageModel
+from specsamp.models.products import contract
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
+Array = jax.Array
+Name = TypeVar("Name", bound=Hashable)
+Answer = TypeVar("Answer")
+# Of normal samples: the standard error of the median of N samples is this times the interquartile range over sqrt(N).
+MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 UNLIMITED = np.iinfo(np.int32).max
+SECONDS_PER_SAMPLE = 0.06  # long against the dispatch of a program, short enough for many turns
+MOST_ITERATIONS = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quartiles:
+    """The median and the quartiles of samples."""
+
+    median: float
+    lower: float  # first quartile
+    upper: float  # third quartile
+
+    @classmethod
+    def of(cls, samples: Sequence[float] | np.ndarray) -> Quartiles:
+        lower, median, upper = np.quantile(np.asarray(samples, np.float64), (0.25, 0.5, 0.75))
+        return cls(median=float(median), lower=float(lower), upper=float(upper))
+
+    def relative_error(self, samples: int) -> float:
+        """Returns the standard error of the median over the median, as for so many normal samples."""
+        return MEDIAN_ERROR * (self.upper - self.lower) / self.median / math.sqrt(samples)
+
+
+def take_turns(
+    runs: Mapping[Name, Callable[[int], Answer]],
+    turns: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[Name, list[Answer]]:
+    """Calls every run with 0, then every run with 1, and so on.
+
+    Args:
+      runs: what takes turns, in this order; each gets the number of the turn.
+      turns: how many.
+      progress: is told the number of the turn.
+
+    Returns:
+      By name, what the run returned in each turn.
+    """
+    answers: dict[Name, list[Answer]] = {name: [] for name in runs}
+    for turn in range(turns):
+        progress(f"{turn + 1} of {turns}")
+        for name, run in runs.items():
+            answers[name].append(run(turn))
+    return answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,3 +320,90 @@ def check_positions(name: str, positions: int | None, workload: Workload, draft_
             f"draft_length {draft_length} must be below the {name}'s {positions} positions; few drafted tokens pay, "
             "such as 4"
         )
+
+
+# The products of one call of the target alone: what remains of a call if nothing but its weights is read. They run many
+# times inside one `lax.fori_loop`, so that the cost of dispatching a program does not count.
+
+
+def product_timer(loop: Loop, weights: Weights, batch: int, tokens: int) -> Callable[[], float]:
+    """Compiles the products of a call for so many tokens of each row; returns a function that measures milliseconds.
+
+    A device multiplies ``batch / num_shards * max(tokens, window)`` rows. Each sample follows one that is not counted:
+    where the weights half fit a CPU's last cache, they are slow to read after anything else.
+    """
+    matrices = matrices_of(loop.target, weights.target)
+    rows = max(batch // loop.shards.count, 1) * max(tokens, loop.window)
+
+    def seconds(iterations: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(stream(loop, matrices, iterations, rows=rows))
+        return time.perf_counter() - start
+
+    iterations = find_iterations(seconds, SECONDS_PER_SAMPLE)
+
+    def milliseconds() -> float:
+        seconds(iterations)
+        return seconds(iterations) / iterations * 1e3
+
+    return milliseconds
+
+
+def find_iterations(run: Callable[[int], float], seconds: float) -> int:
+    """Compiles ``run``, then returns how many iterations, an even number, take about ``seconds``."""
+    run(1)
+    n = 2
+    while n < MOST_ITERATIONS and (spent := gather_objects(run(n))[0]) < seconds / 2:
+        n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
+    return min(n, MOST_ITERATIONS)
+
+
+@functools.partial(
+    compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
+)
+def stream(loop: Loop, matrices: list[Array | Int8Weight], iterations: Array | int, *, rows: int) -> Array:
+    """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target."""
+
+    def step(_: Any, x: Array) -> Array:
+        for matrix in matrices:
+            rows_out = jax.lax.optimization_barrier(_multiply(x, matrix, rows))
+            x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
+        return x
+
+    return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
+
+
+def _multiply(x: Array, matrix: Array | Int8Weight, rows: int) -> Array:
+    """Multiplies ``rows`` rows that are ``x`` everywhere; of int8 matrices each is widened anew, as a call does it."""
+    if isinstance(matrix, Int8Blocks):
+        matrix = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), matrix)
+        return contract("TD,DF->TF", jnp.full((rows, matrix.shape[0]), x), matrix)
+    dtype = jnp.float32 if is_int8(matrix) else matrix.dtype
+    rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, dtype)
+    if is_int8(matrix):
+        rows_in, values = jax.lax.optimization_barrier((rows_in, matrix.values))
+        matrix = values.astype(dtype)
+    return rows_in @ matrix
+
+
+def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
+    """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
+
+    Of experts it is as many as one token chooses, whichever they are. On a mesh, the parts that one device holds:
+    products of parts need no collective.
+    """
+    said = model.streamed(weights)
+    matrices = said if said is not None else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
+
+    def spread(leaf):
+        return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
+
+    def here(tree):
+        return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, tree)
+
+    matrices = here(matrices)
+    for stack, share in model.chosen(weights, 1):
+        stack = here(stack)
+        count = max(round(share * stack.shape[0]), 1)
+        matrices += [jax.tree.map(lambda y, i=i: y[i], stack) for i in range(count)]
+    return matrices

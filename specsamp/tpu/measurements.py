@@ -37,6 +37,13 @@ from specsamp.tpu.work import Work, replica_axes
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
 KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit", "round")
+# What texts of a row look like.
+FORMS = {
+    **dict.fromkeys(("source", "software", "url"), r".*\S.*"),
+    "date": r"\d{4}(-(0[1-9]|1[0-2])(-[0-3]\d)?)?",
+    "slice": r"\d+(x\d+)*",
+}
+EXAMPLES = {"date": "2025-04", "slice": "4x4"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,30 +141,18 @@ def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
     for name, field in known.items():
         if name not in row and field.default is dataclasses.MISSING:
             raise ValueError(f"{where}: {name} is missing; a time without its conditions is refused")
-    if wrong := sorted(set(row) - set(known)):
-        raise ValueError(f"{where}: {wrong[0]} is no condition; known are {', '.join(known)}")
-    choices = {"kind": KINDS, "chip": CHIPS, "weights": BYTES, "cache": BYTES, "model": [*models, *CONFIGS]}
-    for name, among in choices.items():
-        if row[name] not in among:
-            raise ValueError(f"{where}: {name} {row[name]!r} is none of {', '.join(among)}")
-    numbers = ("tensor", "data", "batch", "context", "milliseconds")
-    for name in numbers:
-        if isinstance(row[name], bool) or not isinstance(row[name], (int, float)) or not 0 < row[name] < math.inf:
-            raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
-    for name in ("tokens", "sequences"):
-        if row.get(name) is not None and not row[name] > 0:
-            raise ValueError(f"{where}: {name} must be a positive number; got {row[name]!r}")
-    if not 0 <= row.get("live", 0.5) <= 1:
-        raise ValueError(f"{where}: live must be a share, from 0 to 1; got {row['live']!r}")
-    for name in ("source", "software", "date", "url"):
-        if not isinstance(row[name], str) or not row[name].strip():
-            raise ValueError(f"{where}: {name} must say something; got {row[name]!r}")
-    if not re.fullmatch(r"\d{4}(-(0[1-9]|1[0-2])(-[0-3]\d)?)?", row["date"]):
-        raise ValueError(f"{where}: date must be a year, or a year and a month, as 2025-04; got {row['date']!r}")
-    if row["batch"] % row["data"]:
-        raise ValueError(f"{where}: batch {row['batch']} does not divide over data {row['data']}")
-    if not isinstance(row["slice"], str) or not re.fullmatch(r"\d+(x\d+)*", row["slice"]):
-        raise ValueError(f"{where}: slice must be the chips along each axis, as 4x4; got {row['slice']!r}")
+    for name, value in row.items():
+        if name not in known:
+            raise ValueError(f"{where}: {name} is no condition; known are {', '.join(known)}")
+        among = {"kind": KINDS, "chip": CHIPS, "weights": BYTES, "cache": BYTES, "model": [*models, *CONFIGS]}.get(name)
+        if among is not None and value not in among:
+            raise ValueError(f"{where}: {name} {value!r} is none of {', '.join(among)}")
+        is_number = name in ("tensor", "data", "batch", "context", "milliseconds", "tokens", "sequences", "live")
+        if is_number and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise ValueError(f"{where}: {name} must be a positive number; got {value!r}")
+        form = FORMS.get(name)
+        if form is not None and not (isinstance(value, str) and re.fullmatch(form, value)):
+            raise ValueError(f"{where}: {name} must be as {EXAMPLES.get(name, 'text')}; got {value!r}")
     if math.prod(int(size) for size in row["slice"].split("x")) != row["tensor"] * row["data"]:
         raise ValueError(f"{where}: tensor {row['tensor']} x data {row['data']} are not the chips of {row['slice']}")
     axes = tuple(row["axes"]) if row.get("axes") else None

@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.optimize import nnls
 
-from specsamp.analysis.timing import Quartiles
-from specsamp.analysis.workload import Workload, decoders
+from specsamp.analysis.workload import Quartiles, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule

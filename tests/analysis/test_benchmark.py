@@ -14,12 +14,11 @@ import pytest
 
 from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import products, report, tables, trace
+from specsamp.analysis import report, tables, trace, workload
 from specsamp.analysis.acceptance import expected_tokens, rate_error
 from specsamp.analysis.benchmark import benchmark
-from specsamp.analysis.measured import counts_of
-from specsamp.analysis.timing import Quartiles, take_turns
-from specsamp.analysis.workload import Workload
+from specsamp.analysis.grid import counts_of
+from specsamp.analysis.workload import Quartiles, Workload, take_turns
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
@@ -42,7 +41,7 @@ def pair():
 @pytest.fixture(scope="module")
 def result(pair):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "SECONDS_PER_SAMPLE", 1e-4)
+        patch.setattr(workload, "SECONDS_PER_SAMPLE", 1e-4)
         patch.setattr("specsamp.analysis.benchmark.STREAMED_COLUMNS", 64)
         patch.setattr("specsamp.analysis.benchmark.STREAMING_SECONDS", 1e-4)
         said = []
@@ -117,12 +116,12 @@ def test_all_phases_are_measured(result):
 def test_products_are_timed_by_the_rows_of_a_shard(monkeypatch, ways, window, rows):
     """A call of one token is as long as the window."""
     timed = []
-    monkeypatch.setattr(products, "stream", lambda loop, matrices, iterations, rows: timed.append(rows))
-    monkeypatch.setattr(products, "matrices_of", lambda model, weights: [])
-    monkeypatch.setattr(products, "find_iterations", lambda run, seconds: 3)
+    monkeypatch.setattr(workload, "stream", lambda loop, matrices, iterations, rows: timed.append(rows))
+    monkeypatch.setattr(workload, "matrices_of", lambda model, weights: [])
+    monkeypatch.setattr(workload, "find_iterations", lambda run, seconds: 3)
     loop = types.SimpleNamespace(shards=types.SimpleNamespace(count=ways), window=window, target=None)
     for batch, tokens in ((2, 1), (8, 1), (8, 2)):
-        assert products.product_timer(loop, types.SimpleNamespace(target=None), batch, tokens)() > 0
+        assert workload.product_timer(loop, types.SimpleNamespace(target=None), batch, tokens)() > 0
     assert timed == [number for number in rows for _ in range(2)]  # a sample that does not count, and one that does
 
 
@@ -134,7 +133,7 @@ def test_products_run_as_often_as_the_clock_needs():
         ran.append(iterations)
         return 5.0 if len(ran) == 1 else iterations * 1e-3
 
-    assert products.find_iterations(run, 0.06) * 1e-3 == pytest.approx(0.06, rel=0.5)
+    assert workload.find_iterations(run, 0.06) * 1e-3 == pytest.approx(0.06, rel=0.5)
 
 
 def test_the_parts_and_the_unexplained_make_the_round():

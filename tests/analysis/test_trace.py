@@ -150,7 +150,7 @@ def test_a_platform_that_reports_nothing_is_said_so():
     "arguments, message",
     [
         (["--trace=README.md"], "--trace=README.md/profile cannot be written"),
-        (["--trace=runs/x", "--grid=draft_length=1,2"], "--trace is of one cell, and --grid asks for 2: choose one"),
+        (["--trace=runs/x", "--grid=draft_length=1,2"], "--trace is of one cell, and 2 are asked for: choose one"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_at_once(arguments, message):

@@ -16,7 +16,7 @@ def test_calibrate_says_what_it_would_do_on_a_slice():
 def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
     """On one device, with short loops."""
     from launch.lib import experiment
-    from specsamp.analysis.timing import Quartiles
+    from specsamp.analysis.workload import Quartiles
     from specsamp.tpu import own
 
     monkeypatch.setattr(experiment, "bare_pair", lambda *models, mesh: None)

@@ -9,7 +9,7 @@ from launch.studies import speedup
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
 from specsamp.analysis.report import as_json
-from specsamp.analysis.timing import Quartiles
+from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
 from support.run_script import call
 

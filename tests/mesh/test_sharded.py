@@ -21,7 +21,7 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.analysis import products
+from specsamp.analysis import workload
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter
@@ -277,7 +277,7 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
 def test_products_of_parts_stay_on_one_device(transformer_pair):
     """So they need no collective."""
     pair = shard(transformer_pair, make_mesh(2, 4))
-    matrices = products.matrices_of(pair.target, pair.target.prepare(pair.target_params))
+    matrices = workload.matrices_of(pair.target, pair.target.prepare(pair.target_params))
     assert matrices and all(len(matrix.sharding.device_set) == 1 for matrix in matrices)
 
 

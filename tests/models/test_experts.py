@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import Pair, generate
-from specsamp.analysis import products
+from specsamp.analysis import workload
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.experts import STACKED_AXES, block_size, expected_steps, mix_experts, route
@@ -242,6 +242,6 @@ def test_a_measurement_streams_the_experts_of_one_token(params, weight_dtype):
     """Takes two of eight, of the one layer that has them; the others are not what a step reads."""
     model = TransformerLM(dataclasses.replace(CONFIG, weight_dtype=weight_dtype), "cpu")
     weights = model.prepare(params)
-    matrices = products.matrices_of(model, weights)
+    matrices = workload.matrices_of(model, weights)
     assert len(matrices) == len(model.streamed(weights)) + 2 * len(STACKED_AXES)
     assert [x.shape for x in matrices[-2:]] == [(12, CONFIG.width)] * 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import EarlyExitDrafter, Pair, TokenRule, generate, greedy
-from specsamp.analysis import products
+from specsamp.analysis import workload
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.mesh.layout import Layout, make_mesh, put
@@ -166,8 +166,8 @@ def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
 def test_the_time_of_streaming_alone_is_of_the_int8_matrices(pair):
     """Runs what benchmarks take for a lower bound of a call with them too."""
     loop = Loop(target=pair.target, drafter=NoDrafter(), rule=TokenRule(), window=1)
-    matrices = products.matrices_of(pair.target, pair.target.prepare(pair.target_params))
-    assert any(map(is_int8, matrices)) and np.isfinite(products.stream(loop, matrices, 2, rows=1))
+    matrices = workload.matrices_of(pair.target, pair.target.prepare(pair.target_params))
+    assert any(map(is_int8, matrices)) and np.isfinite(workload.stream(loop, matrices, 2, rows=1))
 
 
 def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
