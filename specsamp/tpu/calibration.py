@@ -231,7 +231,7 @@ def fit_added(rows: Sequence[Measurement]) -> Calibration | None:
     works = [row.work() for row in steps]
     known = [work.streaming_ms + work.wire_ms for work in works]
     columns = [[work.streaming_ms, 1.0, work.collective_hops / 1e3] for work in works]
-    slower, call_ms, hop_us = _least_squares(steps, known, columns)
+    slower, call_ms, hop_us = least_squares([row.milliseconds for row in steps], known, columns)
     return Calibration(efficiency=1 / (1 + slower), call_ms=call_ms, hop_us=hop_us, points=len(steps))
 
 
@@ -254,7 +254,8 @@ def fits_by_overlap(rows: Sequence[Measurement]) -> list[Calibration]:
         return []
     works = [trace.work() for trace in traces]
     columns = [[1e-3, work.collective_hops / 1e3] for work in works]
-    collective_us, hop_us = _least_squares(traces, [work.wire_ms for work in works], columns)
+    times, known_ms = [row.milliseconds for row in traces], [work.wire_ms for work in works]
+    collective_us, hop_us = least_squares(times, known_ms, columns)
     known = dict(efficiency=1, call_ms=0, collective_us=collective_us, hop_us=hop_us, points=len(steps))
     return [_fit_steps(Calibration(**known, overlap=share), steps) for share in SHARES]
 
@@ -268,7 +269,8 @@ def nearly_best(fits: Sequence[Calibration], steps: Sequence[tuple[Work, float]]
 def _fit_steps(made: Calibration, steps: Sequence[Measurement]) -> Calibration:
     works = [row.work() for row in steps]
     columns = [[work.streaming_ms, 1.0, work.layer_sequences / 1e3] for work in works]
-    slower, call_ms, sequence_us = _least_squares(steps, [made.milliseconds(work) for work in works], columns)
+    times, known = [row.milliseconds for row in steps], [made.milliseconds(work) for work in works]
+    slower, call_ms, sequence_us = least_squares(times, known, columns)
     return dataclasses.replace(made, efficiency=1 / (1 + slower), call_ms=call_ms, sequence_us=sequence_us)
 
 
@@ -290,10 +292,7 @@ def _steps(rows: Sequence[Measurement], chip: str) -> list[Measurement]:
     return [row for row in rows if row.kind == "step" and row.chip == chip]
 
 
-def _least_squares(
-    rows: Sequence[Measurement], known_ms: Sequence[float], columns: Sequence[Sequence[float]]
-) -> list[float]:
-    """Fits relative errors; what is known is taken off first, and no number is negative."""
-    measured = np.array([row.milliseconds for row in rows])
-    numbers, _ = nnls(np.array(columns) / measured[:, None], (measured - np.array(known_ms)) / measured)
-    return numbers.tolist()
+def least_squares(measured: Sequence[float], known: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
+    """Fits times by relative errors: what is known of them is taken off first, and no number is negative."""
+    times = np.array(measured)
+    return nnls(np.array(columns) / times[:, None], (times - np.array(known)) / times)[0].tolist()

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from scipy.optimize import nnls
 
 from specsamp.analysis.workload import Quartiles, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.tpu.calibration import SHARES, Calibration, nearly_best
+from specsamp.tpu.calibration import SHARES, Calibration, least_squares, nearly_best
 from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work, hops, wire_ms
 
@@ -175,13 +174,12 @@ def fit_own(
     """
     base = Calibration(efficiency=min(reached / rate, 1.0), call_ms=0.0, layouts=1, points=len(steps))
     if collectives:
-        measured = np.array([one.microseconds for one in collectives])
         crossed = [hops(one.chips) for one in collectives]
         if len(set(crossed)) == 1:  # what a hop takes cannot be told from what a collective takes
             crossed = [0] * len(crossed)
         wires = [wire_ms(2 * one.bytes, one.chips, link_rate) * 1e3 for one in collectives]
-        columns = np.array([[1.0, far, wire] for far, wire in zip(crossed, wires)]) / measured[:, None]
-        collective_us, hop_us, wire = nnls(columns, np.ones(len(measured)))[0].tolist()
+        times, columns = [one.microseconds for one in collectives], [(1.0, *each) for each in zip(crossed, wires)]
+        collective_us, hop_us, wire = least_squares(times, [0.0] * len(times), columns)
         base = dataclasses.replace(base, collective_us=collective_us, hop_us=hop_us, wire=wire)
     errors = []
     for i, (work, ms) in enumerate(steps):
@@ -195,13 +193,11 @@ def _fit_steps(base: Calibration, steps: Sequence[tuple[Work, float]]) -> Calibr
 
     Of the overlaps that explain the steps nearly as well as the best the one in the middle is taken.
     """
-    measured = np.array([ms for _, ms in steps])
-    columns = np.array([[work.calls, work.layer_sequences / 1e3] for work, _ in steps]) / measured[:, None]
+    times, columns = [ms for _, ms in steps], [(work.calls, work.layer_sequences / 1e3) for work, _ in steps]
 
     def fit(share: float) -> Calibration:
         bare = dataclasses.replace(base, overlap=share)
-        left = (measured - [bare.milliseconds(work) for work, _ in steps]) / measured
-        call_ms, sequence_us = nnls(columns, left)[0].tolist()
+        call_ms, sequence_us = least_squares(times, [bare.milliseconds(work) for work, _ in steps], columns)
         return dataclasses.replace(bare, call_ms=call_ms, sequence_us=sequence_us)
 
     near = nearly_best([fit(share) for share in SHARES], steps)
@@ -237,18 +233,11 @@ def read_calibration(document: Mapping[str, Any], topology: str, path: str = "th
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     """Raises TypeError unless all numbers of the formula are there, finite and not negative, with shares at most 1."""
-    shares = ("efficiency", "overlap", "least_overlap")
-    for name in (*shares, "call_ms", "sequence_us", "collective_us", "hop_us", "wire", "error"):
-        value = numbers[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise TypeError(f"{name} must be a finite number >= 0; got {value!r}")
-        if name in shares and value > 1:
-            raise TypeError(f"{name} must be at most 1; got {value!r}")
-    for name in ("efficiency", "error"):
-        if not numbers[name]:
-            raise TypeError(f"{name} must be above 0; got 0")
+    shares, counts = ("efficiency", "overlap", "least_overlap"), ("points", "layouts")
+    for name in (*shares, "call_ms", "sequence_us", "collective_us", "hop_us", "wire", "error", *counts):
+        value, most = numbers[name], 1 if name in shares else math.inf
+        kinds, least = (int,) if name in counts else (int, float), 1e-9 if name in ("efficiency", "error") else 0
+        if type(value) not in kinds or not (least <= value <= most and value < math.inf):
+            raise TypeError(f"{name} must be a finite number from {least:g} to {most:g}; got {value!r}")
     if numbers["least_overlap"] > numbers["overlap"]:
         raise TypeError(f"least_overlap {numbers['least_overlap']:g} is above the overlap, {numbers['overlap']:g}")
-    for name in ("points", "layouts"):
-        if not isinstance(numbers[name], int) or numbers[name] < 0:
-            raise TypeError(f"{name} must be an integer >= 0; got {numbers[name]!r}")
