@@ -120,56 +120,38 @@ def main() -> None:
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
         cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs, chips = acceptance(cells), round_costs(cells), priced_chips(cells)
-    plans = [
-        make_plan(
-            accepted,
-            costs,
-            draft_lengths=range(_LONGEST.value + 1),
-            batch=batch,
-            context=context,
-            new_tokens=_NEW_TOKENS.value,
-        )
-        for context in _CONTEXT.value or [None]
-        for batch in _BATCH.value
+    places = [
+        dict(batch=B, context=S, new_tokens=_NEW_TOKENS.value) for S in _CONTEXT.value or [None] for B in _BATCH.value
     ]
-    adaptive = [adapting(plan, accepted, costs) for plan in plans if _ADAPTIVE.value]
+    lengths = range(_LONGEST.value + 1)
+    plans = [make_plan(accepted, costs, draft_lengths=lengths, **place) for place in places]
+    tried = numbers("adaptive", _ADAPTIVE.value, int)
+    adaptive = [plan_adaptive(accepted, costs, lengths=tried, **place) for place in places if tried]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
         entry.show([plan_table(plan, costs), *price.tables(ms, chips, _CHIP_HOUR.value)], console)
     if cells and _NEW_TOKENS.value and max(_BATCH.value) > 1:
         console.print("Measured cells count all texts together: where they differ, the slowest row takes longer.")
-    for plan in plans:
-        best = plan.best
-        times = f"{best.speedup.value:.2g}" if _COMPILE_REPORT.value else f"{best.speedup.value:.2f}"
-        verdict = f"K = {best.draft_length}, {times}x" if best.draft_length else "decode plainly"
+    for plan, place in zip(plans, places, strict=True):
+        best, digits = plan.best, ".2g" if _COMPILE_REPORT.value else ".2f"
+        verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x" if best.draft_length else "decode plainly"
         if costs.open:
-            lengths = [best_length(accepted, edge, plan) for edge in costs.edges]
-            verdict = (
-                f"K = {lengths[0]} if all collectives are hidden, {lengths[1]} if all are added (0: decode plainly)"
-            )
+            edges = [make_plan(accepted, edge, draft_lengths=lengths, **place).best for edge in costs.edges]
+            hidden, added = (edge.draft_length for edge in edges)
+            verdict = f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode plainly)"
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
     if adaptive:
         document["adaptive"] = adaptive
         console.print("\n".join(map(told, adaptive)), markup=False)
-    if _CHIP_HOUR.value is not None:
+    if (chip_hour := _CHIP_HOUR.value) is not None:
         document["dollars_per_million_tokens"] = [
-            {
-                one.draft_length: price.dollars_per_million(one.ms_per_token.value, chips, _CHIP_HOUR.value)
-                for one in plan.forecasts
-            }
+            {K.draft_length: price.dollars_per_million(K.ms_per_token.value, chips, chip_hour) for K in plan.forecasts}
             for plan in plans
         ]
     if _ACCEPTANCE.value is not None:
         document["block_rule_mirrored"] = {K: block_mirrored(K) for K in range(_LONGEST.value + 1)}
     entry.write_result(_OUTPUT.value, document, console)
-
-
-def adapting(plan: Plan, accepted: Profiles, costs: Costs) -> AdaptiveForecast:
-    """Forecasts the lengths of --adaptive for a plan's batch and context."""
-    lengths = numbers("adaptive", _ADAPTIVE.value, int)
-    asked = dict(batch=plan.batch, context=plan.context, new_tokens=plan.new_tokens)
-    return plan_adaptive(accepted, costs, lengths=lengths, **asked)
 
 
 def told(one: AdaptiveForecast) -> str:
@@ -213,32 +195,25 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     A draft with a temperature of its own is another drafter.
     """
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None}
-    if _TEMPERATURE.value is not None:
-        wanted["temperature"] = _TEMPERATURE.value
+    wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
 
-    def made_up(cell):
-        return "synthetic_acceptance" in cell["key"]
-
-    def fits(cell):
-        return cell["key"]["drafter"] == "none" or made_up(cell) == _SYNTHETIC.value
+    def fits(key):
+        return key["drafter"] == "none" or ("synthetic_acceptance" in key) == _SYNTHETIC.value
 
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
-    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell)]
+    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell["key"])]
     distributions = sorted({grid.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if not distributions:
         keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
         there = sorted({f"{key['rule']} and {key['drafter']} at temperature {key['temperature']:g}" for key in keys})
+        asked = " and ".join(f"--{name}={value}" for name, value in wanted.items() if value is not None)
         raise ValueError(
-            f"--measured: no cell of {_MEASURED.value} has --rule={_RULE.value} and --drafter={_DRAFTER.value}"
-            f"{'' if _TEMPERATURE.value is None else f' and --temperature={_TEMPERATURE.value:g}'}; it has "
-            f"{'; '.join(there) or 'none with a draft'}"
+            f"--measured: no cell of {_MEASURED.value} has {asked}; it has {'; '.join(there) or 'no draft'}"
         )
     if len(distributions) > 1:
-        known = "; ".join(distributions)
-        raise ValueError(
-            f"--measured: choose cells of one distribution with --temperature; {_MEASURED.value} has {known}"
-        )
+        told = f"{_MEASURED.value} has {'; '.join(distributions)}"
+        raise ValueError(f"--measured: choose cells of one distribution with --temperature; {told}")
     (one,) = distributions
     return [cell for cell in cells if grid.distribution_of(cell["key"]) == one or _SYNTHETIC.value]
 
@@ -332,13 +307,6 @@ def check_devices(held: Sequence[TransformerConfig]) -> None:
         raise ValueError(f"--devices={_DEVICES.value} cannot hold the models: {told}")
 
 
-def best_length(accepted: Profiles, costs: Costs, plan: Plan) -> int:
-    """Returns the best K at one edge of the costs."""
-    lengths = range(_LONGEST.value + 1)
-    given = dict(batch=plan.batch, context=plan.context, new_tokens=plan.new_tokens)
-    return make_plan(accepted, costs, draft_lengths=lengths, **given).best.draft_length
-
-
 def where(plan: Plan) -> str:
     context = "" if plan.context is None else f", {plan.context} slots"
     tokens = "rows that never end" if plan.new_tokens is None else f"{plan.new_tokens} tokens each, to the slowest row"
@@ -350,30 +318,22 @@ def plan_table(plan: Plan, costs: Costs) -> report.Table:
     show = tables.span if costs.open else functools.partial(tables.interval, digits=digits)
     rows = []
     for one in plan.forecasts:
-        star = " *" if one is plan.best and not costs.open else ""
-        at_edges = [edge.round_ms(one.draft_length, plan.batch, plan.context) for edge in costs.edges]
-        row = [
-            f"K = {one.draft_length}{star}",
-            tables.interval(one.tokens_per_round),
-            str(Band(least=at_edges[0], likely=one.round_ms, most=at_edges[1], open=costs.open))
-            if costs.edges
-            else f"{one.round_ms:.{digits}g}",
-            show(one.ms_per_token),
-            show(one.speedup, "x"),
-        ]
-        rows.append((*row, f"{block_mirrored(one.draft_length):.2f}") if rate else tuple(row))
-    header = ("", "tokens per round", "ms per round", "ms per token", "speedup")
-    return report.Table(
-        title=f"Forecast: {where(plan)}",
-        header=(*header, "block rule, mirrored") if rate else header,
-        rows=rows,
-        note="* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks "
-        "behind the costs"
-        + (f". Milliseconds: {measured_by(costs)}" if costs.edges else "")
-        + (MIRRORED if rate else "")
-        + (ROOFLINE if _CHIP.value else "")
-        + (EXPERTS if isinstance(costs, Roofline) and costs.target.experts else ""),
-    )
+        K, ms = one.draft_length, f"{one.round_ms:.{digits}g}"
+        if costs.edges:
+            least, most = (edge.round_ms(K, plan.batch, plan.context) for edge in costs.edges)
+            ms = str(Band(least=least, likely=one.round_ms, most=most, open=costs.open))
+        name = f"K = {K}" + " *" * (one is plan.best and not costs.open)
+        row = (name, tables.interval(one.tokens_per_round), ms, show(one.ms_per_token), show(one.speedup, "x"))
+        rows.append((*row, f"{block_mirrored(K):.2f}") if rate else row)
+    notes = [
+        "* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks behind the costs",
+        f". Milliseconds: {measured_by(costs)}" if costs.edges else "",
+        MIRRORED if rate else "",
+        ROOFLINE if _CHIP.value else "",
+        EXPERTS if isinstance(costs, Roofline) and costs.target.experts else "",
+    ]
+    header = ("", "tokens per round", "ms per round", "ms per token", "speedup", *["block rule, mirrored"] * rate)
+    return report.Table(title=f"Forecast: {where(plan)}", header=header, rows=rows, note="".join(notes))
 
 
 def measured_by(costs: Costs) -> str:
