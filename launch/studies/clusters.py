@@ -1,0 +1,80 @@
+"""Asks whether rejections are clustered: what a round tells of the next, and of one eight rounds later.
+
+    python launch/study.py clusters --output=runs/python_clusters.json
+
+A round is kept as the number of drafted tokens that it accepted, a digit. If tokens were accepted independently, rounds
+would be as long as the mean rate says, a first token as likely whatever came before, and counts of rounds uncorrelated.
+Intervals hold 95% of 1,000 sets of prompts that are drawn anew: texts of one prompt go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.lib.study import Document, Option, Published, Study
+from specsamp import chain, generate, load_pair, temperature, top_p
+from specsamp.analysis.report import Table
+from specsamp.checkpoints.pair import load_prompts
+
+LAWS = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_p": 1.0})
+
+
+def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the accepted counts of all rounds but the last, which the budget may cut: a list of texts for each prompt."""
+    if options.K > 9:
+        raise ValueError(f"--K={options.K} is more than 9, and a round is kept as a digit")
+    prompts, K, budget = load_prompts(options.pair), options.K, options.max_new_tokens
+    samples = options.samples if key["temperature"] else 1  # greedy texts are all alike
+    how = {"sampling": chain(temperature(key["temperature"]), top_p(key["top_p"])), "num_samples": samples}
+    found: list[list[str]] = [[] for _ in prompts]
+    for text in generate(load_pair(options.pair), prompts, budget, draft_length=K, **how):
+        drafted = "".join("d" if each else "." for each in text.from_draft)  # the target writes a round's last token
+        found[text.prompt_index].append("".join(str(len(run)) for run in drafted.split(".")[:-2]))
+    return {"K": K, "max_new_tokens": budget, "rounds": found}
+
+
+def table(document: Document) -> Table:
+    """Returns a row for each distribution."""
+    rows = []
+    for cell in document["cells"]:
+        key, K = cell["key"], cell["result"]["K"]
+        prompts = [[[int(digit) for digit in text] for text in texts] for texts in cell["result"]["rounds"]]
+        drawn = np.random.default_rng(0).integers(len(prompts), size=(1000, len(prompts)))
+        found = np.array([statistics([prompts[i] for i in chosen], K) for chosen in drawn])
+        low, high = np.quantile(found, (0.025, 0.975), axis=0)
+        shown = [f"{mean:.2f} ({a:.2f} to {b:.2f})" for mean, a, b in zip(statistics(prompts, K), low, high)]
+        law = "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}, top-p {key['top_p']:g}"
+        rows.append((law, f"{sum(len(text) for texts in prompts for text in texts)}", *shown))
+    after = ("first accepted after a full round", "after an empty one", "correlation with the next", "8 rounds later")
+    header = ("sampling", "rounds", "tokens per round", "if independent", *after)
+    return Table(title="Are rejections clustered?", header=header, rows=rows)
+
+
+def statistics(prompts: Sequence[Sequence[Sequence[int]]], K: int) -> list[float]:
+    """Returns what the table shows of some prompts."""
+    texts = [np.array(text) for texts in prompts for text in texts]
+    accepted = np.concatenate(texts)
+    rate = accepted.sum() / np.minimum(accepted + 1, K).sum()  # of the tokens that were verified
+    lags = [[np.concatenate(each) for each in zip(*((text[:-n], text[n:]) for text in texts))] for n in (1, 8)]
+    before, after = lags[0]
+    full, empty = (float((after[before == count] > 0).mean()) for count in (K, 0))
+    independent, related = sum(rate**i for i in range(K + 1)), [np.corrcoef(*each)[0, 1] for each in lags]
+    return [accepted.mean() + 1, independent, full, empty, *related]
+
+
+STUDY = Study(
+    question="Are rejections clustered: does a round tell how the next one goes?",
+    options={
+        "pair": Option("python", "The pair, by name or folder."),
+        "K": Option(3, "Tokens per draft, at most 9.", least=1),
+        "samples": Option(4, "Texts of each prompt, where texts are sampled.", least=1),
+        "max_new_tokens": Option(192, "Tokens of each text.", least=32),
+    },
+    cells=lambda options: LAWS,
+    identity=lambda options: {name: getattr(options, name) for name in ("pair", "K", "samples", "max_new_tokens")},
+    measure=measure,
+    tables={"clusters": Published(["python_clusters"], table)},
+)
