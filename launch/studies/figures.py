@@ -83,20 +83,16 @@ def draw_paper(document: Document) -> Any:
         lengths, results = [0, *(cell["key"]["draft_length"] for cell in group)], [cell["result"] for cell in group]
         plain_ms = TOKENS * batch * results[0]["autoregressive"]["ms_per_token"]["median"]
         speedups = [result["speedup"] for result in results]
-        edges = [[1, *(1 / one[edge] for one in speedups)] for edge in ("upper", "lower")]
-        total.plot(
-            lengths, [1, *(1 / one["median"] for one in speedups)], **look, label=f"{name} ({plain_ms:.0f} ms at K = 0)"
-        )
-        total.fill_between(lengths, *edges, color=look["color"], alpha=0.1, linewidth=0, zorder=0)
+        middle, low, high = ([1, *(1 / one[edge] for one in speedups)] for edge in ("median", "upper", "lower"))
+        total.plot(lengths, middle, **look, label=f"{name} ({plain_ms:.0f} ms at K = 0)")
+        total.fill_between(lengths, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=0)
         emitted = [result["acceptance"]["emitted_per_round"] for result in results]
         share.plot(lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name)
         rounds.plot(lengths, [1, *map(round_over_plain, results)], **look, label=name)
         if number == 0 and all(result["split"] for result in results):
             for marker, part in zip("^vx", ("draft", "score", "verify")):
-                parts = [
-                    result["split"][part]["ms"]["median"] / result["split"]["step"]["ms"]["median"]
-                    for result in results
-                ]
+                steps = [result["split"]["step"]["ms"]["median"] for result in results]
+                parts = [result["split"][part]["ms"]["median"] / step for result, step in zip(results, steps)]
                 look = {"color": COLOURS[0], "marker": marker, "markersize": 3, "linewidth": 0.6}
                 rounds.plot(lengths, [float(part == "score"), *parts], **look, label=f"{name}: {part}")
     points = {"color": "black", "linestyle": "none", "markersize": 4, "zorder": 0}
@@ -106,11 +102,9 @@ def draw_paper(document: Document) -> Any:
     plain = PAPER_ROUND_MS[0]
     rounds.plot([ms / plain for ms in PAPER_ROUND_MS], **points, marker="o", label=f"Chen et al. ({plain} ms)")
     titles = (f"time for {TOKENS} tokens", "tokens emitted per round", "time of a round")
-    labels = ("over plain decoding", "over K + 1", "over a plain round")
-    for axis, title, label in zip((total, share, rounds), titles, labels):
+    for axis, title, label in zip(figure.axes, titles, ("over plain decoding", "over K + 1", "over a plain round")):
         axis.set_title(title, fontsize=10)
-        axis.set(ylabel=label)
-        axis.set_ylim(bottom=0)
+        axis.set(ylabel=label, ylim=(0, None))
         axis.legend(fontsize=7, frameon=False)
     return figure
 
@@ -135,7 +129,6 @@ def draw_batches(document: Document) -> Any:
     panels = list(dict.fromkeys(group[0]["key"]["draft_length"] for group in groups))
     figure, axes = axes_of(len(panels), "batch size", sharey=True)
     names = list(dict.fromkeys(setting(group[0]["key"]) for group in groups))
-    batches = sorted({cell["key"]["batch"] for group in groups for cell in group})
     for group in groups:
         axis, name = axes[panels.index(group[0]["key"]["draft_length"])], setting(group[0]["key"])
         colour, style = COLOURS[names.index(name) % len(COLOURS)], STYLES[names.index(name) % len(STYLES)]
@@ -143,14 +136,14 @@ def draw_batches(document: Document) -> Any:
         middle, low, high = ([one[edge] for one in speedups] for edge in ("median", "lower", "upper"))
         axis.plot(at, middle, style, marker="o", markersize=3, color=colour, label=name)
         axis.fill_between(at, low, high, color=colour, alpha=0.1, linewidth=0)
+    batches = sorted({cell["key"]["batch"] for group in groups for cell in group})
     for axis, panel in zip(axes, panels, strict=True):
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
-        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.set_xticks(batches, map(str, batches))
         axis.set_title(f"K = {panel}", fontsize=10)
         axis.legend(fontsize=7, frameon=False)
-    axes[0].set(ylabel="speedup over plain decoding")
-    axes[0].set_ylim(bottom=0)  # of all: they share it
+    axes[0].set(ylabel="speedup over plain decoding", ylim=(0, None))  # of all: they share it
     return figure
 
 
@@ -161,9 +154,8 @@ def by_batch(document: Document) -> list[str]:
 
 def draw_tasks(*documents: Document) -> Any:
     """Draws the accepted share of verified tokens by task or category, with twice the standard error."""
-    documents = [one for document in documents for one in document.get("evaluations", [document])]
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    for document in documents:
+    for document in (one for document in documents for one in document.get("evaluations", [document])):
         task = document["identity"]["task"]["name"]
         for row in (row for row in document["evaluation"] if row["exact"]):
             for category, counts in row["counts_by_category"].items():

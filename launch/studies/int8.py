@@ -4,10 +4,10 @@
     python launch/study.py int8 --ask=speed --output=runs/int8_speed_cpu.json
 
 Error: each held-out prompt of a pair is read in one call. The weights of the shipped pair are stored in int8, so decoding
-with int8 weights changes nothing more. Random weights of the shape of configs/random_pair.py:38m were never rounded.
+with int8 weights changes nothing more; random weights of the shape of configs/random_pair.py:38m were never rounded.
 
-Speed: all settings of a model and a length take turns; a sample is several calls in one program, as the loop has them.
-One setting widens int8 matrices whole, as XLA does on CPUs; `specsamp.models.cpu_layout` widens them block by block.
+Speed: all settings of a model take turns; a sample is several calls in one program, as the loop has them. One setting
+widens int8 matrices whole, as XLA does on CPUs; `specsamp.models.cpu_layout` widens them block by block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def errors(options, say: Say) -> dict[str, Any]:
         of_next = np.take_along_axis(log_softmax(target_BTV, -1)[:, :-1], np.asarray(tokens_BT)[:, 1:, None], axis=-1)
         of_pair[name] = {
             "target": against(target_BTV, plain[0]) | {"loss, nats per token": -of_next.mean()},
-            # Of a token drawn from the draft at temperature 1, after these texts' own tokens.
             "acceptance": np.minimum(softmax(target_BTV, -1), softmax(draft_BTV, -1)).sum(-1).mean(),
         }
         of_random[name] = against(random_BTV, plain[1])
@@ -95,8 +94,8 @@ def speeds(options, say: Say) -> dict[str, Any]:
     if options.slots < max(options.tokens):
         raise ValueError(f"--slots={options.slots} hold no call of {max(options.tokens)} tokens: give more slots")
     pair, large, found = load_pair(options.pair), TransformerConfig(**LARGE), {}
-    models = {f"target of {options.pair}": (pair.target.config, pair.target_params)}
-    models["random"] = large, TransformerLM(large).init(jax.random.key(0))
+    random = large, TransformerLM(large).init(jax.random.key(0))
+    models = {f"target of {options.pair}": (pair.target.config, pair.target_params), "random": random}
     for model_name, (config, params) in models.items():
         runs, settings = {}, {}
         for name, changes in TIMED.items():
@@ -154,14 +153,14 @@ def call_often(model: TransformerLM, weights: Any, start_B: jax.Array, carry: An
 
 def error_table(document: Document) -> Table:
     """Returns what int8 changes of the pair's target, of the pair's acceptance, and of random weights."""
-    rows, rms, deviation = [], "logits, rms of the difference", "logits, standard deviation"
+    rms, deviation, likeliest = "logits, rms of the difference", "logits, standard deviation", "same likeliest token"
+    rows = []
     for name, found in document["pair"].items():
         target, random = found["target"], document["random weights"][name]
-        shares = [f"{logits[rms] / logits[deviation]:.2%}" for logits in (target, random)]
-        row = [name, shares[0], f"{target['divergence, nats']:.1e}", f"{target['same likeliest token']:.1%}"]
-        row += [f"{target['loss, nats per token']:.4f}", f"{found['acceptance']:.4f}"]
-        rows.append([*row, shares[1], f"{random['divergence, nats']:.1e}"])
-    header = ("both sides in", "logits differ", "divergence, nats", "same likeliest token", "loss")
+        row = [name, f"{target[rms] / target[deviation]:.2%}", f"{target['divergence, nats']:.1e}"]
+        row += [f"{target[likeliest]:.1%}", f"{target['loss, nats per token']:.4f}", f"{found['acceptance']:.4f}"]
+        rows.append([*row, f"{random[rms] / random[deviation]:.2%}", f"{random['divergence, nats']:.1e}"])
+    header = ("both sides in", "logits differ", "divergence, nats", likeliest, "loss")
     header += ("acceptance at T = 1", "random weights: logits differ", "divergence, nats")
     return Table(title="What int8 changes", header=header, rows=rows)
 
