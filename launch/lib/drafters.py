@@ -121,9 +121,9 @@ class AdaptiveFields:
             usual=self.usual,
             acceptance=self.acceptance,
         )
-        if adaptive.most != drafter.K:
+        if adaptive.K != drafter.K:
             raise ValueError(
-                f"adaptive.lengths end with {adaptive.most}, but draft_length is {drafter.K}: make them equal"
+                f"adaptive.lengths end with {adaptive.K}, but draft_length is {drafter.K}: make them equal"
             )
         check_lengths(drafter, adaptive.lengths)
         return adaptive

@@ -134,10 +134,10 @@ def counted_ms(decoder: Decoder, repeat: int) -> float:
     policy, total = decoder.adaptive, 0.0
     state = decoder.loop.run(decoder.weights, decoder.prefill(repeat), 0)  # it knows what the drafter will find
     while True:
-        running_B, wanted_B = to_host((state.running_B, state.pace.wanted_B))
+        running_B, draft_lengths_B = to_host((state.running_B, state.adaptive_state.draft_lengths_B))
         if not running_B.any():
             return total
-        total += policy.costs_ms[policy.lengths.index(int(wanted_B[running_B].max()))]
+        total += policy.costs_ms[policy.lengths.index(int(draft_lengths_B[running_B].max()))]
         state = decoder.loop.run(decoder.weights, state, 1)
 
 

@@ -212,24 +212,24 @@ def play(
     """
     rng, groups = np.random.default_rng(seed), -(-texts // batch)
     rows = groups * batch
-    profile = acceptance.at(adaptive.most)
-    survival_TK = np.stack([profile.survival(adaptive.most, text) for text in profile.texts])
+    profile = acceptance.at(adaptive.K)
+    survival_TK = np.stack([profile.survival(adaptive.K, text) for text in profile.texts])
     survival_RK = survival_TK[rng.integers(len(survival_TK), size=rows)]
     policy = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * groups), adaptive.for_rows(batch))
-    learn, pace = jax.jit(policy.learn), policy.begin(jnp.full(rows, 2), False)
-    cost_of = np.zeros(adaptive.most + 1)
+    learn, state = jax.jit(policy.learn), policy.begin(jnp.full(rows, 2), False)
+    cost_of = np.zeros(adaptive.K + 1)
     cost_of[list(adaptive.lengths)] = adaptive.costs_ms
     left_R, ms_G = np.full(rows, new_tokens), np.zeros(groups)
-    histogram = np.zeros(adaptive.most + 1, int)
+    histogram = np.zeros(adaptive.K + 1, int)
     while (left_R > 0).any():
         running_R = left_R > 0
-        wanted_R = np.where(running_R, np.asarray(pace.wanted_B), 0)
+        wanted_R = np.where(running_R, np.asarray(state.draft_lengths_B), 0)
         is_running_G = running_R.reshape(groups, batch).any(1)
         ms_G += np.where(is_running_G, cost_of[wanted_R.reshape(groups, batch).max(1)], 0)
         np.add.at(histogram, wanted_R[running_R], 1)
         accepted_R = np.minimum((rng.random((rows, 1)) < survival_RK).sum(1), wanted_R)
         left_R = left_R - np.where(running_R, accepted_R + 1, 0)
-        pace = learn(pace, jnp.asarray(running_R), jnp.asarray(wanted_R), jnp.asarray(accepted_R))
+        state = learn(state, jnp.asarray(running_R), jnp.asarray(wanted_R), jnp.asarray(accepted_R))
     ms_per_token = float(ms_G.mean() / (batch * new_tokens))
     return AdaptiveForecast(
         adaptive=adaptive,

@@ -213,7 +213,7 @@ class Profiled:
         self.lengths_B, self.arguments = lengths_B, (weights, request)
         self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
         # As many as surely end no text.
-        self.most = max((decoder.workload.max_new_tokens - 1) // (loop.max_accepted + 1), 1)
+        self.most = max((decoder.workload.max_new_tokens - 1) // (loop.depth + 1), 1)
 
         def prefill(weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array) -> DecodeState:
             state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)

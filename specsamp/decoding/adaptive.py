@@ -1,22 +1,23 @@
-"""Draft lengths that adapt: when a draft ends early, how many tokens a row wants next, and when it wants none.
+"""Adaptive draft lengths: when a draft ends early, and how many tokens each sequence drafts in its next round.
 
     generate(pair, prompts, draft_length=Adaptive(lengths=(8,), stop=Confidence(0.3)))
     generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4), usual=4))
 
-What a row drafts stays exact as long as whether token k is submitted depends on nothing from token k on. Both ways to
-adapt keep to that. A *stop* sees the tokens of a draft up to k and cancels token k + 1. The *length* of a round is
-decided before it begins, from what the row's own past rounds accepted: it maximises the tokens per time
+Whether token k is submitted depends on nothing from token k on: this keeps adaptive drafts exact. A *stop* sees the tokens
+of a draft up to k and may cancel token k + 1. The *length* of a round is chosen before the round begins, from the
+acceptance in the earlier rounds of the sequence. It maximises the tokens per time
 
     E(alpha, k) / costs_ms[k],    E(alpha, k) = 1 + alpha + ... + alpha^k
 
-(Leviathan et al., arXiv 2211.17192; goodput of Liu et al., arXiv 2406.14066), where a length of 0 is plain decoding. A
-draft ends at its first rejection, so acceptance is estimated by accepted / (accepted + rejections), which is the estimate
-of greatest likelihood; accepted over drafted would be too small. Older rounds count less and less.
+(Leviathan et al., arXiv 2211.17192; goodput of Liu et al., arXiv 2406.14066). A length of 0 is plain decoding.
 
-No row looks at its neighbours or at a clock: with the same numbers, in a batch of so many rows, its text is the one that its
-prompt has beside any others. But rounds are as wide as the row that wants most, and a batch ends with its slowest row.
-So a row of several keeps to the length that suits the batch, `Adaptive.usual`, until its own past speaks clearly for a
-shorter one, and never takes a longer one by itself, but for the shortest draft where the usual length is none.
+A draft ends at its first rejection. So the maximum-likelihood estimate of the acceptance is accepted / (accepted +
+rejections); accepted / drafted would be too small. The counts of earlier rounds decay.
+
+No sequence looks at the others or at a clock. But a round is as wide as its longest draft, and a batch ends with its
+slowest sequence. So in a batch, a sequence uses `Adaptive.usual` until its own acceptance clearly favours a shorter
+draft. It never takes a longer draft, with one exception: if the usual length is 0, it may take the shortest draft. With
+the same seed, the tokens of a sequence thus depend on the number of sequences in the batch, and on nothing else in it.
 """
 
 from __future__ import annotations
@@ -35,29 +36,29 @@ Array = jax.Array
 
 LENGTHS = (0, 1, 2, 4, 8)
 LONGEST_PAUSE = 8  # times the first pause
-# How much more tokens per time than the usual one another length must promise. Alone a row loses little by trying. Of
-# several, one that drafts less than the others saves nothing, falls behind, and the batch ends with it.
+# The gain in tokens per time for which a length replaces the usual one. A single sequence loses little by trying. In a
+# batch, a sequence that drafts less than the others saves no time, falls behind, and delays the end of the batch.
 MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.5
-PAUSE = 16  # rounds, for each row
-MOST_CERTAIN = 0.999  # acceptance from which on the sum of its powers is not told from that of ones
+PAUSE = 16  # rounds, for each sequence of the batch
+MOST_CERTAIN = 0.999  # the largest acceptance for which 1 - alpha is accurate enough in float32
 
 
 class Stop:
-    """A pytree of numbers that ends a draft early; derive from it, under `register_warp`, to write one.
+    """A condition that ends a draft early, a pytree of numbers; derive from it, under `register_warp`, to write your own.
 
-    It is asked after each token but the last, and only about the token after it.
+    It is called after every drafted token except the last, and decides about the next token alone.
     """
 
     def check(self) -> None:
         """Raises ValueError if a number is out of range."""
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
-        """Returns whether the next token shall be drafted, bool ``[B]``.
+        """Returns whether to draft the next token, bool ``[B]``.
 
         Args:
-          log_probs_BV: float32, the draft's distribution that the last token was drawn from, warped; for greedy rows, whose
-            warped distribution is certain of its token, that before warping.
-          log_prob_B: float32, the sum of the log-probabilities of all tokens of the draft so far, by such distributions.
+          log_probs_BV: float32, the warped distribution of the draft that the last token was drawn from. For greedy rows
+            it is the distribution before warping, since the warped one is one-hot.
+          log_prob_B: float32, the log-probability of all tokens of the draft so far, under these distributions.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say when a draft goes on")
 
@@ -66,8 +67,8 @@ class Stop:
 class Entropy(Stop):
     """Goes on while ``1 - sqrt(weight * H) >= least``, H the entropy in nats (AdaEDL, arXiv 2410.18351).
 
-    The left side bounds the acceptance from below, by experience. AdaEDL drops the token whose distribution is too uncertain.
-    Here it is kept and what follows is cancelled: the call of the draft is paid for, and the token may be accepted.
+    The left side is an empirical lower bound of the acceptance. AdaEDL drops the token whose distribution is too uncertain.
+    Here this token is kept and the next one is cancelled: the draft's call is already paid for, and the token may be accepted.
     """
 
     least: float = 0.4  # in [0, 1]
@@ -85,7 +86,7 @@ class Entropy(Stop):
 
 @register_warp
 class Confidence(Stop):
-    """Goes on while the draft's tokens so far are together at least as probable, by the draft itself, as ``least``."""
+    """Goes on while the draft's own probability of all its tokens so far is at least ``least``."""
 
     least: float = 0.3  # in [0, 1]
 
@@ -98,26 +99,26 @@ class Confidence(Stop):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adaptive:
-    """A draft length that adapts, as `generate` takes it for ``draft_length``.
+    """An adaptive draft length: the argument ``draft_length`` of `generate`.
 
-    All numbers but lengths and widths are data: changing them compiles nothing.
+    All numbers except lengths and widths are data: changing them compiles nothing.
 
     Attributes:
-      lengths: that a row may want, ascending, from 0 on; the last is the drafter's K.
-      costs_ms: for each length, the milliseconds of a round in which all rows of the batch draft so many;
-        `specsamp.analysis.draft_length.calibrate` measures them, `cost_table` forecasts. Only their ratios matter.
-      stop: ends drafts before their length; None: nothing does.
-      usual: the length that a measurement found best for the batch, which rows keep until another promises clearly more;
-        `specsamp.analysis.draft_length.calibrate` finds it. None: the best one if ``acceptance`` holds for all rows.
-      acceptance: of a drafted token, as a row expects it before it has seen any.
-      trust: how many rejections' worth that expectation is.
-      decay: what a round of drafting leaves of the weight of those before it.
-      margin: the share by which another length must promise more tokens per time than the usual one. Default: a tenth,
-        and a half in batches, where a row that drafts less than the others only falls behind.
-      pause: rounds after which a row that wants 0 tries the shortest draft again; the pause doubles, up to eightfold, as
-        long as that shows no reason to draft. Default: 16 for each row of the batch.
-      widths: the lengths that rounds are compiled for: a round takes the next that is enough for all rows. Default: all
-        lengths on a CPU, where each scored row costs; elsewhere the last, and 0 where that is a length.
+      lengths: the draft lengths to choose from, ascending, 0 or more; the last is the drafter's K.
+      costs_ms: for each length, the milliseconds of a round in which all sequences of the batch draft that many tokens.
+        `specsamp.analysis.draft_length.calibrate` measures them, `cost_table` forecasts them. Only ratios matter.
+      stop: ends drafts before their length; None: every draft has its full length.
+      usual: the best length for the batch as a whole, as `specsamp.analysis.draft_length.calibrate` measures it. A sequence
+        keeps to it until another length is clearly better. Default: the best length if ``acceptance`` is right.
+      acceptance: the expected acceptance of a drafted token, before any was verified.
+      trust: the weight of that expectation, as a number of rejections.
+      decay: the factor by which the counts of earlier rounds shrink in a round that drafts.
+      margin: the relative gain in tokens per time for which a length replaces the usual one. Default: 0.1, and 0.5 in
+        batches, where a sequence that drafts less than the others only falls behind.
+      pause: rounds without a draft after which the shortest draft is tried again. The pause doubles, up to eightfold, as
+        long as drafting does not pay. Default: 16 for each sequence of the batch.
+      widths: the lengths that rounds are compiled for; a round takes the smallest width that holds all drafts. Default: all
+        lengths on a CPU, where each scored position costs; elsewhere the last one, and 0 if it is a length.
 
     Raises:
       ValueError: naming the value and the fix.
@@ -141,7 +142,7 @@ class Adaptive:
         _check_lengths("lengths", self.lengths)
         if self.widths is not None:
             _check_lengths("widths", self.widths)
-            if self.widths[-1] != self.most or not set(self.widths) <= set(self.lengths):
+            if self.widths[-1] != self.K or not set(self.widths) <= set(self.lengths):
                 raise ValueError(
                     f"widths must be some of the lengths {self.lengths}, the last among them; got {self.widths!r}"
                 )
@@ -171,15 +172,15 @@ class Adaptive:
             raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
 
     @property
-    def most(self) -> int:
-        """Returns the longest draft, the drafter's K."""
+    def K(self) -> int:
+        """Returns the largest length, which is the drafter's K."""
         return self.lengths[-1]
 
     def for_rows(self, count: int, batch: int | None = None) -> LengthPolicy:
-        """Returns the same as data of ``count`` rows.
+        """Returns the numbers as arrays with one entry for each of ``count`` rows, with the defaults filled in.
 
         Args:
-          batch: rows that are decoded together, of which these are some; default all.
+          batch: number of rows that are decoded together; default ``count``.
         """
         batch = count if batch is None else batch
 
@@ -189,7 +190,7 @@ class Adaptive:
 
         widths = self.widths
         if widths is None:
-            widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.most)
+            widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.K)
         index = self._usual_index()
         longest, margin = len(self.lengths) - 1, MARGIN
         if batch > 1:
@@ -209,7 +210,7 @@ class Adaptive:
         )
 
     def _usual_index(self) -> int:
-        """Returns the place of the usual length among the lengths."""
+        """Returns the index of the usual length."""
         if self.costs_ms is None:
             return 0
         if self.usual is not None:
@@ -220,77 +221,80 @@ class Adaptive:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Holds what the rows of a batch have seen of their drafts; every leaf leads with the rows.
+class AdaptiveState:
+    """The acceptance of each row so far and its next draft length; every leaf leads with the rows.
 
-    The middle four are None where there is one length, the last where the drafter needs no catching up.
+    The counts and the pause are None if there is one length; ``seen_B`` is None if the drafter never falls behind.
     """
 
-    wanted_B: Array  # int32, the tokens that the row wants to draft next
-    accepted_B: Array | None = None  # float32, drafted tokens, older ones count less
-    rejected_B: Array | None = None  # float32, rounds in which one was rejected, or none was found, likewise
-    idle_B: Array | None = None  # int32, rounds since the last in which it wanted any
-    pause_B: Array | None = None  # int32, rounds after which a draft is tried where none pays
-    seen_B: Array | None = (
-        None  # int32, tokens that the drafter's state knows; those between rounds of drafting are missing
-    )
+    draft_lengths_B: Array  # int32, the most tokens to draft in the next round
+    accepted_B: Array | None = None  # float32, accepted tokens, with decay
+    rejected_B: Array | None = None  # float32, rounds with a rejection or without a proposal, with decay
+    idle_B: Array | None = None  # int32, rounds since the last draft
+    pause_B: Array | None = None  # int32, rounds without a draft after which one is tried
+    # int32, the tokens at the beginning of the row that the drafter's state covers
+    seen_B: Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthPolicy:
-    """`Adaptive`, with its numbers as data for each row."""
+    """`Adaptive` with its defaults filled in and one number per row, as `Request` holds it."""
 
     lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop: Stop | None
     costs_BL: Array | None
-    usual_B: Array  # int32, the place of a length
-    longest_B: Array  # int32, likewise
-    margin_B: Array  # the share of tokens per time by which another length must promise more than the usual one
-    accepted_B: Array  # what a row expects before it has drafted
+    usual_B: Array  # int32, index of a length
+    longest_B: Array  # int32, index of the largest length that the row may choose
+    margin_B: Array
+    accepted_B: Array  # the expectation before the first draft, as counts
     rejected_B: Array
     decay_B: Array
     pause_B: Array  # int32
 
-    def begin(self, lengths_B: Array, falls_behind: bool) -> Pace:
-        """Returns the pace of rows whose texts were read but for their last token."""
+    def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
+        """Returns the initial adaptive state, after prefill."""
         most_B = jnp.full_like(lengths_B, self.lengths[-1])
-        pace = Pace(wanted_B=most_B, seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None)
-        if self.costs_BL is None:
-            return pace
-        nothing_B = jnp.zeros_like(self.decay_B)
-        pace = dataclasses.replace(
-            pace, accepted_B=nothing_B, rejected_B=nothing_B, idle_B=jnp.zeros_like(lengths_B), pause_B=self.pause_B
+        state = AdaptiveState(
+            draft_lengths_B=most_B, seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None
         )
-        return dataclasses.replace(pace, wanted_B=self._best(pace))
-
-    def learn(self, pace: Pace, running_B: Array, num_drafted_B: Array, num_accepted_B: Array) -> Pace:
-        """Returns the pace after a round; rows that have ended keep theirs."""
         if self.costs_BL is None:
-            return pace
-        tried_B = pace.wanted_B > 0
-        # Where a drafter found nothing to propose the round's width was paid for all the same.
+            return state
+        nothing_B = jnp.zeros_like(self.decay_B)
+        state = dataclasses.replace(
+            state, accepted_B=nothing_B, rejected_B=nothing_B, idle_B=jnp.zeros_like(lengths_B), pause_B=self.pause_B
+        )
+        return dataclasses.replace(state, draft_lengths_B=self._best(state))
+
+    def learn(
+        self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
+    ) -> AdaptiveState:
+        """Returns the adaptive state after a round; finished rows keep theirs."""
+        if self.costs_BL is None:
+            return state
+        tried_B = state.draft_lengths_B > 0
+        # A draft without tokens counts as a rejection: the round's width was paid for all the same.
         rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
         decay_B = jnp.where(tried_B, self.decay_B, 1)
         after = dataclasses.replace(
-            pace,
-            accepted_B=decay_B * pace.accepted_B + num_accepted_B,
-            rejected_B=decay_B * pace.rejected_B + rejected_B,
-            idle_B=jnp.where(tried_B, 0, pace.idle_B + 1),
+            state,
+            accepted_B=decay_B * state.accepted_B + num_accepted_B,
+            rejected_B=decay_B * state.rejected_B + rejected_B,
+            idle_B=jnp.where(tried_B, 0, state.idle_B + 1),
         )
         best_B = self._best(after)
-        longer_B = jnp.minimum(2 * pace.pause_B, LONGEST_PAUSE * self.pause_B)
-        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(tried_B, longer_B, pace.pause_B))
+        longer_B = jnp.minimum(2 * state.pause_B, LONGEST_PAUSE * self.pause_B)
+        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(tried_B, longer_B, state.pause_B))
         shortest = next((length for length in self.lengths if length), 0)
         tries_B = (best_B == 0) & (after.idle_B >= pause_B)
-        after = dataclasses.replace(after, pause_B=pause_B, wanted_B=jnp.where(tries_B, shortest, best_B))
-        return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, pace)
+        after = dataclasses.replace(after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, shortest, best_B))
+        return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
 
-    def _best(self, pace: Pace) -> Array:
-        """Returns the length with the most expected tokens per time; the usual one, unless another has clearly more."""
-        accepted_B = self.accepted_B + pace.accepted_B
-        rate_B = accepted_B / (accepted_B + self.rejected_B + pace.rejected_B)
+    def _best(self, state: AdaptiveState) -> Array:
+        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else the usual one."""
+        accepted_B = self.accepted_B + state.accepted_B
+        rate_B = accepted_B / (accepted_B + self.rejected_B + state.rejected_B)
         goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), self.lengths) / self.costs_BL
         lengths_L = jnp.asarray(self.lengths, jnp.int32)
         goodput_BL = jnp.where(jnp.arange(len(self.lengths))[None, :] <= self.longest_B[:, None], goodput_BL, 0)

@@ -77,7 +77,7 @@ def make_method(
             f"the rule must set metered: True if its verdicts have a meter, else False (most rules); got {rule!r}"
         )
     adaptive = draft_length if isinstance(draft_length, Adaptive) else None
-    drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.most, drafter)
+    drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.K, drafter)
     if adaptive is not None:
         check_lengths(drafter, adaptive.lengths)
     if require_exact:
@@ -111,7 +111,7 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
         if not is_able:
             raise ValueError(
                 f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, "
-                "override LengthHooks.of_length, or give one draft length"
+                "override DrafterHooks.of_length, or give one draft length"
             )
 
 

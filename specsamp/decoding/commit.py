@@ -40,9 +40,11 @@ def append(
     ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
     ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
 
-    pace = state.pace
+    adaptive_state = state.adaptive_state
     if request.adaptive is not None:
-        pace = request.adaptive.learn(pace, state.running_B, draft.num_drafted_B, verdict.num_accepted_B)
+        adaptive_state = request.adaptive.learn(
+            adaptive_state, state.running_B, draft.num_drafted_B, verdict.num_accepted_B
+        )
 
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
@@ -66,7 +68,7 @@ def append(
         stats=_count(state.stats, state.running_B, draft, verdict, count_B),
         warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
         draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
-        pace=pace,
+        adaptive_state=adaptive_state,
     )
 
 

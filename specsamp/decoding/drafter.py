@@ -2,21 +2,22 @@
 
 A new way to draft is one class derived from `Drafter`, in a file of its own.
 
-How drafters fit:
+How the kinds of drafters use it:
 
-*Inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP): ``hidden_layers`` tells the loop which outputs of the target to
-keep, `read` sees them for the prompt, chunk by chunk, and `commit` for the accepted path; ``weights.target`` and the
-target's cache reach all three. A drafter that writes the target's cache hands it back.
+*Drafters inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP). ``hidden_layers`` names the layers of the target
+whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk by chunk, and `commit` for the accepted
+path. All methods get ``weights.target`` and the target's cache. A drafter that writes to this cache returns it.
 
-*Token trees*, which the loop does not score yet: a `Draft` with ``parents_BK`` and ``depth``; the loop will give the
-target a `Block`, the rule return the accepted rows, and the target move their slots together
-(`LanguageModel.compact`). Drawing siblings without replacement will be a method of the rule beside `Rule.sample`.
+*Several drafters* (`VotingDrafter`, `ChoosingDrafter`) are one drafter that holds the others and their states. It
+either chooses one *before* the tokens are sampled, or proposes tokens without a distribution. Each part has its own
+`Sampler` index, so that their random numbers differ.
 
-*Several drafters* (`VotingDrafter`, `ChoosingDrafter`): one drafter that holds them; its state holds theirs. It picks one
-*before* looking at what it sampled, or proposes tokens without a distribution. Each part has a `Sampler` of its own index.
+*Adaptive lengths.* Every round has arrays ``[B, K]``; ``num_drafted_B`` says how many tokens count. A drafter that draws
+a chain with `Sampler.chain` stops early by itself. The drafts of any other drafter are cut to the chosen lengths.
 
-*Adaptive length*: ``num_drafted_B`` is decided on device; shapes stay ``[B, K]``. A drafter that draws a chain through
-`Sampler.chain` stops where `specsamp.decoding.adaptive` says so; of any other the loop takes as many tokens as a row wants.
+*Token trees* are not decoded yet. A tree is a `Draft` with ``parents_BK`` and ``depth``. The loop will pass the target a
+`Block`, the rule will return the accepted positions, and the target will move their cache slots together
+(`LanguageModel.compact`). Sampling siblings without replacement will be a method of the rule, like `Rule.sample`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last one is pending, what lies beyond is scratch."""
+    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots behind it are scratch."""
 
     tokens_BS: Array  # int32
     lengths_B: Array  # int32
@@ -49,7 +50,7 @@ class Drafter(abc.ABC):
     """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
 
     ``K`` and `propose` must be given; the rest has defaults that suit a drafter without weights or state. Few drafters
-    need `LengthHooks` too.
+    need `DrafterHooks` too.
     """
 
     K: int  # the most tokens of a draft; of a tree, its nodes
@@ -59,25 +60,28 @@ class Drafter(abc.ABC):
 
     @property
     def weights_key(self) -> Hashable:
-        """Returns what its prepared weights depend on besides its class, such as its model.
+        """Returns the key of its prepared weights, such as its model.
 
-        Drafters of a class with equal keys share their weights, so leave K out of it.
+        Drafters of one class with equal keys share their weights. So leave K out of the key.
         """
         return self
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        """Raises ValueError unless a pair of these parts has what this drafter needs."""
+        """Raises ValueError if this drafter cannot draft for a pair of these parts."""
 
     def prepare(self, params: Any) -> Any:
         """Turns ``Pair.draft_params`` into ``weights.draft``, once."""
         return None
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Adds to ``weights.draft`` what depends on the number of cache slots."""
+        """Adds the tables that depend on the number of cache slots to ``weights.draft``, and returns it."""
         return weights
 
     def init(self, batch: int, slots: int) -> Any:
-        """Returns an empty state, whose every leaf has the batch as its leading axis."""
+        """Returns an empty state. The leading axis of every array is the batch.
+
+        On a mesh, arrays whose shape depends on ``slots`` are caches, which their model lays out; others are replicated.
+        """
         return ()
 
     def read(
@@ -90,14 +94,14 @@ class Drafter(abc.ABC):
         target_output: Output,
         cache: Any,
     ) -> tuple[Any, Any]:
-        """Reads a chunk of the prompts after the target did; returns its state and the target's cache.
+        """Reads a chunk of the prompts, after the target; returns its state and the target's cache.
 
         Args:
-          tokens_BT: right-padded, in slots ``start_B ..``; chunks come in order and T may differ. After rounds a longer
-            text may be read on, from a token on that was read or emitted before.
-          start_B: int32, the first slot of the chunk.
-          lengths_B: int32, of the whole prompts: what lies beyond is padding.
-          target_output: of the same chunk.
+          tokens_BT: the chunk, padded on the right. Chunks come in order, and T may differ. After some rounds, a longer
+            prompt may be read on; its first chunk may begin with tokens that were read or emitted before.
+          start_B: int32, the slot of the chunk's first token.
+          lengths_B: int32, the lengths of the whole prompts; tokens beyond them are padding.
+          target_output: the target's output for this chunk.
         """
         return state, cache
 
@@ -107,47 +111,47 @@ class Drafter(abc.ABC):
     ) -> tuple[Draft, Any, Any]:
         """Drafts a continuation of ``prefix``; returns the draft, its state and the target's cache.
 
-        A token that was sampled must be proposed: dropping it because of its value is biased. Whether token k is
-        submitted may depend on everything known before token k.
+        Every sampled token must be proposed: dropping it because of its value would bias the output. Whether token k is
+        proposed may depend on everything that is known before token k is sampled.
         """
 
     def commit(
         self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
     ) -> tuple[Any, Any]:
-        """Learns what was accepted; returns its state and the target's cache.
+        """Updates the drafter with the accepted tokens; returns its state and the target's cache.
 
         Args:
-          prefix: as it was when the round began.
-          output: of the target, one row per position of the accepted path: ``[B, depth+1, ...]``. Row
-            ``verdict.num_accepted_B`` is the last token whose position the target has seen.
+          prefix: the tokens at the beginning of the round.
+          output: the target's output at the positions of the accepted path, ``[B, depth+1, ...]``. Position
+            ``verdict.num_accepted_B`` is that of the last accepted token, or of the pending one.
         """
         return state, cache
 
 
-class LengthHooks:
-    """Adds to a drafter what adaptive draft lengths and trees ask for; derive from it beside `Drafter`.
+class DrafterHooks:
+    """Optional hooks for adaptive draft lengths, schedulers and trees: ``class MyDrafter(DrafterHooks, Drafter)``.
 
-    Every member has a default, which also holds for drafters that do not derive from it (`hooks_of`).
+    Drafters without hooks have these defaults (`hooks_of`).
     """
 
-    depth: int | None = None  # the most tokens of a draft that can be accepted, fewer than K for trees; None: K
-    row_independent: bool = True  # whether the draft of a sequence depends on no other sequence of the batch
-    # Whether the drafter misses tokens that are emitted while it is paused. `Drafter.read` then feeds it these tokens
-    # before the next draft, without an output and a cache of the target: both are None.
+    depth: int | None = None  # the most tokens of a draft that can be accepted, if that is less than K, as in a tree
+    row_independent: bool = True  # whether the draft of a sequence is independent of the other sequences of the batch
+    # Whether its state misses the tokens that are emitted while it is paused. Before the next draft, `Drafter.read` is
+    # then called with these tokens, and with None for the target's output and cache.
     falls_behind: bool = False
 
     def of_length(self, K: int) -> Drafter | None:
-        """Returns this drafter with another K of at least 1, on the same state; None: the field K is replaced."""
+        """Returns this drafter with another K, at least 1, for the same state. Default: with the field K replaced."""
         return None
 
     def max_draft_length(self, state: Any, prefix: Prefix) -> Array | None:
-        """Returns the most tokens it can draft after ``prefix``, int32 ``[B]``; None: always K.
+        """Returns the most tokens that it can draft after ``prefix``, int32 ``[B]``; None: always K.
 
-        A round of adaptive lengths is no wider than that. It must cost little beside a call of the target.
+        With adaptive lengths, a round is no wider than this. The computation must be cheap compared to a target call.
         """
         return None
 
 
-def hooks_of(drafter: Drafter) -> LengthHooks:
+def hooks_of(drafter: Drafter) -> DrafterHooks:
     """Returns the hooks of a drafter, or the defaults."""
-    return drafter if isinstance(drafter, LengthHooks) else LengthHooks()
+    return drafter if isinstance(drafter, DrafterHooks) else DrafterHooks()

@@ -172,13 +172,13 @@ class Job:
             count = self.stops.count(self.continuation(row), text.tokens)
             if count is not None:
                 rounds = state.rounds_BS[place, emitted].tolist()
-                return text.cut(count, rounds, self.loop.max_accepted)
+                return text.cut(count, rounds, self.loop.depth)
         return text
 
     @property
     def rounds_per_look(self) -> int:
         """The most rounds between two looks for strings that end texts: what is written beyond one is lost."""
-        return -(-TOKENS_PER_LOOK // (self.loop.max_accepted + 1)) if self.stops.texts else MANY_ROUNDS
+        return -(-TOKENS_PER_LOOK // (self.loop.depth + 1)) if self.stops.texts else MANY_ROUNDS
 
     def decode(self) -> list[Completion]:
         """Decodes all rows together, and looks for strings that end texts every few rounds."""
@@ -224,7 +224,9 @@ class Job:
 
 def written(state: DecodeState) -> DecodeState:
     """Returns on the host what rows have written so far: their state without caches, and without what was asked."""
-    nothing = dict(cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), pace=None)
+    nothing = dict(
+        cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), adaptive_state=None
+    )
     return to_host(dataclasses.replace(state, **nothing))
 
 

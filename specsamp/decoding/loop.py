@@ -71,7 +71,7 @@ class Loop:
         return self.drafter.K + 1
 
     @property
-    def max_accepted(self) -> int:
+    def depth(self) -> int:
         """Returns the most tokens of a draft that can be accepted."""
         depth = hooks_of(self.drafter).depth
         return self.drafter.K if depth is None else depth
@@ -231,7 +231,7 @@ class Loop:
             keys=self._keys(request, state),
             warp_state=state.draft_warp_state,
             any_shard=self.shards.any,
-            wanted_B=None if request.adaptive is None else state.pace.wanted_B,
+            draft_lengths_B=None if request.adaptive is None else state.adaptive_state.draft_lengths_B,
             stop=None if request.adaptive is None else request.adaptive.stop,
         )
         prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
@@ -239,7 +239,7 @@ class Loop:
         if draft.parents_BK is not None:
             raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
         if request.adaptive is not None:  # of drafters that draw no chain, or copy one
-            num_drafted_B = jnp.minimum(draft.num_drafted_B, state.pace.wanted_B)
+            num_drafted_B = jnp.minimum(draft.num_drafted_B, state.adaptive_state.draft_lengths_B)
             draft = dataclasses.replace(draft, num_drafted_B=num_drafted_B)
         if draft.log_probs_BRV is not None:
             # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.

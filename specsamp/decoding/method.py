@@ -22,7 +22,7 @@ class Method:
       rule: verifies them.
       sampling: the target's warp; its numbers are scalar or one per prompt.
       draft_sampling: the draft's own warp; None: the target's.
-      adaptive: the draft length, where it is not always the drafter's K.
+      adaptive: the adaptive draft length; None: the drafter's K in every round.
     """
 
     drafter: Drafter
@@ -38,9 +38,9 @@ class Method:
 
     @property
     def row_independent(self) -> bool:
-        """Returns whether a text is the one it would be alone, whatever is decoded beside it.
+        """Returns whether the tokens of a sequence are the same in every batch.
 
-        Lengths that adapt in a batch suit the number of its rows, so that the text of a seed depends on that number too.
+        With adaptive lengths, the tokens of a seed also depend on the batch size.
         """
         adapts = self.adaptive is not None and self.adaptive.costs_ms is not None
         return hooks_of(self.drafter).row_independent and not adapts or self.rule.draft_independent

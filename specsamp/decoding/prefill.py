@@ -66,8 +66,10 @@ def next_state(
         memories = loop.target.init_cache(*tokens_BS.shape), loop.drafter.init(*tokens_BS.shape)
     else:
         memories = state.cache, state.drafter_state
-        if state.pace is not None and state.pace.seen_B is not None:  # the drafter may know less than the target
-            start_B = jnp.minimum(start_B, jnp.maximum(state.pace.seen_B, 0))
+        if (
+            state.adaptive_state is not None and state.adaptive_state.seen_B is not None
+        ):  # the drafter may know less than the target
+            start_B = jnp.minimum(start_B, jnp.maximum(state.adaptive_state.seen_B, 0))
 
     def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
         at_B = start_B + index * chunk
@@ -101,11 +103,11 @@ def _begin(
         cache=cache,
         drafter_state=drafter_state,
         meter=meter,
-        stats=Stats.zeros(batch, loop.max_accepted, adaptive is not None),
+        stats=Stats.zeros(batch, loop.depth, adaptive is not None),
         request=request,
         warp_state=request.sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
         draft_warp_state=request.draft_sampling.init(tokens_BS, lengths_B, loop.target.vocab_size),
-        pace=None if adaptive is None else adaptive.begin(lengths_B, hooks_of(loop.drafter).falls_behind),
+        adaptive_state=None if adaptive is None else adaptive.begin(lengths_B, hooks_of(loop.drafter).falls_behind),
     )
 
 

@@ -1,8 +1,8 @@
-"""Drawing drafted tokens: the distribution that is sampled is the one that is verified, and a chain of them may stop.
+"""Sampling drafted tokens: tokens are verified under the distribution that they were sampled from.
 
-Whether a token is submitted must not depend on what it is. With a target of (.7, .3) and a draft of (.5, .5), a drafter
-that submits its token only where it is the first one writes (.85, .15). So the decision about token k + 1 is taken when
-token k has been drawn, and sees nothing after it (`Sampler.chain`).
+Whether a token is proposed must not depend on its value. With a target distribution of (.7, .3) and a draft distribution
+of (.5, .5), a drafter that proposes its token only if it is the first one outputs (.85, .15). So `Sampler.chain` decides
+about token k + 1 after token k was sampled, and before token k + 1 is.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Holds what a round has drawn so far along a chain; the last three are None where all rows draft all K tokens."""
+    """The chain that a round has drawn so far; the last three fields are None if all rows draft all K tokens."""
 
-    log_probs_BRV: Array | None = None  # the distributions; None where they are one-hot, and before the first token
-    warp_state: Any = ()  # of the context that ends with the token drawn last
+    log_probs_BRV: Array | None = None  # the distributions; None if they are one-hot, and before the first token
+    warp_state: Any = ()  # after the last drawn token
     num_drafted_B: Array | None = None  # int32
-    log_prob_B: Array | None = None  # float32, of the tokens so far, together
-    goes_on_B: Array | None = None  # bool, whether the row wants another token
+    log_prob_B: Array | None = None  # float32, the sum over all tokens of the chain
+    goes_on_B: Array | None = None  # bool, whether to draft another token in this row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Turns a draft's logits into tokens, so that the distribution sampled is the distribution verified."""
+    """Samples tokens from a draft's logits and keeps the distributions for verification."""
 
     warp: Warp
     rule: Rule
     keys: RoundKeys
-    warp_state: Any = ()  # of the context that ends with the pending token
+    warp_state: Any = ()  # after the pending token
     any_shard: Callable[[Array], Array] = jnp.asarray
-    wanted_B: Array | None = None  # int32, the most tokens that each row drafts; None: all K
-    stop: Stop | None = None  # ends drafts before that
-    drafter: int = 0  # index, where several draft in one round: their draws are kept apart
+    draft_lengths_B: Array | None = None  # int32, the most tokens to draft in each row; None: all K
+    stop: Stop | None = None  # ends drafts earlier
+    drafter: int = 0  # index, if several drafters draft in one round: their random numbers differ
 
     @property
     def is_one_hot(self) -> bool:
-        """Returns whether sampling is statically greedy: the distribution is its token, and need not be written out."""
+        """Returns whether sampling is statically greedy: then distributions are one-hot and are not stored."""
         warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
         return any(isinstance(warp, Greedy) for warp in warps)
 
@@ -66,12 +66,12 @@ class Sampler:
         Args:
           logits_BV: the draft's, before warping.
           node: index of the drafted node, 0 for the first.
-          depth: drafted tokens before this one on its path; default ``node``, as in a chain.
-          warp_state: from `advance`, along the path to this node; default that of the pending token.
+          depth: number of drafted tokens before this one on its path; default ``node``, as in a chain.
+          warp_state: from `advance`, along the path to this node; default: after the pending token.
 
         Returns:
-          ``tokens_B`` int32, and the ``[B, V]`` log-probabilities they were drawn from; None where sampling
-          is statically greedy, which makes the distribution one-hot (the default of `generate`).
+          ``tokens_B`` int32, and the log-probabilities ``[B, V]`` that they were drawn from; None if sampling is
+          statically greedy, which is the default of `generate`.
         """
         with jax.named_scope("sample"):
             warped_BV = log_probs(self.warp, logits_BV, self.warp_state if warp_state is None else warp_state)
@@ -91,15 +91,15 @@ class Sampler:
         step: Callable[[Array, Any, Drawn], tuple[Any, Drawn]],
         carry: Any,
     ) -> tuple[Any, Drawn]:
-        """Draws up to K tokens per row, one after the other; ends early once no row of any data shard wants another.
+        """Draws up to K tokens per row, one after the other; ends early when all drafts on all data shards have ended.
 
         Args:
-          first, step: of the first and of every other token: ``(offset, carry, drawn) -> (carry, drawn)``, which call
-            the draft model and then `draw` once.
-          carry: of the drafter.
+          first, step: ``(offset, carry, drawn) -> (carry, drawn)``, for the first token and for every other token. Each
+            calls the draft model and then `draw` once.
+          carry: the drafter's own part of the loop's carry.
         """
         both = first(0, carry, self._nothing_drawn())
-        if self.wanted_B is None:
+        if self.draft_lengths_B is None:
             return jax.lax.fori_loop(1, K, lambda offset, both: step(offset, *both), both)
 
         def goes_on(state: tuple[Array, tuple[Any, Drawn]]) -> Array:
@@ -113,20 +113,20 @@ class Sampler:
         return jax.lax.while_loop(goes_on, another, (jnp.ones((), jnp.int32), both))[1]
 
     def _nothing_drawn(self) -> Drawn:
-        if self.wanted_B is None:
+        if self.draft_lengths_B is None:
             return Drawn(warp_state=self.warp_state)
-        nothing_B = jnp.zeros_like(self.wanted_B)
+        nothing_B = jnp.zeros_like(self.draft_lengths_B)
         return Drawn(
             warp_state=self.warp_state,
             num_drafted_B=nothing_B,
             log_prob_B=nothing_B.astype(jnp.float32),
-            goes_on_B=self.wanted_B > 0,
+            goes_on_B=self.draft_lengths_B > 0,
         )
 
     def draw(self, logits_BV: Array, offset: Array | int, drawn: Drawn, K: int) -> tuple[Array, Drawn]:
-        """Draws the token at ``offset`` of a chain of K; returns ``tokens_B`` and what is drawn with it.
+        """Draws the token at ``offset`` of a chain of K; returns ``tokens_B`` and the chain with it.
 
-        Whether this token is submitted was decided before it was drawn; what it is may only cancel those after it.
+        Whether to submit this token was decided before sampling it; its value may only cancel later tokens.
         """
         tokens_B, log_probs_BV = self(logits_BV, offset, warp_state=drawn.warp_state)
         log_probs_BRV = drawn.log_probs_BRV
@@ -137,20 +137,20 @@ class Sampler:
         after = dataclasses.replace(
             drawn, log_probs_BRV=log_probs_BRV, warp_state=self.advance(drawn.warp_state, tokens_B)
         )
-        return tokens_B, after if self.wanted_B is None else self._decide(
+        return tokens_B, after if self.draft_lengths_B is None else self._decide(
             drawn, after, logits_BV, log_probs_BV, tokens_B
         )
 
     def _decide(
         self, before: Drawn, after: Drawn, logits_BV: Array, log_probs_BV: Array | None, tokens_B: Array
     ) -> Drawn:
-        """Counts the token that was drawn, where the row wanted it, and decides whether the row wants the next one."""
+        """Counts the drawn token, if the row's draft had not ended, and decides whether to draft the next one."""
         num_drafted_B = before.num_drafted_B + before.goes_on_B
-        goes_on_B = before.goes_on_B & (num_drafted_B < self.wanted_B)
+        goes_on_B = before.goes_on_B & (num_drafted_B < self.draft_lengths_B)
         log_prob_B = before.log_prob_B
         if self.stop is not None:
             seen_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32), axis=-1)
-            if log_probs_BV is not None:  # a greedy row is sure of its token whatever the draft thinks of it
+            if log_probs_BV is not None:  # the warped distribution of a greedy row is one-hot
                 is_greedy_B1 = log_probs_BV.max(-1, keepdims=True) == 0
                 seen_BV = jnp.where(is_greedy_B1, seen_BV, log_probs_BV.astype(jnp.float32))
             log_prob_B += jnp.take_along_axis(seen_BV, tokens_B[:, None], axis=-1)[:, 0]
@@ -158,12 +158,12 @@ class Sampler:
         return dataclasses.replace(after, num_drafted_B=num_drafted_B, log_prob_B=log_prob_B, goes_on_B=goes_on_B)
 
     def draft(self, tokens_BK: Array, drawn: Drawn) -> Draft:
-        """Returns the draft of a chain."""
+        """Returns the chain as a draft."""
         num_drafted_B = drawn.num_drafted_B
         if num_drafted_B is None:
             num_drafted_B = jnp.full_like(self.keys.starts_B, tokens_BK.shape[1])
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=drawn.log_probs_BRV)
 
     def any(self, running_B: Array) -> Array:
-        """Returns whether any row of any data shard is true: the condition of a drafter's own `lax.while_loop`."""
+        """Returns whether any row on any data shard is true, as a condition for a drafter's own `lax.while_loop`."""
         return self.any_shard(jnp.any(running_B))

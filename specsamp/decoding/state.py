@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.adaptive import Adaptive, LengthPolicy, Pace
+from specsamp.decoding.adaptive import Adaptive, AdaptiveState, LengthPolicy
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import Meter
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
@@ -190,7 +190,7 @@ class DecodeState:
     rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
-    pace: Pace | None = None  # of request.adaptive
+    adaptive_state: AdaptiveState | None = None  # of request.adaptive
     meter: Meter | None = None  # [B, S], of what was emitted under a rule that is metered
 
     @property

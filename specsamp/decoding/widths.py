@@ -1,8 +1,8 @@
-"""The loop of rows whose draft lengths adapt: rounds of a few static widths, one inner loop for each.
+"""The loop for adaptive draft lengths: rounds of a few static widths, with an inner loop for each width.
 
-A round's width is the number of tokens that may be drafted and are scored in it. Its program is that of the fixed
-length. All widths share one program and its caches, which are updated in place: consecutive loops pass them on, where
-the branches of a `lax.switch` would copy them.
+The width of a round is the largest number of tokens that any sequence may draft in it. A round of width K is compiled
+like a round of fixed length K. All widths are in one program and update the same caches in place, since the inner loops
+run one after the other; the branches of a `lax.switch` would copy the caches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _Carry = tuple[Array, DecodeState]  # rounds so far, state
 
 
 def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: Callable[[_Carry], Array]) -> _Carry:
-    """Runs rounds while ``goes_on``, each as wide as the longest draft that any running row of any shard wants."""
+    """Runs rounds while ``goes_on``, each as wide as the longest draft of the running rows on all shards."""
     widths = request.adaptive.widths
 
     def widest(state: DecodeState) -> Array:
-        return loop.shards.max(jnp.max(jnp.where(state.running_B, state.pace.wanted_B, 0)))
+        return loop.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
 
     def turn(carry: _Carry) -> _Carry:
         narrower = -1
@@ -56,25 +56,25 @@ def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: 
 def _round(loop: Loop, weights: Weights, request: Request, carry: _Carry, *, width: int) -> _Carry:
     rounds, state = carry
     after = dataclasses.replace(loop, drafter=with_length(loop.drafter, width)).round(weights, request, state)
-    if width and after.pace.seen_B is not None:  # a drafter knows all but the last two tokens after a round
-        seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.pace.seen_B)
-        after = dataclasses.replace(after, pace=dataclasses.replace(after.pace, seen_B=seen_B))
+    if width and after.adaptive_state.seen_B is not None:  # a draft covers all but the last two tokens
+        seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.adaptive_state.seen_B)
+        after = _with_adaptive(after, seen_B=seen_B)
     return rounds + 1, _limit(loop, after)
 
 
 def _limit(loop: Loop, state: DecodeState) -> DecodeState:
-    """Lowers the wanted lengths to what the drafter can draft."""
+    """Lowers the draft lengths to the most tokens that the drafter can draft."""
     prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
     most_B = hooks_of(loop.drafter).max_draft_length(state.drafter_state, prefix)
     if most_B is None:
         return state
-    wanted_B = jnp.where(state.running_B, jnp.minimum(state.pace.wanted_B, most_B), state.pace.wanted_B)
-    return dataclasses.replace(state, pace=dataclasses.replace(state.pace, wanted_B=wanted_B))
+    lengths_B = state.adaptive_state.draft_lengths_B
+    return _with_adaptive(state, draft_lengths_B=jnp.where(state.running_B, jnp.minimum(lengths_B, most_B), lengths_B))
 
 
 def _catch_up(loop: Loop, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:
     """Feeds the drafter the tokens emitted while it was paused, if any row is going to draft."""
-    if state.pace.seen_B is None:
+    if state.adaptive_state.seen_B is None:
         return state
 
     def is_behind(seen_B: Array) -> Array:
@@ -83,15 +83,19 @@ def _catch_up(loop: Loop, weights: Weights, state: DecodeState, drafts_next: Arr
     prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
     with jax.named_scope("catch_up"):
         drafter_state, seen_B = catch_up(
-            loop.drafter, weights, state.drafter_state, prefix, state.pace.seen_B, is_behind
+            loop.drafter, weights, state.drafter_state, prefix, state.adaptive_state.seen_B, is_behind
         )
-    return dataclasses.replace(state, drafter_state=drafter_state, pace=dataclasses.replace(state.pace, seen_B=seen_B))
+    return _with_adaptive(dataclasses.replace(state, drafter_state=drafter_state), seen_B=seen_B)
+
+
+def _with_adaptive(state: DecodeState, **changes: Array) -> DecodeState:
+    return dataclasses.replace(state, adaptive_state=dataclasses.replace(state.adaptive_state, **changes))
 
 
 def catch_up(
     drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
 ) -> tuple[Any, Array]:
-    """Feeds a drafter that `LengthHooks.falls_behind` the tokens it missed, K + 1 at a time.
+    """Feeds a drafter that `DrafterHooks.falls_behind` the tokens it missed, K + 1 at a time.
 
     It stops at the last two tokens, which the first call of a round feeds anyway.
 
@@ -116,7 +120,7 @@ def catch_up(
 
 
 def with_length(drafter: Drafter, K: int) -> Drafter:
-    """Returns the drafter with another K, on the same state; with 0 it drafts nothing, and its `commit` still learns."""
+    """Returns the drafter with another K, for the same state; with 0 it drafts nothing, and `commit` is still called."""
     if K in (0, drafter.K):
         return drafter if K else Paused(drafter)
     return hooks_of(drafter).of_length(K) or dataclasses.replace(drafter, K=K)
@@ -124,7 +128,7 @@ def with_length(drafter: Drafter, K: int) -> Drafter:
 
 @dataclasses.dataclass(frozen=True)
 class Paused(Drafter):
-    """Drafts nothing with the state of ``drafter``, whose `commit` still sees what was emitted."""
+    """Drafts nothing and keeps the state of ``drafter``, whose `commit` still gets the emitted tokens."""
 
     drafter: Drafter
     K = 0

@@ -40,7 +40,7 @@ def restless():
 
 
 def test_statistics_count_the_lengths(restless):
-    stats, K = restless.state.stats, RESTLESS.most
+    stats, K = restless.state.stats, RESTLESS.K
     assert jnp.all(stats.lengths_BT.sum(1) == stats.rounds_B)
     assert jnp.all(stats.lengths_BT @ jnp.arange(K + 1) == stats.drafted_B)
     assert jnp.all(stats.lengths_BT.sum(0) > 0)  # none, some and most were drafted
@@ -90,12 +90,12 @@ def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
 def wanted_after(adaptive, rounds, rows=1):
     """What a row wants at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
     policy = adaptive.for_rows(rows)
-    pace = policy.begin(jnp.full(rows, 9), False)
-    learn, wanted = jax.jit(policy.learn), [int(pace.wanted_B[0])]
+    state = policy.begin(jnp.full(rows, 9), False)
+    learn, wanted = jax.jit(policy.learn), [int(state.draft_lengths_B[0])]
     for counts in rounds:
         counts_2B = jnp.repeat(jnp.asarray(counts, jnp.int32)[:, None], rows, axis=1)
-        pace = learn(pace, jnp.ones(rows, bool), *counts_2B)
-        wanted.append(int(pace.wanted_B[0]))
+        state = learn(state, jnp.ones(rows, bool), *counts_2B)
+        wanted.append(int(state.draft_lengths_B[0]))
     return wanted
 
 
@@ -176,7 +176,7 @@ def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding()
     wanted = []
     for loop in loops:
         state = decode(loop, TARGET, None, [[0, 1]], 1, FULL, adaptive=adaptive, padded_length=4).state
-        wanted.append(state.pace.wanted_B.tolist())
+        wanted.append(state.adaptive_state.draft_lengths_B.tolist())
     assert wanted[0] == [2]
 
 

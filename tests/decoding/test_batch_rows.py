@@ -214,7 +214,7 @@ def test_a_tree_is_refused_not_scored_as_a_chain():
             return dataclasses.replace(draft, parents_BK=jnp.zeros_like(draft.tokens_BK), depth=2), state, cache
 
     loop, of_chains = (table_loop(TokenRule(), made(TableLM(V), 3)) for made in (Tree, ModelDrafter))
-    assert loop.max_accepted == 2 and of_chains.max_accepted == 3
+    assert loop.depth == 2 and of_chains.depth == 3
     with pytest.raises(NotImplementedError, match="chains only"):
         loop.run(WEIGHTS, prefill([0], loop=loop), 1)
 

@@ -158,8 +158,8 @@ def test_a_row_searches_alone():
     prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
 
     @jax.jit
-    def propose(wanted_B):
-        sample = Sampler(warp=FULL, rule=TokenRule(), keys=None, wanted_B=wanted_B)
+    def propose(draft_lengths_B):
+        sample = Sampler(warp=FULL, rule=TokenRule(), keys=None, draft_lengths_B=draft_lengths_B)
         return drafter.propose(weights, state.drafter_state, prefix, state.cache, sample)[0]
 
     draft = propose(jnp.asarray(wanted))

@@ -53,7 +53,7 @@ def test_autoregressive(rule, sampling):
 
 @pytest.mark.parametrize("rule, adaptive", [(TokenRule(), STOPPED), (BlockRule(), RESTLESS)])
 def test_draft_lengths_that_adapt(rule, adaptive):
-    loop = table_loop(rule, ModelDrafter(TableLM(V), adaptive.most))
+    loop = table_loop(rule, ModelDrafter(TableLM(V), adaptive.K))
     assert distribution_test(loop, NEAR, FULL, length=3, adaptive=adaptive) > FALSE_ALARM
 
 

@@ -243,5 +243,5 @@ def test_no_token_decides_whether_it_is_submitted():
 
 
 def test_a_stop_that_cancels_the_token_itself_is_caught():
-    loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.most))
+    loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.K))
     assert distribution_test(loop, NEAR, FULL, length=3, adaptive=STOPPED, samples=FEWER, powered=False) < CAUGHT

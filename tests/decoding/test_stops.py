@@ -83,6 +83,6 @@ def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
             rounds, from_draft = (
                 np.asarray(x[row, start : start + budget]) for x in (whole.rounds_BS, whole.from_draft_BS)
             )
-            counted = RowStats.of_rounds(rounds.tolist(), from_draft.tolist(), loop.max_accepted)
+            counted = RowStats.of_rounds(rounds.tolist(), from_draft.tolist(), loop.depth)
             assert counted == RowStats.of(state.stats, row), (budget, row)
     assert jnp.any(whole.stats.drafted_B > 0) == (drafter.K > 0)

@@ -29,9 +29,9 @@ from specsamp import (
 )
 from specsamp.analysis import report
 from specsamp.decoding import method
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafters import BeamDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.evaluation.audit import BrokenOff, Settings, Status, Subject, audit, distribution, streams
+from specsamp.evaluation.audit import BrokenOff, Settings, Status, Subject, audit, distribution, readers, streams
 from specsamp.evaluation.audit.run import UNREADABLE, plan_of
 from specsamp.evaluation.audit.table import audit_table
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
@@ -441,3 +441,19 @@ def test_what_does_not_apply_is_said():
     flat = dataclasses.replace(flat, pair=dataclasses.replace(flat.pair, target_params=0 * TARGET))
     assert "agreement means nothing" in streams.greedy_text(flat).sentence
     json.dumps([dataclasses.asdict(streams.greedy_text(flat))], allow_nan=False)
+
+
+def test_readers_belong_to_classes():
+    """A beam search samples nothing, and a user's own drafter has no reader until its class is registered."""
+
+    class Own(NgramDrafter):
+        pass
+
+    model, other = TableLM(V), TableLM(V, max_positions=64)
+    drafter, beam = ModelDrafter(model, K), BeamDrafter(model, K)
+    assert readers.reader(drafter).model == model
+    assert readers.with_target_as_draft(drafter, other) == ModelDrafter(other, K)
+    assert readers.reader(beam) is None and readers.with_target_as_draft(beam, other) is None
+    assert readers.reader(Own(K)) is None
+    readers.reader.register(Own, lambda drafter: readers.Reader(model=model))
+    assert readers.reader(Own(K)).model == model and readers.reader(NgramDrafter(K)) is None

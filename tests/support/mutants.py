@@ -182,8 +182,8 @@ class CancelsTheTokenItself(Sampler):
 
 class StopsOneTokenEarly(ModelDrafter):
     def propose(self, weights, state, prefix, cache, sample):
-        wanted_B = sample.wanted_B + 1  # the last token is asked about too
-        mutant = CancelsTheTokenItself(**(vars(sample) | {"wanted_B": wanted_B}))
+        draft_lengths_B = sample.draft_lengths_B + 1  # the last token is asked about too
+        mutant = CancelsTheTokenItself(**(vars(sample) | {"draft_lengths_B": draft_lengths_B}))
         return super().propose(weights, state, prefix, cache, mutant)
 
 

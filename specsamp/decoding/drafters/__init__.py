@@ -1,4 +1,4 @@
-"""Ways to propose tokens: nothing, a draft model or its beam search, the context, the target's layers, a head, several."""
+"""The drafters: none, a draft model or its beam search, prompt lookup, early exit of the target, a head, and several."""
 
 from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter

@@ -1,20 +1,20 @@
-"""Proposes the K tokens that a beam search of the draft model finds most probable together.
+"""Beam search with the draft model: proposes the most probable sequence of K tokens.
 
-Multi-token joint decoding drafts this way (MTAD, arXiv 2407.09722): `specsamp.sampling.lossy.JointThreshold` compares the
-target's joint probability of the proposal with the draft's, which comes along as `Draft.scores_BK`::
+Multi-token joint decoding drafts this way (MTAD, arXiv 2407.09722). `specsamp.sampling.lossy.JointThreshold` compares the
+joint probabilities of the proposal under the target and under the draft, which are in `Draft.scores_BK`::
 
     drafter = BeamDrafter(pair.draft, K=4, beams=4)
     completions = generate(pair, prompts, drafter=drafter, rule=JointThreshold(0.5), sampling=chain(temperature(1.0)))
 
-Nothing is drawn: given the text, the proposal is certain. So an exact rule verifies it as one-hot and stays exact, as for
-prompt lookup. It then accepts the first token with the target's probability of it, where a drawn one is accepted with
-``sum min(p, q)``.
+Nothing is sampled: the proposal is a function of the sequence. So an exact rule verifies it as one-hot and stays exact,
+as for prompt lookup. It accepts the first token with the target's probability of it, whereas a sampled token is accepted
+with ``sum min(p, q)``.
 
-Joint probabilities are those of the distributions that the draft is sampled from, after temperature and filters. In a
-greedy row these have one token each, and the most probable sequence is the draft's greedy chain.
+The joint probabilities are those of the warped distributions, after temperature and filters. In a greedy row these are
+one-hot, and the most probable sequence is the draft's greedy chain.
 
-Hypotheses change places while they are extended. Their caches do not, which would copy them at every token: instead each
-call reads all tokens of its hypothesis anew, at most K.
+Hypotheses change places at every token. Their caches stay in place, since moving them would copy them at every token.
+Instead, each call reads all tokens of its hypothesis again, at most K.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hypotheses:
-    """Holds the W most probable continuations of each row that were found so far, the best first."""
+    """The W most probable continuations of each row so far, the best first."""
 
-    tokens_BWS: Array  # int32, the row's text and its continuation
-    scores_BWK: Array  # float32, the draft's log-probability of each token of the continuation; 0 for those to come
-    parents_BW: Array  # int32, which hypothesis each was extended from
-    warp_state: Any  # leaves [B, W, ...], of the context that ends with the last token
+    tokens_BWS: Array  # int32, the sequence and its continuation
+    scores_BWK: Array  # float32, the draft's log-probability of each token of the continuation; 0 for later tokens
+    parents_BW: Array  # int32, the hypothesis that each was extended from
+    warp_state: Any  # arrays [B, W, ...], after the last token
 
 
 @dataclasses.dataclass(frozen=True)
 class BeamDrafter(ModelDrafter):
-    """Drafts the most probable K tokens that a beam search with ``model`` finds.
+    """Drafts K tokens by beam search with ``model``.
 
-    Between rounds it holds the cache that `ModelDrafter` does. While it drafts it also holds ``beams`` copies of it: leave
-    memory for ``beams + 1`` caches of the draft. The K - 1 calls after the first read ``beams`` times as many rows, and K
-    tokens in each.
+    Between rounds its state is the cache of `ModelDrafter`. While it drafts, it also holds ``beams`` copies of the cache:
+    leave memory for ``beams + 1`` caches of the draft. The K - 1 calls after the first read ``beams`` times as many rows,
+    with K tokens in each.
 
     Attributes:
       model, K, window: as in `ModelDrafter`.
-      beams: hypotheses that are kept after each token, from 1, the greedy chain, to the size of the vocabulary.
+      beams: hypotheses kept after each token, from 1 (the greedy chain) to the size of the vocabulary.
 
     Raises:
       ValueError: a number is out of range.
@@ -91,12 +91,12 @@ class BeamDrafter(ModelDrafter):
 
         caches = jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), state)
         caches, found = jax.lax.fori_loop(1, self.K, step, (caches, found))
-        # The copy that the best hypothesis was last extended in has read all its tokens but the last, as a chain's cache.
+        # The cache in which the best hypothesis was last extended has read all its tokens but the last, as after a chain.
         best_B = jnp.arange(len(lengths_B)) * beams + found.parents_BW[:, 0]
         state = jax.tree.map(lambda x: jnp.take(x, best_B, axis=0), caches)
         num_drafted_B = jnp.full_like(lengths_B, self.K)
-        if sample.wanted_B is not None:
-            num_drafted_B = jnp.minimum(num_drafted_B, sample.wanted_B)
+        if sample.draft_lengths_B is not None:
+            num_drafted_B = jnp.minimum(num_drafted_B, sample.draft_lengths_B)
         draft = Draft(
             tokens_BK=gather_tokens(found.tokens_BWS[:, 0], lengths_B, self.K),
             num_drafted_B=num_drafted_B,
@@ -105,7 +105,7 @@ class BeamDrafter(ModelDrafter):
         return draft, state, cache
 
     def _nothing(self, prefix: Prefix, sample: Sampler) -> Hypotheses:
-        """Returns the one hypothesis of each row that has no tokens yet."""
+        """Returns one empty hypothesis per row."""
         batch = len(prefix.lengths_B)
         return Hypotheses(
             tokens_BWS=prefix.tokens_BS[:, None],
@@ -117,14 +117,14 @@ class BeamDrafter(ModelDrafter):
     def _extend(
         self, found: Hypotheses, logits_BWV: Array, offset: Array | int, lengths_B: Array, sample: Sampler
     ) -> Hypotheses:
-        """Returns the ``beams`` most probable of all hypotheses with one more token."""
+        """Extends all hypotheses by one token and returns the ``beams`` most probable ones."""
         log_probs_BWV = jax.vmap(functools.partial(log_probs, sample.warp), in_axes=1, out_axes=1)(
             logits_BWV, found.warp_state
         )
         batch, _, vocab_size = log_probs_BWV.shape
-        if sample.wanted_B is not None:  # what a row searches for does not depend on how much others want
+        if sample.draft_lengths_B is not None:  # the search of a row does not depend on the lengths of other rows
             padding_V = jnp.where(jnp.arange(vocab_size) == 0, 0.0, -jnp.inf)
-            wants_B11 = (offset < sample.wanted_B)[:, None, None]
+            wants_B11 = (offset < sample.draft_lengths_B)[:, None, None]
             log_probs_BWV = jnp.where(wants_B11, log_probs_BWV, padding_V[None, None, :])
         joint_BWV = found.scores_BWK.sum(-1)[..., None] + log_probs_BWV
         _, best_BW = jax.lax.top_k(joint_BWV.reshape(batch, -1), self.beams)

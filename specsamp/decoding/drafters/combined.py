@@ -1,10 +1,11 @@
-"""Several drafters in one: each with its own state and weights, and counts of how they do.
+"""Several drafters in one, each with its own state, weights and counts of accepted tokens.
 
-A part whose draft was not the accepted one has its own tokens where the text has others. So each part has a count of the
-tokens that its state knows, and reads the rest before it drafts, as after a pause (`specsamp.decoding.widths.catch_up`).
+If another draft was accepted, the state of a part holds its own tokens instead of the emitted ones. So ``seen_BP`` counts
+the tokens that the state of each part covers, and the part reads the missing ones before it drafts again, as after a
+pause (`specsamp.decoding.widths.catch_up`).
 
-A proposed token that was emitted counts for all who proposed it and everything before it. Older rounds count less and
-less, and a part that was not tried for long is expected to do well again.
+An emitted token counts for every part that proposed it and all tokens before it. The counts decay, so that a part that
+was not asked for long is expected to do well again.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix, hooks_of
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, hooks_of
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.widths import catch_up, with_length
@@ -25,7 +27,7 @@ from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
-Memory = tuple[Any, Array, Any]  # a part's state, the tokens that it knows of each row, the target's cache
+Memory = tuple[Any, Array, Any]  # a part's state, the tokens of each row that it covers, the target's cache
 
 
 @jax.tree_util.register_dataclass
@@ -33,32 +35,42 @@ Memory = tuple[Any, Array, Any]  # a part's state, the tokens that it knows of e
 class CombinedState:
     """State of P drafters for each row, between rounds."""
 
-    parts: tuple[Any, ...]  # their own
-    seen_BP: Array  # int32, tokens that a part's state knows, of parts that fall behind
-    accepted_BP: Array  # float32, tokens of a part's proposals that were emitted, older ones count less
-    rounds_BP: Array  # float32, rounds in which it proposed some, likewise
+    parts: tuple[Any, ...]  # the state of each drafter
+    seen_BP: Array  # int32, the tokens that it covers; used for parts that fall behind
+    accepted_BP: Array  # float32, emitted tokens that the part had proposed, with decay
+    rounds_BP: Array  # float32, rounds in which it proposed tokens, with decay
+
+    def of_part(self, i: int) -> tuple[Any, Array]:
+        """Returns the state of part i and the tokens that it covers."""
+        return self.parts[i], self.seen_BP[:, i]
+
+    def with_parts(self, memories: Sequence[tuple[Any, Array]]) -> CombinedState:
+        """Returns this state with `of_part` of all parts replaced."""
+        parts, seen = zip(*memories)
+        return dataclasses.replace(self, parts=parts, seen_BP=jnp.stack(seen, axis=1))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombinedDraft(Draft):
-    """The draft that is verified, and what each of P drafters proposed."""
+    """The draft that is verified, and the proposals of P drafters."""
 
     proposed_BPK: Array  # int32
-    num_proposed_BP: Array  # int32 in [0, K]; 0 also where a part was not asked
+    num_proposed_BP: Array  # int32 in [0, K]; 0 for parts that were not asked
 
 
 @dataclasses.dataclass(frozen=True)
-class CombinedDrafter(LengthHooks, Drafter):
-    """Holds several drafters of the same K and keeps count of how they do; subclasses make one draft of theirs.
+class CombinedDrafter(DrafterHooks, Drafter):
+    """Holds several drafters of the same K and counts their accepted tokens; subclasses combine the drafts into one.
 
-    ``Pair.draft_params`` of a pair with a draft model, or a head, go to every part that takes some. Parts with different
-    models need a pair without either, whose ``draft_params`` are a tuple: one entry for each part, None for those without.
+    If the pair has a draft model or a head, every part with parameters gets ``Pair.draft_params``. Parts with different
+    models need a pair without both, whose ``draft_params`` are a tuple with one entry per part: None for parts without
+    parameters.
 
     Attributes:
-      parts: at least one; they share K, and draft chains.
-      trust: how many rounds' worth the expectation is that all K tokens of a part will be accepted.
-      decay: what a round leaves of the weight of those before it; in [0, 1].
+      parts: one or more drafters of chains, with the same K.
+      trust: the weight, in rounds, of the initial expectation that all K tokens of a part are accepted.
+      decay: the factor by which the counts of earlier rounds shrink in every round; in [0, 1].
 
     Raises:
       ValueError: naming the value and the fix.
@@ -100,7 +112,7 @@ class CombinedDrafter(LengthHooks, Drafter):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Returns all layers that any part reads; each part is handed its own."""
+        """Returns the layers that any part reads; `read` and `commit` of a part get only its own."""
         return tuple(sorted({layer for part in self.parts for layer in part.hidden_layers}))
 
     @property
@@ -163,7 +175,7 @@ class CombinedDrafter(LengthHooks, Drafter):
         for i, part in enumerate(self.parts):
             output, own = self._output_of(i, target_output), _weights_of(weights, i)
             parts[i], cache = part.read(own, parts[i], tokens_BT, start_B, lengths_B, output, cache)
-        # A part that did not know all that is before the chunk catches up from there, when it drafts.
+        # If the state of a part did not cover the tokens before the chunk, it catches up from there when it drafts.
         end_B1 = jnp.minimum(start_B + tokens_BT.shape[1], lengths_B)[:, None]
         seen_BP = jnp.where(state.seen_BP < start_B[:, None], state.seen_BP, end_B1)
         return dataclasses.replace(state, parts=tuple(parts), seen_BP=seen_BP), cache
@@ -186,16 +198,16 @@ class CombinedDrafter(LengthHooks, Drafter):
         return (self._learn(state, draft, verdict) if isinstance(draft, CombinedDraft) else state), cache
 
     def expected(self, state: CombinedState) -> Array:
-        """Returns how many tokens of each part's next proposal are expected to be accepted, float32 ``[B, P]``."""
+        """Returns the expected number of accepted tokens in the next proposal of each part, float32 ``[B, P]``."""
         return (self.K * self.trust + state.accepted_BP) / (self.trust + state.rounds_BP)
 
     def _learn(self, state: CombinedState, draft: CombinedDraft, verdict: Verdict) -> CombinedState:
-        """Counts the tokens of each proposal that were emitted."""
+        """Counts the emitted tokens of each proposal."""
         num_BP = draft.num_proposed_BP
         is_drafted_BPK = jnp.arange(self.K)[None, None, :] < num_BP[:, :, None]
         is_emitted_BPK = is_drafted_BPK & (draft.proposed_BPK == verdict.tokens_BT[:, None, : self.K])
         emitted_BP = jnp.sum(jnp.cumprod(is_emitted_BPK, axis=2, dtype=jnp.int32), axis=2, dtype=jnp.int32)
-        known_BP = jnp.minimum(emitted_BP, jnp.maximum(num_BP - 1, 0))  # a draft does not read its last token
+        known_BP = jnp.minimum(emitted_BP, jnp.maximum(num_BP - 1, 0))  # a part does not read its last token
         return dataclasses.replace(
             state,
             seen_BP=state.seen_BP + known_BP,
@@ -206,12 +218,12 @@ class CombinedDrafter(LengthHooks, Drafter):
     def ask(
         self, i: int, memory: Memory, weights: Weights, prefix: Prefix, sample: Sampler, asks_B: Array
     ) -> tuple[Draft, Memory]:
-        """Lets part i draft, after it has read what it does not know of the rows that ask."""
+        """Catches part i up on the requesting rows, then lets it draft."""
         part, own = self.parts[i], _weights_of(weights, i)
         (state, seen_B, cache), lengths_B = memory, prefix.lengths_B
-        seen_B = jnp.minimum(seen_B, lengths_B)  # what a round emitted may have been cut
+        seen_B = jnp.minimum(seen_B, lengths_B)  # a stop or the budget may have cut the last round
         if hooks_of(part).falls_behind:
-            # Of rows that ask it then knows everything. What others count does not depend on their neighbours.
+            # Only the counts of requesting rows change, so that no count depends on other rows.
             state, _ = catch_up(
                 part, own, state, prefix, seen_B, lambda seen_B: sample.any(asks_B & (seen_B < lengths_B - 2))
             )
@@ -222,11 +234,11 @@ class CombinedDrafter(LengthHooks, Drafter):
         return params if isinstance(params, tuple) else (params,) * len(self.parts)
 
     def _output_of(self, i: int, output: Output) -> Output:
-        """Returns the target's output with the hidden states that part i reads."""
+        """Returns the target's output with the hidden states of part i only."""
         hidden = dict(zip(self.hidden_layers, output.hidden))
         return dataclasses.replace(output, hidden=tuple(hidden[layer] for layer in self.parts[i].hidden_layers))
 
 
 def _weights_of(weights: Weights, i: int) -> Weights:
-    """Returns the weights that part i sees."""
+    """Returns the weights of the target and of part i."""
     return dataclasses.replace(weights, draft=weights.draft[i])

@@ -1,12 +1,12 @@
 """Early exit: the target drafts with its own first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710).
 
 A draft step feeds one token through layers ``0 .. E-1``, the final norm and the output. Weights and cache are the
-target's: there is no second model and nothing to prefill. Layers beyond E are passed through untouched.
+target's: there is no second model and nothing to prefill. The cache of the layers beyond E stays as it is.
 
-The pending token stands at slot L-1, so a round's steps write slots ``L-1 .. L+K-2`` of the first E layers. The scoring
-call writes ``L-1 .. L+K-1`` of all layers after them: only what it wrote is ever seen by a later round, and no slot is
-left out after a full acceptance. (Verifying with the layers beyond E alone would reuse what the draft computed, and
-read the same weights: (K+1) E + (L-E) layers against K E + L.)
+The pending token is in slot L-1. So the draft steps of a round write slots ``L-1 .. L+K-2`` of the first E layers, and
+the scoring call then writes slots ``L-1 .. L+K-1`` of all layers. Later rounds see only the keys and values of scoring
+calls, and no slot is missing after a full acceptance. (Scoring could reuse the draft's activations and run only the
+layers beyond E. It would read the same weights: (K+1) E + (L-E) layers instead of K E + L.)
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A head inside the target drafts from its hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
 
-A round costs the head one call of K+1 rows, in `commit`, and K-1 calls of ``window`` rows, in `propose`. The former
-reads the true hidden states of all rows that the target scored: of the accepted ones, with the tokens after them, are
-made the features that the next draft begins with; the others are stale, as rejected tokens are to any cache. So
-whatever was drafted, or not, the head's cache is rewritten from true hidden states.
+A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with ``window`` positions, in
+`propose`. The call in `commit` reads the target's hidden states at all scored positions, each with the token after it.
+The accepted positions give the features that the next draft begins with. The rejected positions are stale, as in any
+cache. So after every round the head's cache holds features of the target's hidden states alone.
 
-Medusa heads (arXiv 2401.10774) read no tokens: their calls return what they are given and cost nothing, and each token
-is drawn by the head at its offset.
+Medusa heads (arXiv 2401.10774) read no tokens: their calls return their input and cost nothing. Each token is drawn from
+the head at its offset.
 
-The head's own distribution is sampled and handed to the rule. Tokens that a reduced vocabulary lacks have probability
-zero in it, which costs acceptance and biases nothing.
+The rule gets the distribution of the head itself. If the head has a reduced vocabulary, the missing tokens have
+probability zero: this costs acceptance and biases nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 
 class FeatureState:
     """State of a head for each row, between rounds."""
 
-    cache: Any  # of pairs: that of position t and the token after it is in slot t
-    feature_BD: Array  # what the head returned for the last pair
-    ready_B: Array  # bool, whether there was one: a prompt of one token has none
-    edge_BD: Array  # of the last token that was read of a prompt, whose pair waits for the next chunk
-    has_edge_B: Array  # bool, whether there is one: after a round, and before the first chunk, there is none
+    cache: Any  # slot t holds the pair of position t and the token after it
+    feature_BD: Array  # the head's output for the last pair
+    ready_B: Array  # bool, whether there is a last pair: a prompt of one token has none
+    edge_BD: Array  # the feature of the last prompt token that was read; its pair is completed by the next chunk
+    has_edge_B: Array  # bool, whether there is such a token: not before the first chunk, and not after a round
 
 
 def read_pairs(
@@ -54,11 +54,11 @@ def read_pairs(
     hidden: tuple[Array, ...],
     cache: tuple[Any, Any],
 ) -> tuple[Array, Array, Any]:
-    """Reads the pairs of whole texts, the first in slot 0.
+    """Reads the pairs of whole sequences, from slot 0 on.
 
     Args:
-      hidden: what the target's layers returned for the texts.
-      cache: empty, of the target and of the head.
+      hidden: the outputs of the target's layers for these sequences.
+      cache: the empty caches of the target and of the head.
 
     Returns:
       The embedded tokens ``[B, T, D]``, the features ``[B, T-1, D]`` after every pair, and the head's cache.
@@ -78,10 +78,10 @@ class FeatureDrafter(Drafter):
     """Drafts with ``head``, whose weights are ``weights.draft``.
 
     Attributes:
-      target: the pair's; it embeds tokens, and turns features into logits, where the head does not itself.
-      head: made for this target.
+      target: the pair's target. It embeds tokens and unembeds features, unless the head has its own embedding or output.
+      head: a head made for this target.
       K: tokens per round.
-      window: rows per call, see `Loop.window`; beyond the first they are fed for the matrix unit's sake alone.
+      window: positions per call, see `Loop.window`; all but the first only fill the matrix unit.
     """
 
     target: LayeredModel
@@ -139,8 +139,8 @@ class FeatureDrafter(Drafter):
     ) -> tuple[FeatureState, Any]:
         """Reads the pairs that end in this chunk: the first one begins with the last token of the chunk before.
 
-        The first chunk of all has one pair less, and so has the first after a round: its first token's pair was read
-        then. The last row of such a chunk is stale and written again by the next.
+        The first chunk of a prompt has one pair less. So has the first chunk after a round, since `commit` has read the
+        pair that ends in its first token. The last position of such a chunk is stale, and the next chunk overwrites it.
         """
         embedded_BTD, cache = self._embed(weights, tokens_BT, start_B, cache)
         features_BTD = self.head.fuse(weights.draft, target_output.hidden)
@@ -174,7 +174,7 @@ class FeatureDrafter(Drafter):
 
         def draw(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
             head_cache, cache, feature_BD, tokens_BK = carry
-            # Of one row: with two, a TPU spends more on moving the expanded logits about than on the head.
+            # Logits of one position only: with two, a TPU spends more time on moving the logits than on the head.
             logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
             tokens_B, drawn = sample.draw(head.expand(weights.draft, logits_BU), offset, drawn, self.K)
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
@@ -208,7 +208,7 @@ class FeatureDrafter(Drafter):
         output: Output,
         cache: Any,
     ) -> tuple[FeatureState, Any]:
-        # Row i is the hidden state at position length - 1 + i and the token after it, which was emitted or is padding.
+        # Position i pairs the hidden state at length - 1 + i with the token after it, which was emitted or is padding.
         tokens_BT = jnp.maximum(verdict.tokens_BT, 0)
         embedded_BTD, cache = self._embed(weights, tokens_BT, prefix.lengths_B, cache)
         features_BTD = self.head.fuse(weights.draft, output.hidden)
@@ -221,11 +221,11 @@ class FeatureDrafter(Drafter):
         return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
 
     def _embed(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any) -> tuple[Array, Any]:
-        """Embeds tokens in slots ``start_B ..`` of the target; its cache remembers them, if it remembers tokens."""
+        """Embeds tokens in slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
         if self.head.config.own_embedding:
             return self.head.embed(weights.draft, tokens_BT), cache
         return self.target.embed(weights.target, tokens_BT, start_B, cache)
 
     def _widen(self, x: Array) -> Array:
-        """Returns ``window`` equal rows ``[B, T, ...]``; those behind the first are stale in the head's cache."""
+        """Returns ``window`` equal positions ``[B, T, ...]``; all but the first are stale in the head's cache."""
         return jnp.repeat(x[:, None], self.window, axis=1)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -21,13 +21,13 @@ _Carry = tuple[Any, Array]  # draft cache, tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter(LengthHooks, Drafter):
+class ModelDrafter(DrafterHooks, Drafter):
     """Drafts with ``model``, whose weights are ``weights.draft``; its state is its cache.
 
     Attributes:
       model: any `LanguageModel` with the target's vocabulary.
       K: tokens per round.
-      window: tokens fed per call, see `Loop.window`.
+      window: the fewest tokens that a call feeds, see `Loop.window`.
     """
 
     model: LanguageModel
@@ -50,10 +50,10 @@ class ModelDrafter(LengthHooks, Drafter):
 
     @property
     def first_window(self) -> int:
-        """Tokens fed by a round's first call: after a full acceptance the draft has not seen its last token.
+        """Returns the number of tokens that a round's first call feeds, at least 2.
 
-        Without the second one its cache would keep a hole there, which costs acceptance silently. If it
-        was seen, feeding it again costs nothing, and shapes stay static.
+        After a full acceptance the draft has not read its last token. Without it the cache would have a hole, which costs
+        acceptance silently. Otherwise feeding this token again costs nothing, and shapes stay static.
         """
         return max(self.window, 2)
 
@@ -92,7 +92,7 @@ class ModelDrafter(LengthHooks, Drafter):
     def last_logits(
         self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int
     ) -> tuple[Array, Any]:
-        """Reads the ``width`` tokens before ``end_B``; returns the logits after the last of them, ``[B, V]``, and its state."""
+        """Reads the ``width`` tokens before ``end_B``; returns the logits after the last token, ``[B, V]``, and the state."""
         start_B = jnp.maximum(end_B - width, 0)
         output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
         last_B11 = (end_B - 1 - start_B)[:, None, None]

@@ -1,9 +1,9 @@
 """Prompt lookup: propose what followed the last occurrence of the current n-gram in the context.
 
-A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the
-residual is the target's distribution without it (Leviathan et al., arXiv 2211.17192; the idea of copying from
-the prompt is Saxena's prompt lookup). The copy may run past the end of the context into what it has
-just copied, so a period of any length continues for all K tokens.
+A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the residual is the
+target's distribution without it (Leviathan et al., arXiv 2211.17192; copying from the prompt is Saxena's prompt lookup).
+At the end of the context the copy goes on with the tokens that it has just copied, so that a repetition of any period
+continues for all K tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, LengthHooks, Prefix
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rules import Draft
@@ -23,12 +23,12 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter(LengthHooks, Drafter):
-    """Looks the last ``max_ngram`` tokens up in the row's own context, then fewer, down to ``min_ngram``.
+class NgramDrafter(DrafterHooks, Drafter):
+    """Looks up the last ``max_ngram`` tokens in the sequence, then shorter n-grams, down to ``min_ngram``.
 
     Attributes:
-      K: tokens per round; nothing is drafted where nothing matches.
-      max_ngram, min_ngram: lengths tried, longest first; among equal matches the most recent wins.
+      K: tokens per round; without a match, nothing is drafted.
+      max_ngram, min_ngram: the longest and the shortest n-gram. The longest match wins, and of these the most recent.
     """
 
     K: int
@@ -59,7 +59,7 @@ class NgramDrafter(LengthHooks, Drafter):
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
 
     def _found(self, prefix: Prefix) -> Array:
-        """Returns where the continuation of the best match begins, ``[B]``; 0: nothing matches."""
+        """Returns the slot after the best match, where its continuation begins, ``[B]``; 0 without a match."""
         tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
         ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there

@@ -1,4 +1,4 @@
-"""No draft: the loop decodes autoregressively."""
+"""No drafter: the loop decodes autoregressively."""
 
 from __future__ import annotations
 

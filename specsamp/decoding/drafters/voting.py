@@ -1,20 +1,21 @@
 """Several drafters vote, or one of them is chosen (Minions, arXiv 2402.15678).
 
-What makes such a draft exact is the distribution that it is verified by. A winner that was found by *looking at the
-tokens* does not follow the distribution of the drafter that proposed it: of two draws from (.5, .5), ties going to the
-lower id, the winner follows (.75, .25). So there are two ways, and they do not mix:
+The draft is exact if it is verified under the distribution that its tokens follow. A winner that was chosen *by its
+tokens* does not follow the distribution of its drafter: of two samples from (.5, .5), with ties to the lower id, the
+winner follows (.75, .25). So there are two methods:
 
-`VotingDrafter` lets all parts draft and takes what most of them, by weight, propose. The winner is verified as a one-hot
-proposal: it is kept with the target's probability of it, whatever it was chosen by.
+`VotingDrafter` lets all parts draft and takes the tokens with the largest weight of votes. The winner is verified as a
+one-hot proposal: it is accepted with the target's probability of it, however it was chosen.
 
-`ChoosingDrafter` picks one part for each row from past rounds alone, before anything is drawn, so its tokens follow that
-part's own distribution and are verified by it. A part that finds nothing to propose leaves the row to those after it:
-whether a first token is drafted is known before it is drawn.
+`ChoosingDrafter` chooses one part for each row from past rounds alone, before anything is sampled. So the tokens follow
+the distribution of that part and are verified under it. A part that proposes nothing leaves the row to the next part:
+whether a first token is drafted is known before it is sampled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,13 +34,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class VotingDrafter(CombinedDrafter):
-    """Drafts, token by token, what has the most votes among the parts whose proposal agrees so far, see `vote`.
+    """Drafts the token with the most votes, position by position, among the parts that agree with it so far; see `vote`.
 
-    Every part drafts in every round. It is for many drafters, or for greedy texts: of two, the one with the larger weight
-    wins whatever they propose, and `ChoosingDrafter` then loses less where tokens are sampled.
+    Every part drafts in every round. Use it with three or more drafters, or for greedy decoding. Of two drafters, the one
+    with the larger weight always wins, and with sampled tokens `ChoosingDrafter` then loses less acceptance.
 
     Attributes:
-      weighted: whether votes count as many as the tokens that a part is expected to get accepted; else all the same.
+      weighted: whether the vote of a part is its expected number of accepted tokens; else all votes are equal.
     """
 
     weighted: bool = True
@@ -47,12 +48,12 @@ class VotingDrafter(CombinedDrafter):
     def propose(
         self, weights: Weights, state: CombinedState, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[CombinedDraft, CombinedState, Any]:
-        drafts, parts, seen = [], [], []
-        everybody_B = jnp.ones(prefix.lengths_B.shape, bool)
+        drafts, memories = [], []
+        all_B = jnp.ones(prefix.lengths_B.shape, bool)
         for i in range(len(self.parts)):
-            memory = state.parts[i], state.seen_BP[:, i], cache
-            draft, (part, seen_B, cache) = self.ask(i, memory, weights, prefix, sample, everybody_B)
-            drafts, parts, seen = [*drafts, draft], [*parts, part], [*seen, seen_B]
+            draft, (*memory, cache) = self.ask(i, (*state.of_part(i), cache), weights, prefix, sample, all_B)
+            drafts.append(draft)
+            memories.append(memory)
         proposed_BPK = jnp.stack([draft.tokens_BK for draft in drafts], axis=1)
         num_proposed_BP = jnp.stack([draft.num_drafted_B for draft in drafts], axis=1)
         weights_BP = self.expected(state) if self.weighted else jnp.ones_like(state.rounds_BP)
@@ -63,17 +64,17 @@ class VotingDrafter(CombinedDrafter):
             proposed_BPK=proposed_BPK,
             num_proposed_BP=num_proposed_BP,
         )
-        return draft, dataclasses.replace(state, parts=tuple(parts), seen_BP=jnp.stack(seen, axis=1)), cache
+        return draft, state.with_parts(memories), cache
 
 
 @dataclasses.dataclass(frozen=True)
 class ChoosingDrafter(CombinedDrafter):
-    """Drafts with the part that promises most tokens per time, or, where it finds nothing, with the next that does.
+    """Drafts with the part of the most expected tokens per time; if it proposes nothing, with the next part that does.
 
-    Only parts that a row asks for are run: put those that cost nothing, or often find nothing, first.
+    A part runs only if some row asks it. So put parts first that cost nothing or often propose nothing.
 
     Attributes:
-      costs: what a round takes with each part, in any unit; None: all the same.
+      costs: the time of a round with each part, in any unit; None: all equal.
     """
 
     costs: tuple[float, ...] | None = None
@@ -88,7 +89,7 @@ class ChoosingDrafter(CombinedDrafter):
                 )
 
     def choose(self, state: CombinedState) -> Array:
-        """Returns the index of the part that each row tries first, int32 ``[B]``: nothing but past rounds decides."""
+        """Returns the index of the part that each row asks first, int32 ``[B]``, from past rounds alone."""
         costs_P = jnp.asarray(self.costs or (1.0,) * len(self.parts), jnp.float32)
         return jnp.argmax((1 + self.expected(state)) / costs_P[None, :], axis=1).astype(jnp.int32)
 
@@ -96,35 +97,32 @@ class ChoosingDrafter(CombinedDrafter):
         self, weights: Weights, state: CombinedState, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[CombinedDraft, CombinedState, Any]:
         first_B = self.choose(state)
-        wants_B = jnp.ones(first_B.shape, bool) if sample.wanted_B is None else sample.wanted_B > 0
-        draft, parts, seen = self._no_draft(weights, state, prefix, cache, sample), [], []
+        wants_B = jnp.ones(first_B.shape, bool) if sample.draft_lengths_B is None else sample.draft_lengths_B > 0
+        draft, memories = self._no_draft(weights, state, prefix, cache, sample), []
         for i in range(len(self.parts)):
             asks_B = wants_B & (first_B <= i) & (draft.num_drafted_B == 0)
-            memory = state.parts[i], state.seen_BP[:, i], cache
 
             def ask(carry: tuple[Draft, Memory], i: int = i, asks_B: Array = asks_B) -> tuple[Draft, Memory]:
                 draft, memory = carry
                 proposed, memory = self.ask(i, memory, weights, prefix, sample, asks_B)
                 return _select(draft, proposed, i, asks_B & (proposed.num_drafted_B > 0)), memory
 
-            draft, (part, seen_B, cache) = _run_if(sample.any(asks_B), ask, (draft, memory))
-            parts, seen = [*parts, part], [*seen, seen_B]
-        return draft, dataclasses.replace(state, parts=tuple(parts), seen_BP=jnp.stack(seen, axis=1)), cache
+            memory = *state.of_part(i), cache
+            draft, (*memory, cache) = _run_if(sample.any(asks_B), ask, (draft, memory))
+            memories.append(memory)
+        return draft, state.with_parts(memories), cache
 
     def _no_draft(
         self, weights: Weights, state: CombinedState, prefix: Prefix, cache: Any, sample: Sampler
     ) -> CombinedDraft:
-        """Returns a draft without tokens, with distributions if any part has some."""
+        """Returns a draft without tokens, with an array for distributions if any part returns distributions."""
         batch, P, K = len(prefix.lengths_B), len(self.parts), self.K
         asks_B = jnp.ones(batch, bool)
-        shapes = [
-            jax.eval_shape(
-                lambda i=i: self.ask(i, (state.parts[i], state.seen_BP[:, i], cache), weights, prefix, sample, asks_B)[
-                    0
-                ]
-            ).log_probs_BRV
-            for i in range(P)
-        ]
+
+        def ask(i: int) -> Array | None:
+            return self.ask(i, (*state.of_part(i), cache), weights, prefix, sample, asks_B)[0].log_probs_BRV
+
+        shapes = [jax.eval_shape(functools.partial(ask, i)) for i in range(P)]
         known = [shape for shape in shapes if shape is not None]
         return CombinedDraft(
             tokens_BK=jnp.zeros((batch, K), jnp.int32),
@@ -136,15 +134,15 @@ class ChoosingDrafter(CombinedDrafter):
 
 
 def vote(proposed_BPK: Array, num_proposed_BP: Array, weights_BP: Array) -> tuple[Array, Array]:
-    """Returns the sequence that has the most votes at every token, and its length.
+    """Returns the sequence of tokens with the most votes at every position, and its length.
 
-    A part votes for its next token as long as all its tokens before were elected. Of equal votes the earliest part's
-    token is elected. The result is the beginning of one part's proposal.
+    A part votes for its next token as long as all its earlier tokens were elected. Ties go to the first part. The result
+    is the beginning of one part's proposal.
 
     Args:
-      proposed_BPK: int32, of P parts.
-      num_proposed_BP: int32, how many of them each has.
-      weights_BP: float32, votes of each part, at least 0.
+      proposed_BPK: int32, the tokens of P parts.
+      num_proposed_BP: int32, the number of tokens of each part.
+      weights_BP: float32, the votes of each part, at least 0.
 
     Returns:
       ``tokens_BK`` and ``num_drafted_B``, int32.
@@ -160,13 +158,13 @@ def vote(proposed_BPK: Array, num_proposed_BP: Array, weights_BP: Array) -> tupl
         return votes_BP & (tokens_BP == token_B1), (token_B1[:, 0], votes_BP.any(axis=1))
 
     has_token_KBP = jnp.arange(proposed_BPK.shape[2])[:, None, None] < num_proposed_BP[None]
-    everybody_BP = jnp.ones(num_proposed_BP.shape, bool)
-    _, (tokens_KB, elected_KB) = jax.lax.scan(elect, everybody_BP, (jnp.moveaxis(proposed_BPK, 2, 0), has_token_KBP))
+    all_BP = jnp.ones(num_proposed_BP.shape, bool)
+    _, (tokens_KB, elected_KB) = jax.lax.scan(elect, all_BP, (jnp.moveaxis(proposed_BPK, 2, 0), has_token_KBP))
     return tokens_KB.T, jnp.sum(elected_KB, axis=0, dtype=jnp.int32)
 
 
 def _run_if(is_needed: Array, function: Callable[[Any], Any], carry: Any) -> Any:
-    """Applies a function where ``is_needed``: a loop of at most one turn, since branches would copy caches."""
+    """Applies a function if ``is_needed``, in a loop of at most one turn: the branches of `lax.cond` would copy caches."""
 
     def once(state: tuple[Array, Any]) -> tuple[Array, Any]:
         return jnp.zeros_like(state[0]), function(state[1])
@@ -175,12 +173,12 @@ def _run_if(is_needed: Array, function: Callable[[Any], Any], carry: Any) -> Any
 
 
 def _select(draft: CombinedDraft, proposed: Draft, i: int, takes_B: Array) -> CombinedDraft:
-    """Returns the draft with part i's proposal in the rows that take it, each with the distributions it was drawn from."""
+    """Returns the draft with part i's proposal, and its distributions, in the rows that take it."""
     takes_B1 = takes_B[:, None]
     log_probs_BRV = draft.log_probs_BRV
     if log_probs_BRV is not None:
         own_BRV = proposed.log_probs_BRV
-        if own_BRV is None:  # beside distributions that were sampled, a certain token's is written out
+        if own_BRV is None:  # another part has distributions: write the one-hot ones out
             is_token_BRV = jnp.arange(log_probs_BRV.shape[2])[None, None, :] == proposed.tokens_BK[:, :, None]
             own_BRV = jnp.where(is_token_BRV, 0.0, -jnp.inf)
         log_probs_BRV = jnp.where(takes_B1[:, :, None], own_BRV, log_probs_BRV).astype(log_probs_BRV.dtype)
