@@ -40,7 +40,10 @@ class Table:
         """Makes a table of rows by column; a row may lack columns, whose cells are empty."""
         header = tuple(dict.fromkeys(name for row in rows for name in row))
         return cls(
-            title=title, header=header, rows=[[str(row.get(name, "")) for name in header] for row in rows], **fields
+            title=title,
+            header=header,
+            rows=[tuple(str(row.get(name, "")) for name in header) for row in rows],
+            **fields,
         )
 
     def to_markdown(self) -> str:

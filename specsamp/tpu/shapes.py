@@ -6,10 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
-
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 from specsamp.tpu.topology import Chip
 from specsamp.tpu.work import Work, hops, wire_ms
 
@@ -36,35 +33,17 @@ class Shape:
         """Takes the numbers of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
         tables = embeddings * (1 if config.tied else 2) + config.num_ngram_tables * config.ngram_rows * config.width
-        shape = cls(
+        experts = config.experts
+        return cls(
             layers=config.num_layers,
             width=config.width,
             parameters=config.num_parameters - config.num_expert_parameters - tables,
             head_parameters=embeddings,
             cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
-        )
-        if config.experts is None:
-            return shape
-        return dataclasses.replace(
-            shape,
-            expert_parameters=3 * config.width * config.experts.width,
+            expert_parameters=3 * config.width * experts.width if experts else 0.0,
             expert_layers=config.num_sparse_layers,
-            experts=config.experts.num_experts,
-            experts_per_token=config.experts.experts_per_token,
-        )
-
-    @classmethod
-    def of_head(cls, config: HeadConfig) -> Shape:
-        """Takes the numbers of a head; a table of its own for tokens is only looked up, the target's output is read."""
-        layer, made = config.layer, jax.eval_shape(FeatureHead(config).init, jax.random.key(0))
-        outputs = config.num_outputs * layer.width
-        numbers = {name: sum(x.size for x in jax.tree.leaves(part)) for name, part in made.items()}
-        return cls(
-            layers=1,
-            width=layer.width,
-            parameters=sum(size for name, size in numbers.items() if name not in ("embedding", "output", DRAFT_IDS)),
-            head_parameters=outputs,
-            cached=2 * layer.num_kv_heads * layer.head_size,
+            experts=experts.num_experts if experts else 0,
+            experts_per_token=experts.experts_per_token if experts else 0,
         )
 
     def weight_bytes(self, dtype: str, batch: int) -> float:
