@@ -30,11 +30,11 @@ from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, known_models
-from specsamp.analysis import report as tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import EarlyExitDrafter
+from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.heads import FeatureHead
@@ -126,7 +126,7 @@ def main() -> None:
     document = {
         "kind": "compiler estimate",
         "config": config.to_dict(),
-        "libtpu": tables.version("libtpu"),
+        "libtpu": version("libtpu"),
         "models": {"target": target.config, "draft": draft.config if head is None else head.config},
         "head": None if head is None else head.config.kind,
         "report": report,
