@@ -10,7 +10,9 @@
     complements  {bfloat16, int8 weights, int8 weights and caches} x {64, 8, 1 kv heads} x {alone, draft model, EAGLE-3}
     heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
-    training     the training step of an EAGLE-3 head with its target's forward pass: the memory of a device
+    training     the training step of an EAGLE-3 head with its target's forward pass: the memory of a device, by ``data``
+                 shards, ``rows`` of ``length`` tokens, ``layers`` of the target, ``test_steps`` of the training-time test,
+                 and the ``chunk`` of positions whose logits exist at a time
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`; the training step is
 compiled whole. Rounds are of top-p, the token rule and K = 4 where nothing else is said. Minutes to an hour on two cores.
@@ -31,7 +33,7 @@ from launch.lib.config import meant
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
-from launch.studies.compile_training import head_training, training
+from launch.studies.compile_more import TABLES, training
 from specsamp import storage
 from specsamp.checkpoints.published import published_config
 from specsamp.machine import version
@@ -186,10 +188,8 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu"), "jax": jax.__version__},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
-    tables={
-        **{grid: Published([f"compile_{grid}"], getattr(tables, grid)) for grid in GRIDS if grid != "training"},
-        "head_training": Published(["compile_head_training"], head_training),
-    },
+    tables={grid: Published([f"compile_{grid}"], getattr(tables, grid)) for grid in GRIDS if grid != "training"}
+    | TABLES,
     figures={
         "compile_shapes": Published(["compile_shapes"], tables.draw_shapes),
         "compile_scoring": Published(["compile_scoring"], tables.draw_scoring),

@@ -1,12 +1,14 @@
-"""Compiles the training step of an EAGLE-3 head, its target's forward pass in it; a grid of the study compile.
+"""Parts of the study compile beside its grids of programs: the training step of a head, and tables of other answers.
 
-The step is that of launch/train.py, with AdamW: what it computes it makes again for the gradient, and logits exist for
-a ``chunk`` of positions at a time. Memory is the compiler's, per device; nothing runs.
+The training step of an EAGLE-3 head is that of launch/train.py, with AdamW: what it computes it makes again for the
+gradient, and logits exist for a ``chunk`` of positions at a time. The other answers are those of launch/compile_report.py,
+and those on forms of the loop, whose programs are gone: what they said is on the page of results.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -14,8 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.shapes import eagle3_of
-from launch.lib.study import Document
+from launch.lib.study import Document, Published
 from launch.studies.compile_tables import answers, table
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.data_shards import DATA
@@ -23,10 +26,21 @@ from specsamp.mesh.layout import Layout
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu.calibration import ROUNDS_MS, calibrate, ratio, two_digits
+from specsamp.tpu.costs import read_report
+from specsamp.tpu.measurements import published
 from specsamp.tpu.program import Memory
+from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import described_mesh, parse
 from specsamp.training.eagle import TrainHead
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
+
+PUBLIC_PAIRS = {
+    "qwen_3b": "Qwen2.5 3B + 0.5B, bfloat16",
+    "qwen_30b_a3b": "Qwen3 30B-A3B + 0.6B, bfloat16",
+    "llama_70b": "Llama 3.1 70B + 3.2 1B, bfloat16",
+    "llama_70b_int8": "Llama 3.1 70B + 3.2 1B, int8 weights",
+}
 
 
 def training(
@@ -106,8 +120,81 @@ def head_training(document: Document) -> Table:
             "steps of the test": cell["task"]["test_steps"],
             "rows x tokens": f"{train['rows']} x {train['length']}",
         }
-        parts = {"arguments, GB": "arguments", "temporaries, GB": "temporaries", "code, GB": "code"}
         if memory:
-            row |= {label: f"{memory[name] / 1e9:.2f}" for label, name in parts.items()}
+            row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "code")}
         rows.append(row | {"a device has, GB": f"{memory['capacity'] / 1e9:.0f}" if memory else "does not fit"})
     return table("A training step of an EAGLE-3 head, per device", rows)
+
+
+def chinchilla(document: Document) -> Table:
+    """Returns the programs of the paper's pair on 16 TPU v4 chips."""
+    report = read_report(document["report"])
+    steps = {row.model: row.milliseconds for row in published() if row.source == "Chen et al."}
+    measured = {"draft step": steps["draft 4B"], "target step": steps["Chinchilla 70B"], "round": ROUNDS_MS[4]}
+    shown = {"draft step": "draft, one token", "target step": "target, one token", "score": "target, 5 tokens"}
+    rows = []
+    for name, label in (shown | {"round": "a round"}).items():
+        program = report[name]
+        row = {
+            "": label,
+            "HBM traffic per chip, GB": f"{program.hbm_bytes / 1e9:.2f}",
+            "over the floor": f"{program.over_floor:.3f}",
+            "temporaries, MB": f"{program.memory.temporaries / 1e6:.0f}",
+            "streaming, ms": two_digits(program.streaming_ms(report.chip)),
+            "cycles, ms": two_digits(program.cycles_ms(report.chip)),
+            "serial collectives": sum(program.collectives.values()),
+            "as a program of today, ms": report.calibrated_ms(name),
+            "as one of 2022 and 2023, ms": calibrate().added.estimate(*report.works(name)),
+            "published, ms": measured.get(name, ""),
+        }
+        rows.append(row)
+    return table("The paper's pair on 16 TPU v4 chips", rows)
+
+
+def public_pairs(*documents: Document) -> Table:
+    """Returns public pairs on TPU v5e, in the order of `PUBLIC_PAIRS`."""
+    rows = []
+    for label, document in zip(PUBLIC_PAIRS.values(), documents, strict=True):
+        report = read_report(document["report"])
+        memory, K = report["round"].memory, report.draft_length
+        alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
+        emitted = expected_tokens(0.8, K)
+        row = {
+            "": label,
+            "K": K,
+            "batch": report.batch,
+            "chips": f"{math.prod(parse(report.topology)[1])} v5e",
+            "memory, GiB": f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+            "step, over the floor": f"{report['target step'].over_floor:.3f}",
+            "scoring, over the floor": f"{report['score'].over_floor:.3f}",
+            "a step, ms": alone,
+            "a round, ms": drafted,
+            "ms per token at acceptance 0.8": drafted / emitted / report.batch,
+            "speedup": faster(ratio(alone, drafted / emitted)),
+        }
+        rows.append(row)
+    return table("Public pairs on TPU v5e", rows)
+
+
+def variants(document: Document) -> Table:
+    """Returns the traffic and the cycles of each way to write the same work."""
+    rows = [
+        {
+            "question": name["question"],
+            "form": name["form"],
+            "HBM traffic per chip, MB": f"{answer['hbm_bytes'] / 1e6:,.0f}",
+            "streaming, ms": f"{answer['streaming_ms']:.2f}",
+            "cycles, ms": f"{answer['cycles_ms']:.2f}",
+            "copies": answer["copies"],
+        }
+        for name, answer in answers(document)
+    ]
+    return table("Ways to write the same work", rows, left=2)
+
+
+TABLES = {
+    "chinchilla": Published(["compile_chinchilla_v4"], chinchilla),
+    "head_training": Published(["compile_head_training"], head_training),
+    "public_pairs": Published([f"compile_{name}_v5e" for name in PUBLIC_PAIRS], public_pairs),
+    "variants": Published(["compile_variants"], variants),
+}
