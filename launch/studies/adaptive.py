@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.drafters import DRAFTERS, make_drafter
-from launch.lib.experiment import build, refuse
+from launch.lib.experiment import build, headline, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import Adaptive, chain, temperature, use_compilation_cache
@@ -54,6 +55,8 @@ def prepare(options: Any) -> Any:
             f"--texts={options.texts} needs a quarter more prompts, and there are {len(calibrated) + len(measured)}: give "
             "more by --prompts (python launch/study.py prompts), or fewer texts"
         )
+    task = f"adaptive draft lengths, {options.texts} texts in each setting"
+    entry.make_console().print(headline(experiment, task), markup=False)
     use_compilation_cache()
     return types.SimpleNamespace(**{**vars(options), "config": config}, experiment=experiment)
 

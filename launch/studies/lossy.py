@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.lib.experiment import build, refuse
+from launch.lib import entry
+from launch.lib.experiment import build, headline, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import TokenRule, chain, temperature, top_p, use_compilation_cache
@@ -66,6 +67,8 @@ def prepare(options: Any) -> Any:
     if len(laws) > len(TABLES):
         raise ValueError(f"--samplings={','.join(options.samplings)}: a file holds two, give others another --output")
     experiment = build(config)
+    task = f"{len(rules)} rules, K = {experiment.drafter.K}, {options.prompts} prompts"
+    entry.make_console().print(headline(experiment, task), markup=False)
     use_compilation_cache()
     return types.SimpleNamespace(experiment=experiment, words=rules, laws=laws, prompts=options.prompts, config=config)
 
