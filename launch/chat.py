@@ -42,14 +42,12 @@ def main() -> None:
     if jax.process_count() > 1:
         raise ValueError("a chat is one process's, which has a keyboard: leave out --distributed and --coordinator")
     config = _CONFIG.value
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with entry.progress(console, "reading the pair"):
         experiment = build(config, ["def main():"])
     tokenizer = experiment.pair.tokenizer
-    if tokenizer is None:
-        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     has_template = knows_conversations(tokenizer)
     if _SYSTEM.value and not has_template:
         raise ValueError("--system: this pair has no chat template, and nobody to be told")

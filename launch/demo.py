@@ -46,9 +46,7 @@ NUM_PROMPTS = 3
 def main() -> None:
     console = entry.make_console(soft_wrap=True)
     config = _CONFIG.value
-    refuse(config, "draft_temperature", "synthetic_acceptance")
-    if _PROMPT.value and not config.writes_text:
-        raise ValueError("--prompt: this pair has no tokenizer")
+    refuse(config)
     tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])

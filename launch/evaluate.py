@@ -85,7 +85,7 @@ def main() -> None:
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     if "rule" in _CONFIG.fields_set:
         raise ValueError(f"--config.rule={config.rule} would not be heeded: name it in --methods")
     if config.chat and task.continues:
@@ -97,8 +97,6 @@ def main() -> None:
     check_output(_OUTPUT.value, known)
     methods_of(config, None)  # refuses words before the pair is read
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
-    if experiment.pair.tokenizer is None:
-        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     requests = Requests(
         samples=_SAMPLES.value,
         rows=_ROWS.value,
@@ -128,8 +126,7 @@ def main() -> None:
     costs = [(row.name, row.ms_per_token) for row in rows if not math.isnan(row.ms_per_token)]
     shown = evaluation_tables(task.name, report.as_json([as_json(row) for row in rows]))
     entry.show([*shown, *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
-    if _OUTPUT.value:
-        console.print(f"\nwritten to {_OUTPUT.value}", soft_wrap=True, markup=False)
+    entry.say_written(_OUTPUT.value, console)
 
 
 def measure(
@@ -160,8 +157,7 @@ def measure(
             )
             cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
             results.document["cells"].append(cell)
-            header = {"command": entry.command(), "environment": machine.environment()}
-            results.add(cell, header | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
+            results.add(cell, entry.header() | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
 
 
 def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:

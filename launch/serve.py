@@ -80,16 +80,12 @@ def main() -> None:
     if unknown:
         raise ValueError(f"--warps: no {', '.join(unknown)}; choose of {', '.join(OPTIONAL_WARPS)}")
     config, key = _CONFIG.value, read_key()
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
-    if not config.writes_text:
-        raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])
-        if experiment.pair.tokenizer is None:
-            raise ValueError("--config names a pair without a tokenizer, which writes no text: give another pair")
         has_chat = knows_conversations(experiment.pair.tokenizer)
         service = make_service(experiment)
         console.print(headline(experiment, describe(experiment, service)), markup=False)

@@ -196,16 +196,13 @@ def run_cells(
         told = "replaced one by one" if again else "not measured again (--again would)"
         console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
 
-    def header():
-        return {"command": entry.command(), "environment": machine.environment()}
-
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
     start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:
-        measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=header, progress=say)
+        measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=entry.header, progress=say)
     if trace and "result" in results.find(cells[0].key):
         traced = trace_cell(cells[0], experiment.pair, trace, console)
-        results.add({**results.find(cells[0].key), "trace": traced.programs}, header())
+        results.add({**results.find(cells[0].key), "trace": traced.programs}, entry.header())
     if not entry.is_first():
         return
     if measured:
@@ -218,8 +215,7 @@ def run_cells(
         rate = cells[0].key.get("synthetic_acceptance")
         label = "" if rate is None else LABEL.format(rate=rate)
         entry.show(tables.result_tables(measured[0][1], label), console)
-    if output and not storage.is_stream(output):
-        console.print(f"\nwritten to {output}", soft_wrap=True)
+    entry.say_written(output, console)
 
 
 def trace_cell(cell: Cell, pair: Pair, folder: str, console: Console) -> Trace:

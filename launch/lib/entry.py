@@ -303,6 +303,16 @@ def check_output(path: str | None, flag: str = "output") -> None:
 def write_result(path: str | None, document: dict, console: Console) -> None:
     """Writes a result as JSON, after the command and the environment; once, whatever the number of processes."""
     if path and is_first():
-        report.write_json(path, {"command": command(), "environment": machine.environment()} | document)
-        if not storage.is_stream(path):
-            console.print(f"\nwritten to {path}", soft_wrap=True, markup=False)
+        report.write_json(path, header() | document)
+    say_written(path, console)
+
+
+def header() -> dict[str, Any]:
+    """Returns what stands before a result in its file."""
+    return {"command": command(), "environment": machine.environment()}
+
+
+def say_written(path: str | None, console: Console) -> None:
+    """Prints where a result was written."""
+    if path and not storage.is_stream(path):
+        console.print(f"\nwritten to {path}", soft_wrap=True, markup=False)

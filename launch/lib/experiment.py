@@ -92,7 +92,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
             check_positions(side, model.max_positions, workload, config.draft_length)
     name, over = config.pair, {"draft_model_parallelism": config.mesh.draft_model_parallelism or None}
     if prompts and not config.writes_text:
-        raise ValueError("a pair with random weights or from checkpoints has no tokenizer: it takes no prompts")
+        raise ValueError("--config names a pair without a tokenizer, which reads and writes no text: give another pair")
     if config.hugging_face is not None:
         pair = read_public_pair(config, mesh)
         name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
@@ -282,13 +282,11 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
 
 
 def refuse(config: ExperimentConfig, *names: str) -> None:
-    """Refuses fields that a command does not heed.
+    """Refuses fields that are not heeded; by default those that only launch/benchmark.py heeds.
 
     Raises:
-      ValueError: one is.
+      ValueError: one is set.
     """
-    for name in names:
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{name} = {getattr(config, name)!r} would not be heeded here; launch/benchmark.py takes it"
-            )
+    for name in names or ("draft_temperature", "synthetic_acceptance"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(f"{name} = {value!r} would not be heeded here; launch/benchmark.py takes it")

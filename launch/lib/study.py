@@ -195,19 +195,15 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     entry.show([found[name] for name in shown if name in study.tables], console)
     if options.figures:
         _draw({name: found[name] for name in shown if name in study.figures}, options.figures, console)
-    if options.output and not storage.is_stream(options.output):
-        console.print(f"\nwritten to {options.output}", soft_wrap=True, markup=False)
+    entry.say_written(options.output, console)
 
 
 def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
     """Returns the document with all cells, of which those that the output lacks are measured now."""
 
-    def header() -> dict[str, Any]:
-        return {"command": entry.command(), "environment": machine.environment()}
-
     if study.cells is None:
         with entry.progress(console, "starting") as say:
-            document = header() | study.measure(prepared, {}, say)
+            document = entry.header() | study.measure(prepared, {}, say)
         if options.output and entry.is_first():
             report.write_json(options.output, document)
         return report.as_json(document)
@@ -231,7 +227,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
             )
             if number % grid.KEPT_PROGRAMS == 0:
                 jax.clear_caches()
-            results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, header())
+            results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, entry.header())
     order = {grid.name_of(key): number for number, key in enumerate(keys)}
     asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
     return results.document | {"cells": sorted(asked, key=lambda cell: order[grid.name_of(cell["key"])])}

@@ -76,7 +76,7 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
         (["--methods=token,token"], "names token, model, K = 3 twice"),
         (["--task=humaneval", "--source=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--config.max_new_tokens=2040"], "6 of 6 problems are too long for 2048 positions, such as"),
-        (["--config=configs/random_pair.py:tiny"], "takes no prompts"),
+        (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said(flags, message):
