@@ -4,12 +4,9 @@ import dataclasses
 import importlib
 import json
 import os
-import sys
 
 import jax
 import pytest
-from absl import flags
-from ml_collections import config_flags
 
 from configs import random_pair
 from launch.lib import experiment
@@ -27,67 +24,40 @@ from specsamp.decoding.drafters import (
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from support.run_script import ROOT, call, save_tiny_pair
+from support.run_script import call, save_tiny_pair
 
-# ml_collections loads configurations in a way that the standard library has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+TINY = "configs/random_pair.py:tiny"
 
 
-@pytest.fixture
-def parse(monkeypatch):
-    """The configuration that a command line gives, as the launch scripts define its flag."""
-
-    def parse(*arguments):
-        values = flags.FlagValues()
-        config_flags.DEFINE_config_file("config", lock_config=True, flag_values=values)
-        # Overrides of fields are read from here, not from what is parsed.
-        monkeypatch.setattr(sys, "argv", ["program", f"--config={ROOT}/configs/random_pair.py:tiny", *arguments])
-        values(sys.argv)
-        return values.config
-
-    return parse
+def turned(**fields):
+    """The tiny pair's configuration with other values; of a group's field as ``group__field``."""
+    point = {name.replace("__", "."): value for name, value in fields.items()}
+    return ExperimentConfig.from_file(TINY).turned(point)
 
 
 @pytest.mark.parametrize(
-    "argument, named",
+    "fields, message",
     [
-        ("--config.draft_lenght=3", "draft_lenght"),
-        ("--config.sampling.top_q=0.5", "top_q"),
-        ("--config.target.layers=3", "layers"),
-        ("--config.draft_length=many", "many"),
-        ("--config.draft_length=2.5", "2.5"),
-        ("--config.sampling.temperature=hot", "hot"),
-        ("--config.target.num_layers=x", "num_layers"),
-    ],
-)
-def test_unknown_keys_and_wrong_types_fail(parse, argument, named):
-    with pytest.raises((AttributeError, KeyError, TypeError, ValueError, flags.Error), match=named):
-        parse(argument)
-
-
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("--config.rule=lucky", "no rule 'lucky': choose one of token, block, coupled"),
+        (dict(rule="lucky"), "no rule 'lucky': choose one of token, block, coupled"),
         (
-            "--config.drafter=lm",
+            dict(drafter="lm"),
             "no drafter 'lm': choose one of model, beam, head, early_exit, ngram, chosen, voting, none",
         ),
-        ("--config.drafter=early_exit", "exit_layer must be an integer >= 1 .*; got None"),
-        ("--config.target.preset=gpt", "no preset 'gpt': choose one of .*target_38m"),
-        ("--config.target.positions=absolute", "positions must be one of .*'absolute'"),
-        ("--config.sampling.top_p=1.5", "top_p must lie in"),
-        ("--config.sampling.temperature=-1.0", "temperature must be >= 0"),
-        ("--config.draft_length=-1", "draft_length .*-1"),
-        ("--config.adaptive.stop=surprise", "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
-        ("--config.adaptive.lengths=(0, 4)", "2 lengths need costs_ms"),
-        ("--config.int8.weights=all", "no int8.weights 'all': choose one of none, target, draft, both"),
-        ("--config.repeats=0", "repeats must be an integer >= 1; got 0"),
+        (dict(drafter="early_exit"), "exit_layer must be an integer >= 1 .*; got None"),
+        (dict(target__preset="gpt"), "no preset 'gpt': choose one of .*target_38m"),
+        (dict(target__positions="absolute"), "positions must be one of .*'absolute'"),
+        (dict(sampling__top_p=1.5), "top_p must lie in"),
+        (dict(sampling__temperature=-1.0), "temperature must be >= 0"),
+        (dict(draft_length=-1), "draft_length .*-1"),
+        (dict(adaptive__stop="surprise"), "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
+        (dict(adaptive__lengths=(0, 4)), "2 lengths need costs_ms"),
+        (dict(int8__weights="all"), "no int8.weights 'all': choose one of none, target, draft, both"),
+        (dict(repeats=0), "repeats must be an integer >= 1; got 0"),
     ],
 )
-def test_unknown_names_and_wrong_values_fail(parse, argument, message):
+def test_unknown_names_and_wrong_values_fail(fields, message):
     with pytest.raises(ValueError, match=message):
-        experiment.build(ExperimentConfig.from_config_dict(parse(argument)))
+        experiment.build(turned(**fields))
 
 
 def test_unknown_sizes_fail():
@@ -95,14 +65,12 @@ def test_unknown_sizes_fail():
         random_pair.get_config("huge")
 
 
-def test_a_configuration_becomes_objects(parse, monkeypatch):
+def test_a_configuration_becomes_objects(monkeypatch):
     def without_params(target, draft, *_, **__):
         return Pair(target=target, target_params={}, draft=draft, draft_params={})
 
     monkeypatch.setattr(experiment, "bare_pair", without_params)
-    config = ExperimentConfig.from_config_dict(
-        parse("--config.rule=block", "--config.target.num_layers=3", "--config.draft_length=2")
-    )
+    config = turned(rule="block", target__num_layers=3, draft_length=2)
     made = experiment.build(config)
     assert made.rule == BlockRule() and made.drafter == ModelDrafter(made.pair.draft, 2)
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
@@ -114,9 +82,9 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
     known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
     known["beam"] = BeamDrafter(made.pair.draft, 2, beams=4)
     for word, drafter in known.items():
-        turned = config.turned({"drafter": word, "exit_layer": 1})
-        assert turned.make_drafter(made.pair.target, made.pair.draft) == drafter
-        assert turned.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
+        own = config.turned({"drafter": word, "exit_layer": 1})
+        assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
+        assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
     assert made.adaptive is None and config.make_adaptive(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
     assert stopping.make_adaptive(made.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
@@ -126,14 +94,13 @@ def test_a_configuration_becomes_objects(parse, monkeypatch):
         choosing.make_adaptive(dataclasses.replace(made.drafter, K=3))
 
 
-def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(parse, monkeypatch):
+def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", None)
-    config = ExperimentConfig.from_config_dict(parse("--config.target.num_layers=3"))
     for layer in (3, 4, 1000):
         with pytest.raises(
             ValueError, match=f"exit_layer must be an integer from 1 to 2, for .* 3 layers; got {layer}"
         ):
-            experiment.build(config.turned({"drafter": "early_exit", "exit_layer": layer}))
+            experiment.build(turned(target__num_layers=3, drafter="early_exit", exit_layer=layer))
 
 
 def test_sampling_that_is_off_is_left_out():
@@ -145,7 +112,7 @@ def test_sampling_that_is_off_is_left_out():
 
 @pytest.mark.parametrize("size", random_pair.SIZES)
 def test_every_size_describes_a_pair(size):
-    config = ExperimentConfig.from_config_dict(random_pair.get_config(size))
+    config = ExperimentConfig.from_file(f"configs/random_pair.py:{size}")
     target, draft = config.target.model(), config.draft.model()
     assert target.vocab_size == draft.vocab_size
     assert draft.config.num_parameters < target.config.num_parameters
