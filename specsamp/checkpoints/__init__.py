@@ -4,10 +4,10 @@ hugging_face.py    a checkpoint in the format of Hugging Face: open_checkpoint, 
   hub.py           finds its folder, or downloads it
   architectures.py reads config.json, with fields.py and rope.py
   tensor_names.py  knows which tensor is which parameter
-  safetensors_io.py, orbax.py   the two formats of tensors; int8_reading.py quantises what is read
+  safetensors_io.py, orbax.py   the two formats of tensors; int8_tensors.py: weights in int8, also of what is quantised while it is read
 public_pair.py     two such checkpoints as a pair: read_pair
 published.py       config.json of public models, for plans that need no download
-pair.py            a pair trained here, in a folder: load_pair, save_pair, with int8_storage.py
+pair.py            a pair trained here, in a folder: load_pair, save_pair
 chat.py            chat templates, which run in a process of their own: chat_sandbox.py
 export.py          a model trained here as a folder for transformers
 tokenizer.py       tokenizers of bytes, tokenizer.json and SentencePiece

@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, INT8_CHECKPOINT, parse_config
 from specsamp.checkpoints.fields import ACTIVATIONS
-from specsamp.checkpoints.int8_reading import SCALES, apart, scale_source
+from specsamp.checkpoints.int8_tensors import SCALES, apart, scale_source
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes

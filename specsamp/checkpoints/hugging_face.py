@@ -33,7 +33,7 @@ from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
-from specsamp.checkpoints.int8_reading import SCALES, apart, read_int8, scale_source, together
+from specsamp.checkpoints.int8_tensors import SCALES, apart, read_int8, scale_source, together
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer

@@ -5,7 +5,7 @@
     pair = load_pair("runs/my_pair")            # of launch/export.py
 
     pair.json             shapes of both models, how they were trained, what was measured
-    target.safetensors    int8 with a scale per output channel, see int8_storage.py
+    target.safetensors    int8 with a scale per output channel, see int8_tensors.py
     draft.safetensors
     tokenizer.json
     prompts.json          prompts from held-out files, if there are any
@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 
 from specsamp import storage
 from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.int8_storage import dequantise, int8_weights, quantise
+from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
@@ -176,7 +176,7 @@ def save_pair(
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     shapes = {}
     for side, (config, params) in {"target": target, "draft": draft}.items():
-        save_file(quantise(params), folder / f"{side}.safetensors")
+        save_file(write_pair_tensors(params), folder / f"{side}.safetensors")
         # safetensors makes its files private; like the others, they get what the umask leaves.
         (folder / f"{side}.safetensors").chmod((folder / "tokenizer.json").stat().st_mode)
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k not in DECODING}
@@ -188,7 +188,7 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        tensors = (int8_weights if model.config.weight_dtype == "int8" else dequantise)(load_file(path))
+        tensors = read_pair_tensors(load_file(path), in_int8=model.config.weight_dtype == "int8")
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
     check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specsamp.checkpoints import int8_reading
+from specsamp.checkpoints import int8_tensors
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor
@@ -58,9 +58,9 @@ def test_each_device_reads_its_own_experts_and_none_twice(folder, model, monkeyp
 def test_experts_are_quantised_while_they_are_read(folder, monkeypatch):
     """Blocks of a kilobyte: no more is ever in float."""
     most = []
-    monkeypatch.setattr(int8_reading, "BLOCK_BYTES", 1024)
-    quantise = int8_reading.quantise
-    monkeypatch.setattr(int8_reading, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
+    monkeypatch.setattr(int8_tensors, "BLOCK_BYTES", 1024)
+    quantise = int8_tensors.quantise
+    monkeypatch.setattr(int8_tensors, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
     whole = read_params(*opened(folder))
     read = read_params(*opened(folder, weight_dtype="int8"))
     same(read, decode_weights(whole, np.float32, "int8"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specsamp.checkpoints import int8_reading
+from specsamp.checkpoints import int8_tensors
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.pair import load_pair
@@ -34,9 +34,9 @@ def stored(params):
 def test_a_checkpoint_is_quantised_while_it_is_read(original, stored, model, monkeypatch):
     """Reads blocks of a kilobyte: no more is ever in float."""
     most = []
-    monkeypatch.setattr(int8_reading, "BLOCK_BYTES", 1024)
-    quantise = int8_reading.quantise
-    monkeypatch.setattr(int8_reading, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
+    monkeypatch.setattr(int8_tensors, "BLOCK_BYTES", 1024)
+    quantise = int8_tensors.quantise
+    monkeypatch.setattr(int8_tensors, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
     checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
     reader = TransformerLM(checkpoint.config)
     if model:

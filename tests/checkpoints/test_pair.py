@@ -11,7 +11,7 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints import pair as pairs
-from specsamp.checkpoints.int8_storage import SCALE_SUFFIX, dequantise, quantise
+from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts, save_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.pair import Pair
@@ -56,6 +56,11 @@ def saved(original, tmp_path):
     return shutil.copytree(original, tmp_path / "pair")
 
 
+def restored(params):
+    """The parameters as they are after they were stored."""
+    return read_pair_tensors(write_pair_tensors(params), in_int8=False)
+
+
 def channels(name, value):
     """``[channels, summed]``."""
     axes = [axis % value.ndim for axis in summed_axes(name)]
@@ -64,18 +69,17 @@ def channels(name, value):
 
 
 def test_no_weight_moves_by_more_than_half_a_step(params):
-    tensors = quantise(params["target"])
-    restored = dequantise(tensors)
+    tensors, after_storing = write_pair_tensors(params["target"]), restored(params["target"])
     weights = flatten_dict(params["target"], sep="/")
     matrices = [name for name in weights if not name.endswith(("bias", "scale"))]
     assert all(map(summed_axes, matrices))  # no matrix is forgotten
     for name, value in weights.items():
         if name not in matrices:
             assert tensors[name].dtype == np.float32
-            np.testing.assert_array_equal(restored[name], value)
+            np.testing.assert_array_equal(after_storing[name], value)
             continue
         assert tensors[name].dtype == np.int8
-        before, after = channels(name, np.asarray(value)), channels(name, restored[name])
+        before, after = channels(name, np.asarray(value)), channels(name, after_storing[name])
         half_a_step = np.abs(before).max(1, keepdims=True) / 127 / 2
         assert (np.abs(after - before) <= half_a_step * (1 + 1e-5)).all()
         assert (np.abs(after - before) > half_a_step / 2).any(1).mean() > 0.9  # and no finer
@@ -84,18 +88,20 @@ def test_no_weight_moves_by_more_than_half_a_step(params):
 
 def test_a_scale_for_every_output_channel(params):
     """N = 2 heads of H = 8, D = 16, F = 64: what a product sums over has one scale."""
-    shapes = {name: value.shape for name, value in quantise(params["target"]).items() if name.endswith(SCALE_SUFFIX)}
+    shapes = {
+        name: value.shape for name, value in write_pair_tensors(params["target"]).items() if name.endswith(PAIR_SCALES)
+    }
     layer = {f"attention/{name}": (2, 1, 8) for name in ("query", "key", "value", "relative")}
     layer |= {"attention/output": (1, 1, 16), "mlp/up": (1, 64), "mlp/down": (1, 16)}
-    assert shapes == {"embedding" + SCALE_SUFFIX: (300, 1)} | {
-        f"layer_0/{name}{SCALE_SUFFIX}": shape for name, shape in layer.items()
+    assert shapes == {"embedding" + PAIR_SCALES: (300, 1)} | {
+        f"layer_0/{name}{PAIR_SCALES}": shape for name, shape in layer.items()
     }
 
 
 def test_an_empty_channel_stays_empty(params):
     weights = dict(params["draft"]) | {"embedding": params["draft"]["embedding"].at[3].set(0)}
-    restored = dequantise(quantise(weights))["embedding"]
-    assert (restored[3] == 0).all() and np.isfinite(restored).all()
+    embedding = restored(weights)["embedding"]
+    assert (embedding[3] == 0).all() and np.isfinite(embedding).all()
 
 
 def test_a_pair_is_its_dequantised_weights(original, params):
@@ -106,7 +112,7 @@ def test_a_pair_is_its_dequantised_weights(original, params):
     ]:
         assert model.config == config
         assert jax.tree.structure(loaded) == jax.tree.structure(given)
-        stored = dequantise(quantise(given))
+        stored = restored(given)
         for name, value in flatten_dict(loaded, sep="/").items():
             assert value.dtype == jnp.float32
             np.testing.assert_array_equal(value, stored[name])
@@ -164,7 +170,7 @@ def test_missing_and_truncated_files_are_named(saved, name):
 def test_weights_without_their_scales_are_damaged(saved):
     path = saved / "draft.safetensors"
     tensors = safetensors.numpy.load_file(path)
-    del tensors["embedding" + SCALE_SUFFIX]
+    del tensors["embedding" + PAIR_SCALES]
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
         load_pair(saved)
