@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specsamp.checkpoints import tensor_names
-from specsamp.checkpoints.fields import Fields
+from specsamp.checkpoints.fields import OPTIONAL_SIZES, SIZES, Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts_config import ExpertsConfig
@@ -94,17 +94,8 @@ def is_in_int8(path: str, content: Mapping[str, Any]) -> bool:
 
 
 def _usual(fields: Fields) -> dict:
-    """Reads the sizes, which all families but GPT-2 call the same."""
-    return dict(
-        vocab_size=fields("vocab_size"),
-        width=fields("hidden_size"),
-        num_layers=fields("num_hidden_layers"),
-        num_heads=fields("num_attention_heads"),
-        num_kv_heads=fields("num_key_value_heads", None),
-        head_size=fields("head_dim", None),
-        feedforward_width=fields("intermediate_size"),
-        max_positions=fields("max_position_embeddings"),
-    )
+    """Reads `SIZES`."""
+    return {ours: fields(key, None) if ours in OPTIONAL_SIZES else fields(key) for ours, key in SIZES.items()}
 
 
 def _llama(fields: Fields) -> dict:

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, INT8_CHECKPOINT, parse_config
-from specsamp.checkpoints.fields import ACTIVATIONS
+from specsamp.checkpoints.fields import ACTIVATIONS, SIZES
 from specsamp.checkpoints.int8_tensors import SCALES, apart, scale_source
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
@@ -84,14 +84,7 @@ def describe(config: TransformerConfig, eos_id: int | None) -> dict:
     content = {
         "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
         "model_type": "llama" if config.gated else "arcee",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.feedforward_width,
-        "max_position_embeddings": config.max_positions,
+        **{key: getattr(config, ours) for ours, key in SIZES.items()},
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": theirs[config.activation],
         "tie_word_embeddings": config.tied,

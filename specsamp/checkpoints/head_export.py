@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.fields import SIZES
 from specsamp.checkpoints.head_config import (
     EAGLE,
     MEDUSA,
@@ -171,13 +172,7 @@ def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
 def _layer(layer: TransformerConfig) -> dict[str, Any]:
     """Returns what both layouts say of a decoder layer."""
     return {
-        "vocab_size": layer.vocab_size,
-        "hidden_size": layer.width,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_size,
-        "intermediate_size": layer.feedforward_width,
-        "max_position_embeddings": layer.max_positions,
+        **{key: getattr(layer, ours) for ours, key in SIZES.items() if ours != "num_layers"},
         "rms_norm_eps": layer.norm_epsilon,
         "hidden_act": layer.activation,
         "rope_parameters": describe_rotary(layer),

@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -128,36 +128,27 @@ class _Unpickler(pickle.Unpickler):
         return _Storage(kind.kind, key, length)
 
 
-class _Frozen:
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes what is not its own")
+# A pickle can neither assign attributes to a plain tuple nor to an object without a dictionary of attributes.
 
 
-class _Kind(_Frozen):
+class _Kind(NamedTuple):
     """Stands for a storage's class."""
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str):
-        self.kind = kind
+    kind: str
 
 
-class _Storage(_Frozen):
-    __slots__ = ("key", "kind", "length")
+class _Storage(NamedTuple):
+    kind: str
+    key: str
+    length: int
 
-    def __init__(self, kind: str, key: str, length: int):
-        self.kind, self.key, self.length = kind, key, length
 
-
-class _Described(_Frozen):
+class _Described(NamedTuple):
     """A tensor: its storage, where it begins there, and its shape."""
 
-    __slots__ = ("offset", "shape", "storage")
-
-    def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...]):
-        self.storage, self.offset, self.shape = storage, offset, shape
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
 
 
 class _Names(dict):
@@ -172,7 +163,7 @@ class _Names(dict):
         pass
 
 
-class _Rebuild(_Frozen):
+class _Rebuild:
     """Stands for the function that makes a tensor of a storage."""
 
     __slots__ = ()
