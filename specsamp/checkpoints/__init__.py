@@ -4,7 +4,8 @@ hugging_face.py    a checkpoint in the format of Hugging Face: open_checkpoint, 
   hub.py           finds its folder, or downloads it
   architectures.py reads config.json, with fields.py and rope.py
   tensor_names.py  knows which tensor is which parameter
-  safetensors_io.py, orbax.py   the two formats of tensors; int8_tensors.py: weights in int8, also of what is quantised while it is read
+  safetensors_io.py, orbax.py   the two formats of tensors
+  int8_tensors.py  weights in int8, stored so or quantised while they are read
 public_pair.py     two such checkpoints as a pair: read_pair
 published.py       config.json of public models, for plans that need no download
 pair.py            a pair trained here, in a folder: load_pair, save_pair

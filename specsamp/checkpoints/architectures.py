@@ -17,7 +17,7 @@ from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts_config import ExpertsConfig
 
-# What GPT-2 calls its sizes, and what the other families do.
+# The keys of sizes in GPT-2, and in the other families.
 GPT2_ALIASES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -37,7 +37,7 @@ class Family:
     head_prefix: str | None = None  # of the tensors of a head beside the model, see head_config.py
 
 
-# What config.json says of int8 weights with a scale per output channel. Other readers refuse a method unknown to them.
+# The quantization_config of int8 weights with a scale per output channel; other readers refuse this method.
 INT8_CHECKPOINT = {"quant_method": "specsamp_int8", "bits": 8}
 
 
@@ -124,7 +124,7 @@ def _arcee(fields: Fields) -> dict:
 
 
 def _mistral(fields: Fields, window: int | None = 4096) -> dict:
-    """Reads a MistralForCausalLM; ``window`` is that of a file that says none."""
+    """Reads a MistralForCausalLM; ``window`` is the default of its sliding_window."""
     window = fields.or_null("sliding_window", window)
     kinds = ["full_attention" if window is None else "sliding_attention"] * fields.count("num_hidden_layers")
     no_biases = dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # whatever the file says
@@ -186,7 +186,7 @@ def _qwen3_moe(fields: Fields) -> dict:
 
 
 def _mixtral(fields: Fields) -> dict:
-    """Reads a MixtralForCausalLM, whose experts have the width that other models' only feed-forward part has."""
+    """Reads a MixtralForCausalLM: intermediate_size is the width of its experts."""
     experts = _experts(
         fields,
         num_experts=fields("num_local_experts", 8),
@@ -197,7 +197,7 @@ def _mixtral(fields: Fields) -> dict:
 
 
 def _experts(fields: Fields, **shape: Any) -> ExpertsConfig | None:
-    """Returns what experts a model has, None if all of its layers are dense."""
+    """Returns the experts of a model, or None if all of its layers are dense."""
     experts = ExpertsConfig(**shape)
     return experts if experts.num_sparse_layers(fields.count("num_hidden_layers")) else None
 

@@ -37,7 +37,7 @@ class NoTemplateLibrary(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template with what it is given besides messages.
+    """A template and the special tokens that it writes.
 
     Attributes:
       path: of its file, for messages.
@@ -57,8 +57,8 @@ class ChatTemplate:
           options: variables that the template knows, such as ``enable_thinking``.
 
         Raises:
-          ValueError: a message without role or content; or the template is no Jinja program, refuses the messages, leaves
-            its sandbox, or takes too much time or memory; with the file.
+          ValueError: a message without role or content; or the template is no Jinja program, refuses the messages,
+            leaves its sandbox, or takes too much time or memory; with the file.
           NoTemplateLibrary: jinja2 is not installed.
         """
         _check(messages)
@@ -73,7 +73,7 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
-    """Returns the template of a checkpoint; None: it has none.
+    """Returns the template of a checkpoint, or None.
 
     Raises:
       ValueError: tokenizer_config.json is damaged, or has a template that is no text.

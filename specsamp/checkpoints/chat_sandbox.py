@@ -1,4 +1,4 @@
-"""Runs chat templates in a process of its own: `python chat_sandbox.py SECONDS BYTES`, started by chat.py.
+"""Runs chat templates in a separate process: `python chat_sandbox.py SECONDS BYTES`, started by chat.py.
 
 A template is a Jinja program by the author of a checkpoint. It runs in the sandbox of jinja2, with the extensions,
 filters and functions that it has in transformers. A program that still fills the memory or runs for hours is ended by
@@ -21,7 +21,7 @@ import jinja2.sandbox
 
 
 class Generation(jinja2.ext.Extension):
-    """Keeps what stands between {% generation %} and {% endgeneration %}, which mark text to train on."""
+    """Ignores the tags {% generation %} and {% endgeneration %}, which mark text to train on."""
 
     tags = frozenset({"generation"})
 

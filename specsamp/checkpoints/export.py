@@ -79,7 +79,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
 
 
 def describe(config: TransformerConfig, eos_id: int | None) -> dict:
-    """Returns the ``config.json`` of a model; raises ValueError if none can say all of it."""
+    """Returns the ``config.json`` of a model; raises ValueError with the fields that have no counterpart there."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     content = {
         "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],

@@ -1,4 +1,4 @@
-"""The keys of a config.json, and what is said where a value cannot be read."""
+"""The keys of a config.json, read with messages that name file, key and value."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _medusa(
 
 
 def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
-    """Reads the module of MiMo, which reads the stream before the target's final norm, and norms what it returns.
+    """Reads the module of MiMo. Its input is the target's stream before the final norm; it norms its own output.
 
     Some engines zero the embedding of the very first pair; the authors' module does not, and neither does ours.
     """

@@ -1,4 +1,4 @@
-"""Writes heads as files that `specsamp.checkpoints.heads` reads, and other programs too.
+"""Writes heads as files for `specsamp.checkpoints.heads` and for other programs.
 
 EAGLE-3 heads are written in the layout of the package speculators, Medusa heads in that of their authors. For an MTP
 module without its target there is no public layout: it gets the names that MiMo's has in the checkpoint of its target,
@@ -170,7 +170,7 @@ def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
 
 
 def _layer(layer: TransformerConfig) -> dict[str, Any]:
-    """Returns what both layouts say of a decoder layer."""
+    """Returns the keys of a decoder layer, which both layouts share."""
     return {
         **{key: getattr(layer, ours) for ours, key in SIZES.items() if ours != "num_layers"},
         "rms_norm_eps": layer.norm_epsilon,

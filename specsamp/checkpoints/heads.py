@@ -51,7 +51,7 @@ EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCheckpoint:
-    """A head whose files were found to hold what its config asks for."""
+    """A head whose files hold the tensors of its config, in their shapes."""
 
     name: str
     layout: HeadLayout

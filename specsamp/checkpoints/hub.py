@@ -106,7 +106,7 @@ def read_headers(name: str) -> dict[str, Tensor]:
 
 
 def why_not(name: str) -> str | None:
-    """Returns why the hub does not show a model to this user; None: it does, or the name is none of its ids.
+    """Returns why `name` cannot be downloaded (missing, gated, no access), or None; also None for a name that is no id.
 
     Raises:
       ConnectionError: the hub cannot be asked.
@@ -133,7 +133,7 @@ def why_not(name: str) -> str | None:
 
 
 def _told(error: Exception) -> str:
-    """Returns an error in one line: links to documentation and ids of requests stand in others."""
+    """Returns the first line of an error; the other lines hold links and ids of requests."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -47,7 +47,7 @@ Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint:
-    """A model of which everything is known but the values of its tensors."""
+    """An opened checkpoint: everything is known except the values of its tensors."""
 
     name: str  # as it was asked for
     folder: epath.Path  # of the small files
@@ -78,7 +78,7 @@ class Checkpoint:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about what is read otherwise than config.json says."""
+        """Sentences about fields that are read otherwise than config.json says."""
         if self.config == self.described:
             return []
         return [
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that the model needs, checked to have the shapes that its config asks for.
+        """Returns all tensors of the model, after checking their names, shapes and dtypes.
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
@@ -98,7 +98,7 @@ class Checkpoint:
         return self._found
 
     def check_headers(self) -> None:
-        """Checks what `tensors` checks, of headers alone: of a model of the hub no tensor is downloaded.
+        """Makes the checks of `tensors` on headers alone: no tensor is downloaded.
 
         Raises:
           FileNotFoundError, ValueError: see `tensors`.
@@ -153,7 +153,7 @@ def open_checkpoint(
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> Checkpoint:
-    """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are looked at when they are asked for.
+    """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are opened when they are first used.
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
@@ -163,8 +163,9 @@ def open_checkpoint(
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: an architecture, value or file that cannot be read; int8 of what was converted otherwise; a tokenizer larger than the embedding, but
-        for added tokens, which are left out of it (`specsamp.checkpoints.public_pair.differences` says so).
+      ValueError: an architecture, value or file that cannot be read; int8 of a checkpoint that was converted in float; a
+        tokenizer larger than the embedding. (Added tokens beyond the embedding are left out; see
+        `specsamp.checkpoints.public_pair.differences`.)
     """
     folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
@@ -203,7 +204,7 @@ def open_checkpoint(
 
 
 def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
-    """Raises whatever `read_params` would raise of the checkpoint's tensors, and of their division over a mesh."""
+    """Raises the errors of `read_params`, before any tensor is read: of tensors, and of their division over a mesh."""
     if not checkpoint.is_converted:
         checkpoint.tensors
     if isinstance(model, ShardedModel):
@@ -351,7 +352,7 @@ def _tensors_of(
 
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
-    """Raises ValueError unless ``config`` is the checkpoint's, but for dtype and padding of the vocabulary."""
+    """Raises ValueError unless ``config`` is the checkpoint's; dtype and padding of the vocabulary may differ."""
     free = {*DECODING, "num_real_tokens", "vocab_size"}
     values = {
         field.name: (getattr(checkpoint.config, field.name), getattr(config, field.name))
@@ -370,7 +371,7 @@ def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
 def _tokenizer(
     folder: epath.Path, stop_ids: tuple[int, ...], rows: int
 ) -> JsonTokenizer | SentencePieceTokenizer | None:
-    """Reads the tokenizer of a folder, without added tokens beyond the ``rows`` of the embedding; None: it has none."""
+    """Reads the tokenizer of a folder, or None; added tokens beyond the ``rows`` of the embedding are left out."""
     if (folder / "tokenizer.json").exists():
         eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
         return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)

@@ -1,7 +1,7 @@
 """Int8 weights in files: each is two tensors, the second with the scales, named with a suffix.
 
     SCALES          of checkpoints in the format of Hugging Face
-    PAIR_SCALES     of pairs, whose files hold int8 always: a model decodes with it, or with ``values * scale`` in float32
+    PAIR_SCALES     of pairs, whose files always hold int8: a model decodes with it, or with ``values * scale``
 
 Matrices of a float checkpoint are quantised while they are read, a block at a time: no float copy of a whole matrix is
 ever made.

@@ -1,4 +1,4 @@
-"""Looks whether pairs of public names would load, without downloading weights.
+"""Checks whether pairs of public names would load, without downloading weights.
 
     for finding in check_pair(NamedPair(name="qwen-3b", target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B")):
         print(finding.model, finding.problem or "loads")
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedPair:
-    """A target and what drafts for it, by name."""
+    """The names of a target and of its draft model or head."""
 
     name: str  # of the pair
     target: str
@@ -35,7 +35,7 @@ class NamedPair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Holds what was found of one name of a pair."""
+    """The result for one name of a pair."""
 
     pair: str
     role: str  # "target", "draft" or "head"
@@ -45,7 +45,7 @@ class Finding:
 
 
 def check_pair(pair: NamedPair) -> Iterator[Finding]:
-    """Yields what is found of the target, and of what drafts.
+    """Yields the results for the target and for its draft model or head.
 
     Raises:
       ConnectionError: the hub cannot be asked. ValueError: its library is not installed.
@@ -85,7 +85,7 @@ def _open(name: str) -> Checkpoint:
 
 
 def _tried(name: str, look: Callable[[], Answer]) -> tuple[Answer | None, str | None]:
-    """Returns what ``look`` does and None, or None and what is wrong with the name."""
+    """Returns the result of ``look`` and None; or None and the problem with the name."""
     if (problem := why_not(name)) is not None:
         return None, problem
     try:

@@ -26,7 +26,7 @@ def save_params(folder: epath.Path, params: Any) -> None:
 
 
 def restore_params(folder: epath.Path, shapes: Any) -> Any:
-    """Reads parameters in the given shapes, dtypes and shardings; rows beyond those that were saved are zero.
+    """Reads parameters in the given shapes, dtypes and shardings; rows of padding, which were not saved, are zero.
 
     Raises:
       ValueError: the folder is damaged.
@@ -44,7 +44,7 @@ def restore_params(folder: epath.Path, shapes: Any) -> Any:
 
 
 def _manager(folder: epath.Path, largest: int) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
-    """Opens the folder, with a limit on what is written or read at a time.
+    """Opens the folder, with a limit on the bytes that are written or read at a time.
 
     Without it every parameter would have a copy in host memory. Orbax refuses a parameter that is not smaller than the
     limit; ``largest`` is the bytes of the largest.

@@ -62,7 +62,7 @@ def load_pair(
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
       int8: what is in int8 instead: weights as they are stored.
-      check_fit: looks at a pair with a head once it is read, as `specsamp.evaluation.head_check.warn_unless_it_fits` does.
+      check_fit: is called with a pair that has a head, such as `specsamp.evaluation.head_check.warn_unless_it_fits`.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
@@ -102,7 +102,7 @@ def load_pair(
 
 
 def head_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair's head; raises FileNotFoundError if it has none."""
+    """Returns the folder of a pair's head; raises FileNotFoundError for a pair without a head."""
     place = pair_folder(name_or_path) / "head"
     if not (place / "config.json").is_file():
         raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {place / 'config.json'} is missing")
@@ -128,9 +128,9 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 
 def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
-    """Returns the first 16 digits of a SHA-256 over the files of target and draft: other weights have another one.
+    """Returns the first 16 digits of a SHA-256 over the files of target and draft.
 
-    So have equal weights of a head that is read otherwise, by its config.json.
+    The config.json of a head counts too: it says how the weights are read.
     """
     folder, digest = pair_folder(name_or_path), hashlib.sha256()
     drafting = [folder / "draft.safetensors"]
@@ -143,7 +143,7 @@ def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none, ValueError for no name."""
+    """Returns the folder of a pair, by its name or path; raises FileNotFoundError, or ValueError for no name."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(f"a pair must be a name or a folder; got {name_or_path!r}")
     for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
@@ -163,7 +163,7 @@ def save_pair(
     provenance: dict,
     eos: str = EOS,
 ) -> None:
-    """Writes a pair; ``pair.json`` comes last, so that half a pair is none.
+    """Writes a pair; ``pair.json`` comes last, so that a half-written folder is not taken for a pair.
 
     Args:
       target, draft: config and parameters of each side, which are stored as int8.

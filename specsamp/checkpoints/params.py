@@ -1,4 +1,4 @@
-"""Checks that a tree of parameters is the one that a model wants, and tells its values from others."""
+"""Checks the shapes of a tree of parameters, and computes a digest of its values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_shapes(what: str, have: Any, want: Any) -> None:
 
 
 def digest(params: Any) -> str:
-    """Returns 16 hexadecimal digits that tell parameters from others: by names, dtypes, values and their places.
+    """Returns 16 hexadecimal digits of a digest over names, dtypes, values and their places.
 
     Values count by a weighted sum of their bits, modulo 2^32: integers, so that a mesh changes nothing, and nothing for
     zeros, so that rows of padding do not. Arrays are read once, where they lie; every process must call it.

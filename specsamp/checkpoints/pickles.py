@@ -1,4 +1,4 @@
-"""Reads tensors of PyTorch's zip files without PyTorch, and without running what their author put there.
+"""Reads tensors of PyTorch's zip files without PyTorch, and without running the code in them.
 
 Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are an entry of their
 own, not compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call

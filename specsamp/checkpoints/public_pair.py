@@ -98,7 +98,7 @@ def read_head_pair(
       dtype, int8, mesh, draft_model_parallelism, progress: see `read_pair`.
       say: is told if the head was trained for another model of the same sizes.
       check: is shown target and head before any weight is read, and raises ValueError if they will not do.
-      check_fit: looks at the pair once it is read, as `specsamp.evaluation.head_check.warn_unless_it_fits` does.
+      check_fit: is called with the pair, such as `specsamp.evaluation.head_check.warn_unless_it_fits`.
 
     Raises:
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
@@ -140,7 +140,7 @@ def read_head_pair(
 
 
 def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
-    """Raises ValueError for a head, called ``name``, that would read its target's embedding otherwise than others do."""
+    """Raises ValueError for a head that shares the embedding of a target which scales it."""
     if not head.own_embedding and target.described.embedding_scale is not None:
         raise ValueError(
             f"{name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"

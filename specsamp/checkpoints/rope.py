@@ -1,4 +1,4 @@
-"""Reads what config.json says of rotary positions, as fields of a `TransformerConfig`."""
+"""Reads the rotary positions of a config.json, as fields of a `TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specsamp.models.positions import RotaryScaling
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Returns what the file says of rotary positions, with the preferences of transformers.
+    """Returns the rotary parameters of the file, with the preferences of transformers.
 
     Of files that have both, rope_scaling counts, not rope_parameters: people add it to lengthen what a model reads.
     The length of the original training counts where it stands beside them, as Phi 3 writes it, not within.

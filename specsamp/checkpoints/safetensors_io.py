@@ -194,7 +194,7 @@ def check_tensors(
     ignored: Callable[[str], Any],
     in_int8: Collection[str] = (),
 ) -> None:
-    """Checks that files hold every tensor of a model, in its shape and a known dtype, and no other.
+    """Checks that files hold exactly the tensors of a model, in their shapes and a known dtype.
 
     Args:
       name: of the checkpoint, for messages.

@@ -17,7 +17,7 @@ import numpy as np
 
 from specsamp.models.config import TransformerConfig
 
-# Tensors that some files hold but no model needs: masks and tables that are computed.
+# Tensors of some files that no model needs: masks and tables that are computed.
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 ReadTensor = Callable[[tuple[slice, ...]], np.ndarray]
@@ -49,7 +49,7 @@ class Source:
     part: int | None = None  # of C
 
     def members(self, sizes: Mapping[str, int]) -> list[Source]:
-        """Returns the sources of the experts that a parameter stacks along its first axis; of any other, itself."""
+        """Returns one source for each expert of a stacked parameter; [self] for any other parameter."""
         if not self.is_stacked:
             return [self]
         tensors = [self.tensor.format(e=expert) for expert in range(sizes["E"])]
@@ -57,7 +57,7 @@ class Source:
 
     @property
     def is_stacked(self) -> bool:
-        """Returns whether a parameter stacks what is a tensor for each expert."""
+        """Returns whether the parameter stacks the tensors of all experts."""
         return "{e}" in self.tensor
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Source:
         return tuple(math.prod(sizes[letter] for letter in axis) for axis in self.tensor_axes)
 
     def read(self, read: ReadTensor, sizes: Mapping[str, int], index: Sequence[slice]) -> np.ndarray:
-        """Returns the slice ``index`` of the parameter, perhaps as a view of what ``read`` returned.
+        """Returns the slice ``index`` of the parameter, perhaps as a view of the array that ``read`` returned.
 
         Args:
           read: reads a slice of the tensor. Of an axis that is a product, the outermost letter limits what is read,

@@ -103,7 +103,7 @@ class JsonTokenizer:
         return self._tokenizer.encode(text).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
-        """Returns the ids of a conversation; its template has written the special tokens, so none are added.
+        """Returns the ids of a conversation. The template writes all special tokens; none are added.
 
         Args:
           complete: no answer follows, as in a text to train on.

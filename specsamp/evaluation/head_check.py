@@ -54,7 +54,7 @@ class Reading:
     """The acceptance under one way to read a head.
 
     Attributes:
-      name: what is read otherwise than configured.
+      name: the difference from the configured reading.
       hidden_layers: what is read of the target, as in `HeadConfig`.
       acceptance_NK: float64, of each draft's positions, given that all tokens before were accepted.
     """
@@ -84,7 +84,7 @@ class HeadCheck:
 
     @property
     def better(self) -> Reading | None:
-        """Returns the best of the readings that fit and are clearly better than the configured one; None: there is none."""
+        """Returns the best reading that fits and is clearly better than the configured one, or None."""
         configured, *others = self.readings
         fitting = [reading for reading in others if reading.by_position[0] >= LOW]
         clear = [reading for reading in fitting if reading.is_clearly_better(configured)]
@@ -92,12 +92,12 @@ class HeadCheck:
 
     @property
     def fits(self) -> bool:
-        """Returns whether the head is accepted more than a little, and no other reading is clearly better."""
+        """Returns whether the head's acceptance is at least `LOW` and no other reading is clearly better."""
         return self.better is None and self.readings[0].by_position[0] >= LOW
 
     @property
     def sentences(self) -> list[str]:
-        """Returns what a user should know: the acceptance, and loudly what is wrong."""
+        """Returns the findings for a user: the acceptance, and warnings in capitals."""
         configured, better = self.readings[0], self.better
         told = [f"the head is accepted with {_percent(configured)} at positions 1, 2, ... ({_count(configured)})"]
         if configured.by_position[0] < LOW:
@@ -173,9 +173,9 @@ def check_head(
 
 
 def warn_unless_it_fits(pair: Pair, texts: Sequence[Prompt] = EXAMPLES) -> None:
-    """Warns, before an hour is spent on it, if the head of a pair that was read is hardly accepted on a few texts.
+    """Warns if the head's acceptance on a few sample texts is below `LOW`.
 
-    What else its files could mean is measured only then.
+    Other readings of its files are measured only then.
     """
     tokens = [one[:CHECKED_TOKENS] for one in encode(pair, texts[:CHECKED_TEXTS])]
     if max(map(len, tokens)) < CHECKED_K + 2:
@@ -187,7 +187,7 @@ def warn_unless_it_fits(pair: Pair, texts: Sequence[Prompt] = EXAMPLES) -> None:
 def write_texts(
     pair: Pair, prompts: Sequence[Prompt], *, tokens: int = 32, sampling: Warp | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """Returns prompts and what the target alone writes after them, as token ids."""
+    """Returns prompts with the target's own completions, as token ids."""
     sampling = chain(temperature(1.0)) if sampling is None else sampling
     made = generate(pair, prompts, tokens, draft_length=0, sampling=sampling, seed=seed)
     return [[*prompt, *one.tokens] for prompt, one in zip(encode(pair, prompts), made, strict=True)]
@@ -203,7 +203,7 @@ class _Way:
 
 
 def _other_ways(head: FeatureHead, params: Mapping[str, Any]) -> dict[str, _Way]:
-    """Returns the ways in which a head may have been meant, by what a reader calls them."""
+    """Returns other ways to read a head's files, each by a name for messages."""
     config, ways = head.config, {}
     for shift, name in ((-1, "the layers before those"), (1, "the layers after those")):
         layers = tuple(layer + shift for layer in config.hidden_layers)
@@ -243,7 +243,7 @@ def _starts(texts: Sequence[Sequence[int]], K: int) -> tuple[np.ndarray, np.ndar
 def _read_target(
     target: LayeredModel, shards: DataShards, weights: Any, tokens_BT: Array, layers: tuple[int, ...], slots: int
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the target's logits after every token, and what its ``layers`` return."""
+    """Returns the target's logits after every token, and the outputs of its ``layers``."""
 
     def read(weights, tokens_BT):
         batch = len(tokens_BT)

@@ -1,4 +1,4 @@
-"""Writes what clients get in OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
+"""Writes the replies of OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Reply:
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Counts tokens; those of stop texts and the stop token included.
+        """Counts tokens, including those of stop texts and the stop token.
 
         Drafted tokens were accepted or rejected. The rejected ones are in no other count.
         """
@@ -122,7 +122,7 @@ class _Choice:
             self._log_probs = make(answer.job.pair.tokenizer, prompt)
 
     def push(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
-        """Returns the text of a piece, and the log-probabilities if they are asked for."""
+        """Returns the text of a piece, and the log-probabilities if the request wants them."""
         self._tokens += piece.tokens
         self.finish, self.stats = piece.finish, piece.stats
         new = self._stream.push(self._tokens, piece.finish is not None)
@@ -131,7 +131,7 @@ class _Choice:
 
     @property
     def all_log_probs(self) -> dict[str, Any] | None:
-        """Returns those of the only piece."""
+        """Returns the log-probabilities of the only piece."""
         return self._log_probs and self._log_probs.last
 
 
@@ -149,7 +149,7 @@ class _LogProbs:
         return self.last
 
     def _text(self, token: int) -> str:
-        """Returns the text that a token adds; the name of one that adds none, such as that of the end."""
+        """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
         text = Continuation(self._tokenizer, self._context).decode([token])
         self._context = [*self._context[-16:], token]
         return text or self._tokenizer.token(token)

@@ -98,7 +98,7 @@ def _own_tokens_only(default: int | None, how: str) -> Any:
 
 
 class _Fields(BaseModel):
-    """Takes the fields of its class in exactly their types, and no others.
+    """Takes exactly the fields of its class, in exactly their types.
 
     The description of a field completes the message "FIELD must be ...; got VALUE".
     """
@@ -165,7 +165,7 @@ class GenerationRequest(_Fields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, warps: Collection[str]) -> Warp:
-        """Returns the distribution of this request; raises `ApiError` if it sets a number of a kind not in ``warps``."""
+        """Returns the request's distribution; raises `ApiError` if it sets a number of a kind not in ``warps``."""
         numbers = {name: getattr(self, name) for kind in WARPS.values() for name in kind}
         numbers["top_k"] = max(numbers["top_k"], 0)  # other servers write -1 for all tokens
         for kind in set(OPTIONAL_WARPS) - set(warps):

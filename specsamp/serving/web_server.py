@@ -65,7 +65,7 @@ class WebServer(uvicorn.Server):
         """
 
         class Connection(H11Protocol):
-            """Closes a connection on which no request comes, or only half of one: also after others were answered."""
+            """Closes a connection without a complete request in time, also one whose earlier requests were answered."""
 
             def connection_made(self, transport):
                 super().connection_made(transport)

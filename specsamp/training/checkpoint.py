@@ -36,7 +36,7 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, step: int | None = None, **shapes: Any) -> dict[str, Any]:
-        """Reads the items asked for (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
+        """Reads items (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
 
         Args:
           step: default: the latest.
@@ -68,6 +68,6 @@ class Checkpoints:
         return {name: restored[name] for name in shapes}
 
     def close(self) -> None:
-        """Closes the folder, after waiting for what is being written."""
+        """Closes the folder, after the last save has been written."""
         self._manager.wait_until_finished()
         self._manager.close()

@@ -101,7 +101,7 @@ class StepCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainHead:
-    """Trains a head beside its target; a `Task`. Its teacher is what `teacher` returns.
+    """Trains a head beside its target; a `Task`. Its teacher comes from `teacher`.
 
     Attributes:
       head: its parameters are trained, but for the ids of a reduced vocabulary.
@@ -139,7 +139,7 @@ class TrainHead:
         self.head.check_target(self.target)
 
     def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:
-        """Returns what the head learns from: the target's parameters in its compute dtype, and a reduced vocabulary's ids.
+        """Returns the target's parameters in its compute dtype, and the ids of a reduced vocabulary.
 
         Args:
           draft_ids: ``[U]``, increasing.
@@ -174,7 +174,7 @@ class TrainHead:
         return losses_S @ self.decay ** jnp.arange(self.test_steps), _by_position("acceptance", accepted_S)
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the objective, and what the target would accept of a token at each position of a draft.
+        """Returns the objective, and the acceptance of a token at each position of a draft.
 
         Position i + 1 is step i: the tokens before it are those of the text.
         """

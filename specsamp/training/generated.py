@@ -57,7 +57,7 @@ def complete_windows(
 
 
 def mixed_sampling(batch: int, greedy_share: float, warmth: float, mass: float) -> Warp:
-    """Returns a distribution for each row of a batch: a share is written greedily, the others with these numbers.
+    """Returns a distribution for each row of a batch: greedy for a share of the rows, with these numbers for the rest.
 
     Args:
       warmth: temperature.

@@ -146,7 +146,7 @@ class LayerSkip:
         return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {"text_loss": losses[-1]}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the loss at each exit, and what the whole target would accept of a token drafted there."""
+        """Returns the loss at each exit, and the acceptance of a token that is drafted there."""
         inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
         *inner, last_BTD = self.streams(params, inputs_BT, None)
         target_BTV = self.model.read_out(params, last_BTD)

@@ -50,7 +50,7 @@ def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
 
 
 def lk_hybrid(target_BTV: Array, draft_BTV: Array) -> Array:
-    """Computes ``w KL(P || Q) + (1 - w) TV`` at every position, ``[B, T]``, with a weight ``w`` of its own for each."""
+    """Computes ``w KL(P || Q) + (1 - w) TV`` ``[B, T]``, with a separate weight ``w`` for each position."""
     weight_BT = jnp.exp(-3 * jax.lax.stop_gradient(overlap(target_BTV, draft_BTV)))
     return weight_BT * forward_kl(target_BTV, draft_BTV) + (1 - weight_BT) * total_variation(target_BTV, draft_BTV)
 

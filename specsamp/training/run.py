@@ -46,7 +46,7 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
 
 
 def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
-    """Checks that what a run is made from (``name``: "corpus", "target") is what it was when the run began.
+    """Checks that the "corpus" or "target" (``name``) of a run is the one that the run began with.
 
     Raises:
       ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is damaged.
@@ -71,7 +71,7 @@ def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **mad
 
 
 def history(folder: str | os.PathLike, last_step: int | None = None) -> dict[str, Any]:
-    """Returns what a head has seen, in a run and before it: "tokens", and "curve", held-out measurements by tokens seen.
+    """Returns the training history of a head: "tokens" seen, and "curve", held-out measurements by tokens seen.
 
     Args:
       last_step: of the run; default all that it logged.
@@ -149,7 +149,7 @@ def _read_json(path: epath.Path) -> dict:
 
 
 def read_description(path: epath.Path) -> dict:
-    """Reads what a run was made from: an object with a digest.
+    """Reads the description of a run's corpus or target, which holds a digest.
 
     Raises:
       FileNotFoundError, ValueError: as `storage.read_json`; or it has no digest.
@@ -168,7 +168,7 @@ def write_array(path: str | os.PathLike, array: np.ndarray) -> None:
 
 
 def read_array(path: str | os.PathLike) -> np.ndarray:
-    """Reads what `write_array` wrote."""
+    """Reads an array that `write_array` wrote."""
     return np.load(io.BytesIO(storage.place(path).read_bytes()))
 
 

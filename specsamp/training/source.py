@@ -285,7 +285,7 @@ def _source(
 
 
 def _provenance(folder: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Reads the descriptions of what a run was made from, beside its configuration."""
+    """Returns the configuration of a run with the descriptions of its corpus and target."""
     files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
     return {"config": config} | {name: read_description(path) for name, path in files.items() if path.exists()}
 

@@ -24,18 +24,18 @@ class Task(Protocol):
     drafts: bool  # whether `measure` compares a draft with its target under a warp
 
     def init(self, key: Array, teacher_params: Any = None) -> Any:
-        """Returns what training begins with, float32: random, but for what is taken from a teacher that is given."""
+        """Returns the initial float32 parameters: random, except those copied from a given teacher."""
 
     def param_axes(self) -> Any:
         """Returns the logical axes of the parameters, see `specsamp.mesh.layout.Layout`."""
 
     def teacher_axes(self) -> Any:
-        """Returns the logical axes of ``teacher_params``; None: there are none, or they are replicated."""
+        """Returns the logical axes of ``teacher_params``; None if they are absent or replicated."""
 
     def loss(
         self, params: Any, teacher_params: Any, tokens_BT: Array, key: Array, step: Array | int = 0
     ) -> tuple[Array, dict[str, Array]]:
-        """Returns what is minimised, a scalar, and further scalars for the log.
+        """Returns the loss, a scalar, and further scalars for the log.
 
         Args:
           params: the parameters being trained.
@@ -140,5 +140,5 @@ def _text_loss(model: TransformerLM, params: Any, tokens_BT: Array) -> tuple[Arr
 
 
 def _log_probs(model: TransformerLM, params: Any, tokens_BT: Array) -> Array:
-    """Predicts each token but the first from those before it, ``[B, T, V]``."""
+    """Predicts each token after the first from its predecessors, ``[B, T, V]``."""
     return jax.nn.log_softmax(model.forward(params, tokens_BT[:, :-1]).logits_BTV)

@@ -97,7 +97,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Logging, evaluation and checkpoint intervals, in steps; none of them changes what is learned."""
+    """Logging, evaluation and checkpoint intervals, in steps; they do not change the trained parameters."""
 
     log: int = 20
     evaluate: int = 500
@@ -123,7 +123,7 @@ class Batches(Protocol):
     """Rows of tokens addressed by step, see `specsamp.training.data`."""
 
     def batch(self, step: int, size: int) -> np.ndarray:
-        """Returns ``[size, T + 1]`` int32 tokens, the same whenever it is asked for this step."""
+        """Returns ``[size, T + 1]`` int32 tokens, always the same for the same step."""
 
 
 def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
@@ -283,7 +283,7 @@ def first_state(
 
 
 def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
-    """Ends a training that diverged, before its state is saved over what it had learned.
+    """Ends a training that diverged, before its state replaces a good checkpoint.
 
     Raises:
       FloatingPointError: a number is not finite; the message says which, and what can be done.
