@@ -164,7 +164,7 @@ def look_at_names(console: Console) -> int:
     return int(any(finding.problem is not None for finding in findings))
 
 
-def names_table(findings: list[name_check.Finding]) -> Table:
+def names_table(findings: list[name_check.NameCheck]) -> Table:
     """Returns a row for each name of each pair."""
     rows = []
     for one in findings:

@@ -30,7 +30,7 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
 
-def to_json(value, indent=None, **options):
+def as_json(value, indent=None, **options):
     """Returns JSON as text, where Jinja's own filter would make it safe for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
@@ -47,12 +47,12 @@ def strftime_now(pattern):
 def compiled(source):
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    sandbox.filters["tojson"] = to_json
+    sandbox.filters["tojson"] = as_json
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return sandbox.from_string(source)
 
 
-def run(source, variables):
+def render(source, variables):
     try:
         return {"text": compiled(source).render(**variables)}
     except MemoryError:
@@ -65,7 +65,7 @@ def main(seconds, size):
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
-        answer = json.dumps(run(*json.loads(line)))
+        answer = json.dumps(render(*json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 

@@ -44,7 +44,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
         are of another model.
     """
     place = storage.place(folder)
-    content = describe(config, None if tokenizer is None else tokenizer.eos_id)
+    content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
     leaves, in_int8 = flatten_dict(params, sep="/"), is_int8(params["embedding"])
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
@@ -78,7 +78,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     storage.write_json(place / "config.json", content)
 
 
-def describe(config: TransformerConfig, eos_id: int | None) -> dict:
+def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
     """Returns the ``config.json`` of a model; raises ValueError with the fields that have no counterpart there."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     content = {

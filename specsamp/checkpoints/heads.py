@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from specsamp import storage
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_head, find_folder, read_headers
-from specsamp.checkpoints.hugging_face import Progress, read_leaves, read_piece
+from specsamp.checkpoints.hugging_face import OnProgress, read_leaves, read_piece
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
     INDEX,
@@ -41,7 +41,7 @@ from specsamp.checkpoints.safetensors_io import (
     find_tensors,
     read_header,
 )
-from specsamp.checkpoints.tensor_names import Source, find_source
+from specsamp.checkpoints.tensor_names import TensorSource, find_source
 from specsamp.mesh.sharded_head import ShardedHead
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
@@ -130,7 +130,7 @@ def open_head(
     )
 
 
-def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: Progress = lambda *_: None) -> Any:
+def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgress = lambda *_: None) -> Any:
     """Reads the parameters of ``head``, in its compute dtype and where they belong.
 
     Args:
@@ -188,7 +188,7 @@ def _shapes(config: HeadConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
 
 
-def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, Source]:
+def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
     """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
     return {name: find_source(name, layout.names) for name in _shapes(config) if name != DRAFT_IDS}
 

@@ -35,14 +35,14 @@ from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import SCALES, apart, read_int8, scale_source, together
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
-from specsamp.checkpoints.tensor_names import BUFFERS, Source, find_source, sizes
+from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.int8 import Int8Weight, is_int8, is_stored_in_int8, summed_axes
 from specsamp.models.transformer import TransformerLM
 
-Progress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
+OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,7 +140,7 @@ class Checkpoint:
         """Returns whether its parameters are in Orbax's format."""
         return (self.folder / "run.json").exists()
 
-    def sources(self, config: TransformerConfig | None = None) -> dict[str, Source]:
+    def sources(self, config: TransformerConfig | None = None) -> dict[str, TensorSource]:
         """Returns which tensor holds each parameter, by the parameter's name; by default of the model that the files hold."""
         shapes = jax.eval_shape(TransformerLM(config or self.config).init, jax.random.key(0))
         return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
@@ -212,7 +212,7 @@ def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) 
 
 
 def read_params(
-    checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: Progress = lambda *_: None
+    checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: OnProgress = lambda *_: None
 ) -> Any:
     """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
 
@@ -248,7 +248,7 @@ def read_params(
 def read_leaves(
     places: Mapping[str, jax.ShapeDtypeStruct | Int8Weight],
     read: Callable[[str, tuple[slice, ...]], np.ndarray],
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> dict[str, jax.Array | Int8Weight]:
     """Makes an array of each place, of the pieces that this process's devices hold, one array at a time.
 
@@ -308,7 +308,7 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
 
 
 def read_piece(
-    source: Source,
+    source: TensorSource,
     tensors: Mapping[str, Tensor],
     there: Mapping[str, int],
     here: Mapping[str, int],
@@ -341,7 +341,7 @@ def read_piece(
 
 
 def _tensors_of(
-    sources: Iterable[tuple[Source, Mapping[str, int]]], sizes: Mapping[str, int]
+    sources: Iterable[tuple[TensorSource, Mapping[str, int]]], sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor that sources name, by its name.
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints.safetensors_io import BLOCK_BYTES
-from specsamp.checkpoints.tensor_names import Source
+from specsamp.checkpoints.tensor_names import TensorSource
 from specsamp.models.int8 import Int8Weight, dequantise, is_int8, is_stored_in_int8, quantise, summed_axes
 
 SCALES, PAIR_SCALES = "_scale", ".scale_of_int8"
@@ -48,7 +48,7 @@ def together(arrays: Mapping[str, Any], suffix: str = SCALES) -> dict[str, Any]:
     }
 
 
-def scale_source(name: str, source: Source) -> tuple[Source, dict[str, int]]:
+def scale_source(name: str, source: TensorSource) -> tuple[TensorSource, dict[str, int]]:
     """Returns the source of a parameter's scales, and the sizes of the letters that a product sums over: 1."""
     ones = {source.axes[axis]: 1 for axis in summed_axes(name)}
     return dataclasses.replace(source, tensor=source.tensor + SCALES), ones

@@ -19,7 +19,7 @@ from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint
 from specsamp.checkpoints.public_pair import check_head_of, differences
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class NamedPair:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class NameCheck:
     """The result for one name of a pair."""
 
     pair: str
@@ -44,14 +44,14 @@ class Finding:
     notes: tuple[str, ...] = ()  # what differs without harm
 
 
-def check_pair(pair: NamedPair) -> Iterator[Finding]:
+def check_pair(pair: NamedPair) -> Iterator[NameCheck]:
     """Yields the results for the target and for its draft model or head.
 
     Raises:
       ConnectionError: the hub cannot be asked. ValueError: its library is not installed.
     """
     target, problem = _tried(pair.target, lambda: _open_target(pair))
-    yield Finding(pair=pair.name, role="target", model=pair.target, problem=problem)
+    yield NameCheck(pair=pair.name, role="target", model=pair.target, problem=problem)
     role = "head" if pair.is_head else "draft"
 
     def open_draft() -> list[str]:
@@ -65,7 +65,7 @@ def check_pair(pair: NamedPair) -> Iterator[Finding]:
         return head.notes(target.name)
 
     notes, problem = _tried(pair.draft, open_draft)
-    yield Finding(pair=pair.name, role=role, model=pair.draft, problem=problem, notes=tuple(notes or ()))
+    yield NameCheck(pair=pair.name, role=role, model=pair.draft, problem=problem, notes=tuple(notes or ()))
 
 
 def _open_target(pair: NamedPair) -> Checkpoint:
@@ -84,7 +84,7 @@ def _open(name: str) -> Checkpoint:
     return checkpoint
 
 
-def _tried(name: str, look: Callable[[], Answer]) -> tuple[Answer | None, str | None]:
+def _tried(name: str, look: Callable[[], T]) -> tuple[T | None, str | None]:
     """Returns the result of ``look`` and None; or None and the problem with the name."""
     if (problem := why_not(name)) is not None:
         return None, problem

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
@@ -33,7 +33,7 @@ def read_pair(
     int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[LanguageModel, LanguageModel], Any] = lambda *_: None,
 ) -> Pair:
@@ -86,7 +86,7 @@ def read_head_pair(
     int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
     check_fit: Callable[[Pair], Any] | None = None,

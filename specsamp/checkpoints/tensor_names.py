@@ -40,7 +40,7 @@ def sizes(config: TransformerConfig) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class TensorSource:
     """The tensor that holds a parameter, or the tensors of all experts."""
 
     tensor: str  # its name; of experts one with the place of their number, "{e}"
@@ -48,7 +48,7 @@ class Source:
     axes: str  # of the parameter
     part: int | None = None  # of C
 
-    def members(self, sizes: Mapping[str, int]) -> list[Source]:
+    def members(self, sizes: Mapping[str, int]) -> list[TensorSource]:
         """Returns one source for each expert of a stacked parameter; [self] for any other parameter."""
         if not self.is_stacked:
             return [self]
@@ -93,12 +93,12 @@ class Source:
         return parameter.transpose([self.axes.index(letter) for letter in letters]).reshape(self.shape(sizes))
 
 
-def find_source(parameter: str, names: Mapping[str, str]) -> Source:
+def find_source(parameter: str, names: Mapping[str, str]) -> TensorSource:
     """Returns the source of a parameter by a family's table; raises KeyError for one that the family does not have."""
     layer = re.match(r"(?:layer|head)_(\d+)/", parameter)
     line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
-    return Source(
+    return TensorSource(
         tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),
         tensor_axes=tuple(match["axes"].split()),
         axes=match["ours"],

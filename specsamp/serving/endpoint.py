@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from specsamp.serving.answer import Answer, Busy, Failed, TooLong
-from specsamp.serving.openai_replies import LAST_EVENT, Reply, to_event, to_json
-from specsamp.serving.openai_requests import MAX_SEED, ApiError, GenerationRequest, read_document, read_request
+from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
+from specsamp.serving.openai_requests import MAX_SEED, ApiError, GenerationRequest, parse_body, read_request
 from specsamp.serving.service import Service
 
 JSON = "application/json"
@@ -112,7 +112,7 @@ class _Endpoint:
         self._check_key(request)
         if is_chat and not self._has_chat:
             raise ApiError(f"{self._model!r} has no chat template: use /v1/completions", code="no_chat_template")
-        document = read_document(await self._body(request))
+        document = parse_body(await self._body(request))
         asked = read_request(document, is_chat=is_chat, model=self._model)
         pieces = asyncio.Queue()
         # The service's thread hands pieces over; a queue of a loop takes them in that loop only.
@@ -236,7 +236,7 @@ async def _wait_for_the_end(receive: Receive) -> None:
 
 
 def _reply(document: dict, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(document), status, headers, JSON)
+    return Response(json_bytes(document), status, headers, JSON)
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:

@@ -16,14 +16,14 @@ LEAST_LOG_PROB = -9999.0  # JSON has no -inf
 LAST_EVENT = b"data: [DONE]\n\n"
 
 
-def to_json(document: Any) -> bytes:
+def json_bytes(document: Any) -> bytes:
     """Returns JSON in ASCII, which holds any text."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 def to_event(document: Any) -> bytes:
     """Returns an event of a stream."""
-    return b"data: " + to_json(document) + b"\n\n"
+    return b"data: " + json_bytes(document) + b"\n\n"
 
 
 class Reply:

@@ -55,7 +55,7 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def read_document(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
     """Returns the JSON of a body; raises `ApiError` if the body is not JSON."""
 
     def refuse(constant: str) -> None:
@@ -74,10 +74,10 @@ def _check_unicode(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_check_unicode)]
-StopText = Annotated[Text, Field(min_length=1)]
+UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
+StopText = Annotated[UnicodeText, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
-Prompts = Annotated[list[Text] | list[Tokens], Field(min_length=1)]
+PromptList = Annotated[list[UnicodeText] | list[Tokens], Field(min_length=1)]
 
 
 def _integer(default: int | None, least: int, most: int) -> Any:
@@ -120,12 +120,12 @@ class StreamOptions(_Fields):
 
 class Part(_Fields):
     type: Literal["text"]
-    text: Text
+    text: UnicodeText
 
 
 class Message(_Fields):
-    role: Text = Field(description="a text such as user")
-    content: Text | Annotated[list[Part], Field(min_length=1)] = Field(
+    role: UnicodeText = Field(description="a text such as user")
+    content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
         description="a text of valid Unicode, or a list of parts of the type text"
     )
     name: Any = None
@@ -139,7 +139,7 @@ class Message(_Fields):
 class GenerationRequest(_Fields):
     """The fields of both endpoints. Subclasses give ``prompts``, ``max_tokens`` and ``log_probs``."""
 
-    model: Text | None = Field(None, description="a text of valid Unicode")
+    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
     n: int = _integer(1, 1, MAX_SAMPLES)
     seed: int | None = _integer(None, 0, MAX_SEED)
     stop: StopText | list[StopText] = Field(
@@ -178,7 +178,7 @@ class GenerationRequest(_Fields):
 
 class CompletionRequest(GenerationRequest):
     is_chat: ClassVar[bool] = False
-    prompt: Text | Tokens | Prompts = Field(
+    prompt: UnicodeText | Tokens | PromptList = Field(
         description="a text, token ids, or a list of texts or of lists of token ids"
     )
     max_tokens: int = _integer(DEFAULT_MAX_TOKENS, 1, 2**31 - 1)

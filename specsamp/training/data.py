@@ -21,7 +21,7 @@ from specsamp.checkpoints.tokenizer import EOS
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
+class ChatText:
     """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template writes out."""
 
     line: str
@@ -35,15 +35,15 @@ class Conversation:
         return self.line.encode()
 
 
-Text = str | Conversation
+TrainingText = str | ChatText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Texts by relative path. Whether a file, or a conversation, is trained on or held out depends on its path alone."""
 
-    train: dict[str, Text]
-    held_out: dict[str, Text]
+    train: dict[str, TrainingText]
+    held_out: dict[str, TrainingText]
     skipped: tuple[str, ...]  # relative paths that are not UTF-8
     digest: str  # SHA-256 of all paths and contents, both sides
 
@@ -117,7 +117,7 @@ def read_corpus(
     return Corpus(train=train, held_out=kept, skipped=tuple(skipped), digest=digest.hexdigest())
 
 
-def _parts(name: str, text: str) -> Iterable[tuple[str, Text]]:
+def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
     """Yields the texts of a file with a name for each: itself, or its conversations, which are counted from 1."""
     if not name.endswith(".jsonl"):
         yield name, text
@@ -133,7 +133,7 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, Text]]:
             raise ValueError(
                 f'{name}, line {number}: {line[:60]!r} is no conversation; {{"messages": [...]}} is wanted'
             )
-        yield f"{name}:{number}", Conversation(line)
+        yield f"{name}:{number}", ChatText(line)
 
 
 def _hash_fraction(relative_path: str) -> float:
@@ -156,7 +156,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> to
     return tokenizer
 
 
-def token_stream(texts: Iterable[Text], tokenizer) -> np.ndarray:
+def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
     """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
@@ -166,8 +166,8 @@ def token_stream(texts: Iterable[Text], tokenizer) -> np.ndarray:
       ``[tokens]`` int32.
     """
 
-    def encode(text: Text) -> list[int]:
-        if isinstance(text, Conversation):
+    def encode(text: TrainingText) -> list[int]:
+        if isinstance(text, ChatText):
             return tokenizer.encode_chat(text.messages, complete=True)
         return tokenizer.encode(text)
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp import storage
 from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.hugging_face import Checkpoint, Progress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -202,7 +202,7 @@ def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Sou
     return _source(folder, checkpoint.config, params, told.get("step", 0), told)
 
 
-def open_public_target(name: str, dtype: str, mesh: Mesh, progress: Progress = lambda *_: None) -> Source:
+def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress = lambda *_: None) -> Source:
     """Opens a public checkpoint; once it is open, only the values of its tensors can still be wrong.
 
     Args:

@@ -224,7 +224,7 @@ def train(
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         teacher_axes = task.teacher_axes()
         teacher_params = put(teacher_params, Layout.tensor_parallel(mesh).shardings(teacher_axes, teacher_params))
-        state = first_state(task, config, checkpoints, shardings, params, teacher_params)
+        state = initial_state(task, config, checkpoints, shardings, params, teacher_params)
         step_function = jax.jit(
             train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
         )
@@ -257,7 +257,7 @@ def train(
     return state
 
 
-def first_state(
+def initial_state(
     task: Task,
     config: TrainConfig,
     checkpoints: Checkpoints,

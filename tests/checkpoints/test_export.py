@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp.checkpoints.export import describe, export
+from specsamp.checkpoints.export import describe_model, export
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.params import WrongShapes
@@ -33,10 +33,10 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
 def test_the_shipped_target_has_a_counterpart():
     """Ungated, tied, rotary, one kv head: Arcee."""
     pair = load_pair("python")
-    content = describe(pair.target.config, pair.tokenizer.eos_id)
+    content = describe_model(pair.target.config, pair.tokenizer.eos_id)
     assert content["architectures"] == ["ArceeForCausalLM"] and content["hidden_act"] == "gelu_pytorch_tanh"
     with pytest.raises(ValueError, match="ArceeForCausalLM has no counterpart of ngram_rows = 32768"):
-        describe(pair.draft.config, None)
+        describe_model(pair.draft.config, None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support import extras
 
 pytestmark = extras.needs("pydantic")
 if extras.is_here("pydantic"):
-    from specsamp.serving.openai_requests import MAX_MESSAGE, ApiError, read_document, read_request
+    from specsamp.serving.openai_requests import MAX_MESSAGE, ApiError, parse_body, read_request
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -185,7 +185,7 @@ def test_another_model_and_warps_that_are_not_offered():
 )
 def test_bodies_that_are_no_json(body, message):
     with pytest.raises(ApiError, match=message):
-        read_document(body)
+        parse_body(body)
 
 
 @pytest.mark.parametrize("document", [None, 5, "text", [], [{}]], ids=lambda given: str(given)[:40])

@@ -14,7 +14,7 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.eagle import TrainHead
-from specsamp.training.trainer import TrainConfig, first_state, init_state, new_state, state_shardings, train_step
+from specsamp.training.trainer import TrainConfig, init_state, initial_state, new_state, state_shardings, train_step
 from support.weights import drawn_params
 
 V, LENGTH, NUM_HEADS = 8, 12, 2
@@ -86,7 +86,7 @@ def test_a_new_state_is_made_where_it_belongs(target_params):
     whole = init_state(task, TRAIN, teacher_params=teacher)
     nothing_saved = types.SimpleNamespace(latest=None)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
-        made = first_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
+        made = initial_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
         with pytest.raises(jax.errors.JaxRuntimeError):  # the control: made whole, and put in its place
             jax.block_until_ready(jax.device_put(whole, shardings))
     assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
