@@ -74,8 +74,8 @@ def test_what_templates_find_besides():
 
 @pytest.fixture
 def short(monkeypatch):
-    """Templates have 0.3 seconds."""
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    """Templates have 0.2 seconds."""
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(chat, "_idle", [])
     yield
     chat._end_idle()
@@ -135,8 +135,8 @@ def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
 def test_limits_are_those_of_one_conversation(short):
     """A conversation does not pay for those before it; after one that was ended, the next is written."""
     source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
-    assert [template(source).render([ASK] * 10) for _ in range(12)] == ["."] * 12
-    with pytest.raises(ValueError, match="here.json .* more than 0.3 seconds"):
+    assert [template(source).render([ASK] * 6) for _ in range(12)] == ["."] * 12
+    with pytest.raises(ValueError, match="here.json .* more than 0.2 seconds"):
         template(source).render([ASK] * 5_000)
     assert template(source).render([ASK]) == "."
 
