@@ -23,7 +23,7 @@ and v5e's time per layer and sequence, for which the first fit has no number.
 A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err
 alike, so layouts count and not steps: if a new layout is like the n that were left out, it lies within with a chance
 of about n / (n + 1) (as in the jackknife of Barber et al., 2021, without its guarantee): three in four for the three of
-v5e. launch/studies/backtest.py counts what bands hold.
+v5e. `launch/study.py backtest` counts what bands hold.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from configs import chinchilla
 from launch.lib import experiment
+from launch.lib.fields import ExperimentConfig
 from specsamp import generate
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.export import export
@@ -243,9 +243,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
-    config = chinchilla.get_config("tiny,batch=2")
-    config.update_from_flattened_dict(fields)
-    here = experiment.build(config)
+    here = experiment.build(ExperimentConfig.from_file("configs/chinchilla.py:tiny,batch=2").turned(fields))
     side = decoders(here.pair, {"x": (here.drafter, here.rule)}, here.sampling, here.workload)["x"]
     stats = side.decode(0).stats
     (cell,) = document["cells"]
