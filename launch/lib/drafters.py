@@ -127,16 +127,3 @@ class AdaptiveFields:
             )
         check_lengths(drafter, adaptive.lengths)
         return adaptive
-
-
-# For studies that have not moved yet: what `ExperimentConfig` says of itself.
-def word_of(config):
-    return config.word
-
-
-def make_drafter(config, target, draft, draft_length=None):
-    return config.make_drafter(target, draft, draft_length)
-
-
-def drafter_name(config):
-    return config.drafter_name

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.fields import CheckpointFields, ExperimentConfig, SamplingFields
+from launch.lib.fields import CheckpointFields, ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models, looked_up_parameters
 from specsamp import storage
@@ -165,10 +165,6 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, c
     tokens = tuple(map(tuple, encode(pair, asked)))
     longest = max(map(len, tokens))
     return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
-
-
-def make_sampling(fields: SamplingFields) -> Warp:
-    return fields.warp()  # for studies that have not moved yet
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
