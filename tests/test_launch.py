@@ -168,7 +168,6 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     "argument, message",
     [
         ("--config.rule=lucky", "no rule 'lucky'"),
-        ("--config.max_new_tokens=5000", "need 5008 positions, but the target has"),
         ("--output=launch", "--output=launch is a folder"),
     ],
 )
@@ -181,9 +180,6 @@ def test_a_wrong_configuration_ends_the_command_with_its_message(argument, messa
     "arguments, message",
     [
         (["--grid=draft_lenght=1"], "'draft_lenght' makes another pair"),
-        (["--grid=rule=lucky"], "no rule 'lucky'"),
-        (["--grid=sampling.top_p=0.0"], "top_p must lie in"),
-        (["--grid=draft_temperature=-1.0"], "temperature must be >= 0"),
         (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be a chance"),
         (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
         (["--config.attention=kernel"], "attention 'kernel' is for TPUs, and this is a cpu: choose plain"),
