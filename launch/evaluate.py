@@ -36,23 +36,20 @@ from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag, choose
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
-from launch.lib.rules import LOSSY, RULES, define_require_exact, make_rule
+from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import machine, storage
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.evaluation.evaluate import Requests, Row, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import Problem, Task
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.serving.log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
+WAYS = {PLAIN: {"rule": "token", "draft_length": 0}, ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0}}
 FEW = 20  # problems, of which a bootstrap says little
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
@@ -95,7 +92,7 @@ def main() -> None:
         )
     known = known_identity(config, problems)
     check_output(_OUTPUT.value, known)
-    methods_of(config, None)  # refuses words before the pair is read
+    ways = ways_of(config)
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
     requests = Requests(
         samples=_SAMPLES.value,
@@ -105,7 +102,7 @@ def main() -> None:
         chat=bool(config.chat),
         require_exact=_REQUIRE_EXACT.value,
     )
-    methods = methods_of(config, experiment)
+    methods = {name: make_method(own, experiment) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
     identity = known | {"weights": experiment.weights, "environment": where()}
     results = Results.open(
@@ -185,51 +182,39 @@ def warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def methods_of(config: ExperimentConfig, experiment: Experiment | None) -> dict[str, Method | None]:
-    """Returns the ways that --methods names; without an experiment it only checks the words.
+def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
+    """Returns the ways to decode that --methods names: the configuration, turned.
 
     Raises:
       ValueError: an unknown word, a K below 1, or a way that occurs twice.
     """
     if not _METHODS.value:
         raise ValueError("--methods is empty: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
-    methods: dict[str, Method | None] = {}
+    ways: dict[str, ExperimentConfig] = {}
     for word in _METHODS.value:
-        rule_word, *others = word.split("/")
-        if len(others) > 2 or (rule_word == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
+        rule, *others = word.split("/")
+        if len(others) > 2 or (rule == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
             raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
-        choose("method", rule_word.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
+        choose("method", rule.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
+        point = dict(zip(("drafter", "draft_length"), [*others[:1], *map(int, others[1:])]))
+        own = config.turned(point | WAYS.get(rule, {"rule": rule}))
         if _REQUIRE_EXACT.value:
-            check_exact(make_rule_of(rule_word))
-        own = config.turned(dict(zip(("drafter", "draft_length"), [*others[:1], *map(int, others[1:])])))
-        if rule_word != PLAIN and not own.word.drafts:
+            check_exact(own.acceptance_rule)
+        if rule != PLAIN and not own.word.drafts:
             raise ValueError(f"--methods has {word!r}, which drafts nothing: write plain")
-        if rule_word != PLAIN and own.draft_length < 1:
+        if rule != PLAIN and own.draft_length < 1:
             raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: draft at least one token")
-        if rule_word == PLAIN:
-            name = PLAIN
-        else:
-            name = f"{rule_word}, {own.drafter_name}, K = {own.draft_length}"
-        if name in methods:
+        name = PLAIN if rule == PLAIN else f"{rule}, {own.drafter_name}, K = {own.draft_length}"
+        if name in ways:
             raise ValueError(f"--methods names {name} twice")
-        methods[name] = None if experiment is None else make_method(rule_word, own, experiment)
-    return methods
+        ways[name] = own
+    return ways
 
 
-def make_rule_of(word: str) -> Rule:
-    """Returns the rule of a way to decode; raises ValueError for a constant out of range."""
-    if word == PLAIN:
-        return TokenRule()
-    return SyntheticAcceptance(TokenRule(), 1.0) if word == ALWAYS else make_rule(word)
-
-
-def make_method(rule_word: str, config: ExperimentConfig, experiment: Experiment) -> Method:
-    if rule_word == PLAIN:
-        return Method(drafter=NoDrafter(), sampling=experiment.sampling)
-    rule = make_rule_of(rule_word)
+def make_method(config: ExperimentConfig, experiment: Experiment) -> Method:
     drafter = config.make_drafter(experiment.pair.target, experiment.pair.draft_or_head)
     adaptive = config.make_adaptive(drafter)
-    return Method(drafter=drafter, rule=rule, sampling=experiment.sampling, adaptive=adaptive)
+    return Method(drafter=drafter, rule=config.acceptance_rule, sampling=experiment.sampling, adaptive=adaptive)
 
 
 def fitting(

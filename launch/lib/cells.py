@@ -17,7 +17,6 @@ from launch.lib import entry, price, tracing
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
-from launch.lib.rules import make_rule
 from specsamp import machine, storage
 from specsamp.analysis import grid, tables
 from specsamp.analysis.grid import Cell, Results, describe
@@ -25,7 +24,7 @@ from specsamp.analysis.trace import Trace
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.checks import Prompt
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.synthetic import LABEL, SyntheticAcceptance
+from specsamp.sampling.synthetic import LABEL
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
@@ -89,7 +88,7 @@ def make_cells(configs: Sequence[ExperimentConfig], experiment: Experiment) -> l
 
 def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     plain, pair = config.is_plain, experiment.pair
-    K, rule = 0 if plain else config.draft_length, make_rule(config.rule)
+    K = 0 if plain else config.draft_length
     key = {
         "draft_length": K,
         "drafter": "none" if plain else config.drafter_name,
@@ -98,20 +97,17 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
         **{name: getattr(config.sampling, name) for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else config.draft_temperature,
     }
-    if plain and not rule.exact:  # nothing is drafted, so nothing is lossy
-        rule = make_rule("token")
     if not plain and config.adaptive is not None and not config.adaptive.is_off:
         key["adaptive"] = dataclasses.asdict(config.adaptive)
     if not plain and config.synthetic_acceptance is not None:
         key["synthetic_acceptance"] = config.synthetic_acceptance
-        rule = SyntheticAcceptance(rule, config.synthetic_acceptance)
     sampling, draft_sampling = _samplings(config.sampling, config.draft_temperature)
     drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
     return Cell(
         key=key,
         drafter=drafter,
         adaptive=config.make_adaptive(drafter),
-        rule=rule,
+        rule=config.acceptance_rule,
         sampling=sampling,
         draft_sampling=draft_sampling,
         workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),

@@ -23,6 +23,8 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 
@@ -155,9 +157,9 @@ class ExperimentConfig:
         self.workload()  # refuses numbers out of range
         if self.draft_temperature is not None:
             temperature(self.draft_temperature)
-        rule = make_rule(self.rule)
         if self.synthetic_acceptance is not None:
-            SyntheticAcceptance(rule, self.synthetic_acceptance)
+            SyntheticAcceptance(TokenRule(), self.synthetic_acceptance)
+        make_rule(self.rule)
 
     @classmethod
     def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
@@ -220,6 +222,14 @@ class ExperimentConfig:
     def is_plain(self) -> bool:
         """Returns whether nothing is drafted."""
         return self.draft_length == 0 or not self.word.drafts
+
+    @property
+    def acceptance_rule(self) -> Rule:
+        """Returns the rule with synthetic acceptance if that is asked for; where nothing is drafted, nothing is lossy."""
+        rule = make_rule(self.rule)
+        if self.is_plain:
+            return rule if rule.exact else TokenRule()
+        return rule if self.synthetic_acceptance is None else SyntheticAcceptance(rule, self.synthetic_acceptance)
 
     def make_drafter(
         self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
