@@ -25,7 +25,7 @@ import numpy as np
 
 from launch.lib import entry
 from launch.lib.cells import read_prompts
-from launch.lib.drafters import DRAFTERS, make_drafter
+from launch.lib.drafters import DRAFTERS
 from launch.lib.experiment import build, headline, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
@@ -33,7 +33,6 @@ from specsamp import Adaptive, chain, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Decoder, Workload, decoders, take_turns
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.job import to_host
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
@@ -83,7 +82,7 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Measures the table of costs, then the texts with every length and with adaptive ones: ms per token."""
     pair, config, batch = options.experiment.pair, options.config, key["batch"]
     own, rule = config.turned({"drafter": key["drafter"]}), make_rule(config.rule)
-    drafters = {K: make_drafter(own, pair.target, pair.draft_or_head, K) if K else NoDrafter() for K in options.lengths}
+    drafters = {K: own.make_drafter(pair.target, pair.draft_or_head, K) for K in options.lengths}
     work = dataclasses.replace(options.experiment.workload, batch=batch)
     work = doubled(work) if key["kind"] == "easy" else work
     contenders, sampling = (
