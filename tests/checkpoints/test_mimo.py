@@ -91,6 +91,7 @@ def test_target_and_module_are_those_of_numpy(folder):
     np.testing.assert_allclose(logits[0], module_TV, atol=CLOSE * abs(module_TV).max())
 
 
+@pytest.mark.slow
 def test_a_target_drafts_with_its_own_module(folder, tokenizer, tmp_path):
     """One name for both; the text is the target's."""
     place = golden.read("mimo").write_checkpoint(tmp_path / "whole")

@@ -202,6 +202,7 @@ def test_stops_see_what_they_say():
 # Calls.
 
 
+@pytest.mark.slow
 def test_prompts_over_few_rows_and_streams_write_the_same():
     adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
     pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]

@@ -15,6 +15,7 @@ from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from support.extras import slow_but
 from support.fakes import counting_pair, random_table, table_pair
 from support.heads import LayeredTable, eagle3
 from support.weights import drawn_params
@@ -89,7 +90,7 @@ def test_a_head_goes_on():
     assert sum(whole.from_draft) > 3
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("kind", slow_but(["model", "head"], "head"))
 def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and nothing else."""
     pair, drafter = PAIRS[kind]()

@@ -87,7 +87,7 @@ def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, da
     assert work.usage.put_aside > 4
 
 
-@pytest.mark.parametrize("data, model", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("data, model", [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_no_cache_travels_and_a_feature_stays_where_it_is(pair, data, model):
     loop, weights = setting(shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model])))
     state = prefill(loop, weights, 0)

@@ -120,6 +120,7 @@ def test_tokens_of_transformers(transformer_pair, alone, data, model, draft_mode
     assert_same(generate(pair, PROMPTS, BUDGETS, sampling=by_row(5), **CALL), alone)
 
 
+@pytest.mark.slow
 def test_rows_are_sampled_apart(transformer_pair, alone):
     """Each device samples its rows of the logits; tokens and what the loop keeps are the same everywhere."""
     rows = 4  # of each half of the mesh; eight rows are five and three of them again
