@@ -25,7 +25,7 @@ from safetensors.numpy import save
 from launch.lib.study import Document, Option, Published, Study
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.export import describe
+from specsamp.checkpoints.export import describe_model
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.checkpoints.tensor_names import find_source, sizes
@@ -133,7 +133,7 @@ def make_checkpoint(folder: pathlib.Path, gigabytes: float) -> str:
     one, two = (TransformerConfig(num_layers=n, **shape).num_parameters for n in (1, 2))
     layers = max(round((gigabytes * 1e9 / 2 - one) / (two - one)) + 1, 1)
     config = TransformerConfig(num_layers=layers, **shape)
-    content = describe(config, None)
+    content = describe_model(config, None)
     names = FAMILIES[content["architectures"][0]].names
     folder.mkdir(parents=True)
     rng, weight_map = np.random.default_rng(0), {}
