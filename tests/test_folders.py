@@ -19,8 +19,8 @@ ORDER = (
     "checkpoints",
     "training",
     "serving",
-    "evaluation",
     "analysis",
+    "evaluation",
     "tpu",
 )
 
