@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specsamp.checkpoints import tensor_names
 from specsamp.checkpoints.fields import OPTIONAL_SIZES, SIZES, Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
+from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts_config import ExpertsConfig
 
@@ -338,18 +338,16 @@ def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": Family(model_type="llama", names=tensor_names.LLAMA, read=_llama),
-    "MistralForCausalLM": Family(model_type="mistral", names=tensor_names.LLAMA, read=_mistral),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", names=tensor_names.LLAMA, read=_qwen2),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", names=tensor_names.LLAMA, read=_qwen3),
-    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", names=tensor_names.QWEN_EXPERTS, read=_qwen3_moe),
-    "MixtralForCausalLM": Family(model_type="mixtral", names=tensor_names.MIXTRAL, read=_mixtral),
-    "MiMoForCausalLM": Family(
-        model_type="mimo", names=tensor_names.LLAMA, read=_qwen2, head_prefix="model.mtp_layers."
-    ),
-    "GPT2LMHeadModel": Family(model_type="gpt2", names=tensor_names.GPT2, read=_gpt2, prefix="transformer."),
-    "GPTNeoXForCausalLM": Family(model_type="gpt_neox", names=tensor_names.GPT_NEOX, read=_gpt_neox),
-    "Gemma2ForCausalLM": Family(model_type="gemma2", names=tensor_names.GEMMA, read=_gemma2),
-    "Gemma3ForCausalLM": Family(model_type="gemma3_text", names=tensor_names.GEMMA, read=_gemma3),
-    "ArceeForCausalLM": Family(model_type="arcee", names=tensor_names.LLAMA, read=_arcee),
+    "LlamaForCausalLM": Family(model_type="llama", names=TABLES["llama"], read=_llama),
+    "MistralForCausalLM": Family(model_type="mistral", names=TABLES["llama"], read=_mistral),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", names=TABLES["llama"], read=_qwen2),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", names=TABLES["llama"], read=_qwen3),
+    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", names=TABLES["qwen_experts"], read=_qwen3_moe),
+    "MixtralForCausalLM": Family(model_type="mixtral", names=TABLES["mixtral"], read=_mixtral),
+    "MiMoForCausalLM": Family(model_type="mimo", names=TABLES["llama"], read=_qwen2, head_prefix="model.mtp_layers."),
+    "GPT2LMHeadModel": Family(model_type="gpt2", names=TABLES["gpt2"], read=_gpt2, prefix="transformer."),
+    "GPTNeoXForCausalLM": Family(model_type="gpt_neox", names=TABLES["gpt_neox"], read=_gpt_neox),
+    "Gemma2ForCausalLM": Family(model_type="gemma2", names=TABLES["gemma"], read=_gemma2),
+    "Gemma3ForCausalLM": Family(model_type="gemma3_text", names=TABLES["gemma"], read=_gemma3),
+    "ArceeForCausalLM": Family(model_type="arcee", names=TABLES["llama"], read=_arcee),
 }

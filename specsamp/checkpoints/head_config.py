@@ -16,9 +16,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from specsamp.checkpoints import tensor_names
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
+from specsamp.checkpoints.tensor_names import TABLES, find_source
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
 from specsamp.models.heads import HeadConfig
@@ -42,13 +42,13 @@ class HeadLayout:
 
 # Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
 EAGLE = HeadLayout(
-    names=tensor_names.HEAD,
+    names=TABLES["head"],
     beside=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
 )
 NOTHING = re.compile(r"(?!)")
-MEDUSA = HeadLayout(names=tensor_names.MEDUSA, beside=NOTHING)
-MEDUSA_BLOCKS = HeadLayout(names=tensor_names.MEDUSA_BLOCKS, beside=NOTHING)
-MIMO_MTP = HeadLayout(names=tensor_names.MIMO_MTP, beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"))
+MEDUSA = HeadLayout(names=TABLES["medusa"], beside=NOTHING)
+MEDUSA_BLOCKS = HeadLayout(names=TABLES["medusa_blocks"], beside=NOTHING)
+MIMO_MTP = HeadLayout(names=TABLES["mimo_mtp"], beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"))
 
 
 def parse_head(
@@ -102,7 +102,7 @@ def _medusa(
         _require(fields, key, fields(key, size), what, size)
     fields.require("truncated_vocab_size", target.vocab_size)
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
-    bias = tensor_names.find_source("head_0/bias", layout.names).tensor
+    bias = find_source("head_0/bias", layout.names).tensor
     return layout, MedusaConfig(
         layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype, experts=None),
         target_layers=target.num_layers,

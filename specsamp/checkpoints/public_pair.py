@@ -58,8 +58,7 @@ def read_pair(
         say(difference)
     for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
         say(note)
-    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
-    models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=devices)]
+    models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=_devices(mesh))]
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
@@ -67,15 +66,15 @@ def read_pair(
     for checkpoint, model in zip(checkpoints, models):
         check_readable(checkpoint, model)
     params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]
-    pair = Pair(
+    return Pair(
         target=models[0],
         target_params=params[0],
         draft=models[1],
         draft_params=params[1],
         tokenizer=checkpoints[0].tokenizer,
         stop=checkpoints[0].stop_ids or None,
+        shards=DataShards(mesh),
     )
-    return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 
 def read_head_pair(
@@ -111,7 +110,7 @@ def read_head_pair(
     for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
         say(note)
     check_head_of(checkpoint, opened.config, opened.name)
-    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+    devices = _devices(mesh)
     rows = -(-checkpoint.config.vocab_size // devices) * devices
     real = checkpoint.tokenizer.vocab_size
     model = TransformerLM.for_backend(
@@ -132,11 +131,16 @@ def read_head_pair(
         draft_params=read_head(opened, drafting, progress),
         tokenizer=checkpoint.tokenizer,
         stop=checkpoint.stop_ids or None,
+        shards=DataShards(mesh),
     )
-    pair = pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
     if check_fit:
         check_fit(pair)
     return pair
+
+
+def _devices(mesh: Mesh | None) -> int:
+    """Returns the number of devices that hold one copy of a model together."""
+    return 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
 
 
 def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
@@ -196,28 +200,20 @@ def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
     """Returns how texts are prepared differently; raises ValueError where tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
 
-    def by_id(vocabulary):
-        return {index: piece for piece, index in vocabulary.items()}
+    def tokens(content: dict) -> dict[int, Any]:
+        """Returns the piece of each id, whether an added token stands in the vocabulary as well or not."""
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, dict):
+            pieces = {index: piece for piece, index in vocabulary.items()}
+        else:  # Unigram: pieces and scores
+            pieces = dict(enumerate(map(tuple, vocabulary)))
+        return pieces | {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
 
-    def pieces(content):
-        return (
-            by_id(content["model"]["vocab"])
-            if isinstance(content["model"]["vocab"], dict)
-            else {i: tuple(entry) for i, entry in enumerate(content["model"]["vocab"])}  # Unigram: pieces and scores
-        )
+    def merges(content: dict) -> dict[int, str]:
+        found = content["model"].get("merges") or ()
+        return {i: " ".join(merge) if isinstance(merge, list) else merge for i, merge in enumerate(found)}
 
-    def added(content):
-        return {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-
-    def merges(content):
-        return dict(
-            enumerate(
-                " ".join(merge) if isinstance(merge, list) else merge for merge in content["model"].get("merges") or ()
-            )
-        )
-
-    # Added tokens may stand in the vocabulary as well, or not: what counts is that both give an id one meaning.
-    _compare("vocabulary, at id", pieces(ours) | added(ours), pieces(theirs) | added(theirs))
+    _compare("vocabulary, at id", tokens(ours), tokens(theirs))
     _compare("merges, at merge", merges(ours), merges(theirs))
     return [
         f"the tokenizers' {part}s differ: some texts are cut into other tokens than the draft was trained on"
