@@ -8,6 +8,7 @@ Each line of the input is a JSON list, the program and its variables. Each line 
 "text" that the program wrote, or the "error" that it ended with.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -62,7 +63,8 @@ def render(source, variables):
 
 
 def main(seconds, size):
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory; there the time is the only limit
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         answer = json.dumps(render(*json.loads(line)))
