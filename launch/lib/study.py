@@ -14,7 +14,7 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -92,12 +92,10 @@ class Published:
     Attributes:
       results: names of the files in notebooks/results that ``make`` takes, without .json.
       make: takes their documents in this order.
-      options: names of options of the study that ``make`` takes, too; it has the same defaults, with which pages are made.
     """
 
     results: Sequence[str]
     make: Callable[..., Table]
-    options: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,9 +174,9 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)
         documents = {name: read(name, folder) for name in results_of(study)}
-        entry.show([made(shown, documents, options) for shown in study.tables.values()], console)
+        entry.show([made(shown, documents) for shown in study.tables.values()], console)
         if options.figures:
-            drawn = {name: made(shown, documents, options) for name, shown in study.figures.items()}
+            drawn = {name: made(shown, documents) for name, shown in study.figures.items()}
             _draw(drawn, options.figures, console)
         return
     entry.check_output(options.output)
@@ -189,9 +187,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     every = study.tables | study.figures
     shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
-        found = {
-            name: _make(every[name], [document], options) for name in shown if name in study.tables or options.figures
-        }
+        found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
     entry.show([found[name] for name in shown if name in study.tables], console)
     if options.figures:
         _draw({name: found[name] for name in shown if name in study.figures}, options.figures, console)
@@ -249,14 +245,24 @@ def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
     return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
 
 
-def made(shown: Published, documents: Mapping[str, Document], options: Any = None) -> Any:
+def answers(document: Document) -> Iterator[tuple[Key, Any]]:
+    """Yields key and result of each cell that was measured; older files hold both side by side."""
+    for cell in document["cells"]:
+        if "name" in cell:
+            yield cell["name"], cell
+        elif "result" in cell:
+            yield cell["key"], cell["result"]
+
+
+def law(key: Key) -> str:
+    """Returns a distribution in words, with its top-p: "T = 0.8, top-p 0.95"."""
+    return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"
+
+
+def made(shown: Published, documents: Mapping[str, Document]) -> Any:
     """Returns a table or a figure of the documents that it is made of."""
     with entry.reading(", ".join(shown.results)):
-        return _make(shown, [documents[name] for name in shown.results], options)
-
-
-def _make(shown: Published, documents: Sequence[Document], options: Any) -> Any:
-    return shown.make(*documents, **{name: getattr(options, name) for name in shown.options if options is not None})
+        return shown.make(*(documents[name] for name in shown.results))
 
 
 def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Option, Published, Study, answers, law
 from specsamp import chain, generate, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
@@ -39,15 +39,13 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
 def table(document: Document) -> Table:
     """Returns a row for each distribution."""
     rows = []
-    for cell in document["cells"]:
-        key, K = cell["key"], cell["result"]["K"]
-        prompts = [[[int(digit) for digit in text] for text in texts] for texts in cell["result"]["rounds"]]
+    for key, result in answers(document):
+        K, prompts = result["K"], [[[int(digit) for digit in text] for text in texts] for texts in result["rounds"]]
         drawn = np.random.default_rng(0).integers(len(prompts), size=(1000, len(prompts)))
         found = np.array([statistics([prompts[i] for i in chosen], K) for chosen in drawn])
         low, high = np.quantile(found, (0.025, 0.975), axis=0)
         shown = [f"{mean:.2f} ({a:.2f} to {b:.2f})" for mean, a, b in zip(statistics(prompts, K), low, high)]
-        law = "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}, top-p {key['top_p']:g}"
-        rows.append((law, f"{sum(len(text) for texts in prompts for text in texts)}", *shown))
+        rows.append((law(key), f"{sum(len(text) for texts in prompts for text in texts)}", *shown))
     after = ("first accepted after a full round", "after an empty one", "correlation with the next", "8 rounds later")
     header = ("sampling", "rounds", "tokens per round", "if independent", *after)
     return Table(title="Are rejections clustered?", header=header, rows=rows)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.shapes import eagle3_of
-from launch.lib.study import Document, Published
-from launch.studies.compile_tables import answers, table
+from launch.lib.study import Document, Published, answers
+from launch.studies.compile_tables import table
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.published import CONFIGS, published_config

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from launch.lib.study import Document
+from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, estimate, ratio
@@ -16,15 +16,6 @@ from specsamp.tpu.work import Work, calls_of_round
 K = 4
 EMITTED = sum(0.8**i for i in range(K + 1))  # tokens of a round at an acceptance rate of 0.8
 DOTS = {"marker": "o", "markersize": 3}
-
-
-def answers(document: Document) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yields what tells each cell from the others, and its answer; older files hold both side by side."""
-    for cell in document["cells"]:
-        if "name" in cell:
-            yield cell["name"], cell
-        elif "result" in cell:
-            yield cell["key"], cell["result"]
 
 
 def estimated(facts: Document, topology: str, draft_step: Document | None = None) -> Band:

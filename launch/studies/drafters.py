@@ -12,8 +12,8 @@ and voting, instead; with --repeated on prompts that end with their own beginnin
 
 Temperature and top-p are numbers of one program: greedy decoding pays for the warp that it does not need, on both sides.
 A draft's cost is what proposing and reading what was accepted take for each drafted token, in steps of the target.
-"Accepted at" a position: of the rounds that came so far. A second table says what the same acceptance would be worth on
-a chip, by the compiler's estimates for another target (--costs).
+"Accepted at" a position: of the rounds that came so far. With --results a table says what the same acceptance would be
+worth on a chip, by the compiler's estimates for a larger target.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import dataclasses
 import functools
 import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.lib.drafters import lookup_and_model
-from launch.lib.study import Document, Option, Published, Study, here
-from launch.studies.drafters_on_chips import CHIPS, COSTS, TARGET, costs_of_drafters, on_chips
+from launch.lib.study import Document, Key, Option, Published, Study, answers, here, law
+from launch.studies.compile_tables import estimated
 from specsamp import chain, temperature, top_p, use_compilation_cache
+from specsamp.analysis import tables
 from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.grid import measured_acceptance
+from specsamp.analysis.planner import make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.heads import open_head, read_head
@@ -43,8 +46,10 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
+from specsamp.tpu.costs import banded_costs
 from specsamp.training.source import open_target
 
+CHIP_TARGET, CHIPS = "Llama 3.1 8B", "v5e:2x2"  # of the forecast
 SAMPLINGS = {"greedy": (0.0, 1.0), "0.8/0.95": (0.8, 0.95), "1.0": (1.0, 1.0)}  # temperature and top-p
 OPTIONS = {
     "pair": Option("python", "The pair, by name or folder."),
@@ -57,16 +62,12 @@ OPTIONS = {
     "sampling": Option(tuple(SAMPLINGS), "Distributions, with commas between them.", choices=tuple(SAMPLINGS)),
     "combined": Option(False, "Measure the draft model and prompt lookup alone, chosen and voting, instead of all."),
     "repeated": Option(False, "Add to each prompt the first half of its own text."),
-    "costs": Option(COSTS, "Take the costs on a chip from this file, which the study compile wrote of heads."),
-    "chips": Option(CHIPS, "Forecast for this slice of the file of costs."),
-    "chip_target": Option(TARGET, "Forecast for this target of the file of costs."),
 }
 
 
 def prepare(options: Any) -> Any:
-    """Returns the options with all that drafts and with the prompts; the file of costs is checked, too."""
+    """Returns the options with all that drafts and with the prompts."""
     sources = sources_of(options)
-    costs_of_drafters(options.costs, options.chip_target, options.chips)
     prompts = load_prompts(options.pair)[: options.prompts]
     if options.repeated:
         prompts = [f"{text}\n\n\n{text[: len(text) // 2]}" for text in prompts]
@@ -84,10 +85,9 @@ def sources_of(options: Any) -> dict[str, tuple[Pair, Callable[[int], Drafter]]]
         "prompt lookup": (pair, lambda K: kinds.NgramDrafter(K=K)),
     }
     if options.combined:
-        both = functools.partial(lookup_and_model, pair.draft)
         return sources | {
-            "chosen: lookup or draft model": (pair, lambda K: kinds.ChoosingDrafter(both(K))),
-            "voting: lookup and draft model": (pair, lambda K: kinds.VotingDrafter(both(K))),
+            "chosen: lookup or draft model": (pair, lambda K: kinds.ChoosingDrafter(lookup_and_model(pair.draft, K))),
+            "voting: lookup and draft model": (pair, lambda K: kinds.VotingDrafter(lookup_and_model(pair.draft, K))),
         }
     exits, name = pair, f"early exit after {options.exit_layer}"
     if options.exit_target:
@@ -131,7 +131,7 @@ def identity(options: Any) -> dict[str, Any]:
     return {"pair": options.pair, "prompts": prompts, "max_new_tokens": options.max_new_tokens, **here()}
 
 
-def measure(options: Any, key: Mapping[str, Any], say: Callable[[str], None]) -> Result:
+def measure(options: Any, key: Key, say: Callable[[str], None]) -> Result:
     """Measures a drafter beside plain decoding in turn."""
     pair, make = options.sources[key["drafter"]]
     sampling = chain(temperature(key["temperature"]), top_p(key["top_p"]))
@@ -149,9 +149,9 @@ def drafters(document: Document) -> Table:
         if split is not None:
             spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
             cost = f"{spent / (cell['key']['draft_length'] * split['step']['ms']['median']):.2f}"
-        ms, gain = result["speculative"]["ms_per_token"]["median"], result["speedup"]
-        gained = f"{gain['median']:.2f}x ({gain['lower']:.2f} to {gain['upper']:.2f})"
-        rows.append((*counted(cell, most), cost, f"{ms:.2f}", gained))
+        ms = f"{result['speculative']['ms_per_token']['median']:.2f}"
+        gained = "{median:.2f}x ({lower:.2f} to {upper:.2f})".format(**result["speedup"])
+        rows.append((*counted(cell["key"], result, most), cost, ms, gained))
     header = (*header_of(most), "a draft, in steps", "ms per token", "speedup")
     return Table(title="Drafters of one target, on the same prompts", header=header, rows=rows)
 
@@ -160,9 +160,39 @@ def voting(held_out: Document, repeated: Document) -> Table:
     """Returns the counts of two drafters alone, chosen and voting, on texts that repeat themselves and on others."""
     texts = {"held out": held_out, "repeated": repeated}
     most = max(map(longest, texts.values()))
-    cells = [(text, cell) for text, document in texts.items() for cell in document["cells"] if "result" in cell]
-    rows = [(text, *counted(cell, most)) for text, cell in cells]
+    rows = [(name, *counted(*answer, most)) for name, document in texts.items() for answer in answers(document)]
     return Table(title="Two drafters together", header=("text", *header_of(most)), rows=rows, left=2)
+
+
+def on_chips(document: Document, compiled: Document) -> Table:
+    """Returns what the acceptance of a draft model and of heads would be worth on a chip.
+
+    A round was compiled for one K; costs in between lie on the line from a step of the target to it, those beyond on its
+    continuation. Any head is taken to cost what EAGLE-3's does.
+    """
+    costs, alike, rows = {}, {}, []
+    for name, answer in answers(compiled):
+        if (name["target"], name["topology"]) == (CHIP_TARGET, CHIPS):
+            step, draft_step, round_ = (answer["programs"][part] for part in ("target step", "draft step", "round"))
+            bands = [estimated(step, CHIPS), estimated(round_, CHIPS, draft_step)]
+            costs[name["drafter"]] = banded_costs((0, round_["work"]["calls"] - 1), bands, batch=1)
+    for cell in (cell for cell in document["cells"] if "result" in cell):
+        key = cell["key"]
+        alike.setdefault((key["drafter"], key["temperature"], key["top_p"]), []).append(cell)
+    for (name, heat, share), cells in alike.items():
+        drafter = "EAGLE-3" if "head" in name else "Llama 3.2 1B" if name == "draft model" else None
+        if drafter is not None:
+            distribution = "greedy" if heat == 0 else f"{heat}" if share == 1 else f"{heat}/{share}"
+            show = tables.span if costs[drafter].open else functools.partial(tables.interval, digits=2)
+            lengths = [cell["key"]["draft_length"] for cell in cells]
+            plan = make_plan(measured_acceptance(cells), costs[drafter], draft_lengths=lengths)
+            rows += [
+                (name, drafter, distribution, f"{K}", show(plan[K].ms_per_token), show(plan[K].speedup, "x"))
+                for K in lengths
+            ]
+    title = f"The same acceptance, with {CHIP_TARGET} on {CHIPS} (forecast by the compiler's estimates, calibrated)"
+    header = ("drafter", "costs of", "sampling", "K", "ms per token", "speedup")
+    return Table(title=title, header=header, rows=rows, left=3)
 
 
 def longest(document: Document) -> int:
@@ -173,16 +203,15 @@ def header_of(most: int) -> Sequence[str]:
     return "drafter", "sampling", "K", "tokens per round", *[f"accepted at {i + 1}" for i in range(most)]
 
 
-def named(key: Mapping[str, Any]) -> Sequence[str]:
-    law = "greedy" if key["temperature"] == 0 else f"T = {key['temperature']:g}, top-p {key['top_p']:g}"
-    return key["drafter"], law, f"{key['draft_length']}"
+def named(key: Key) -> Sequence[str]:
+    return key["drafter"], law(key), f"{key['draft_length']}"
 
 
-def counted(cell: Mapping[str, Any], most: int) -> Sequence[str]:
+def counted(key: Key, result: Document, most: int) -> Sequence[str]:
     """Returns what was counted of a cell, which no clock enters, as `header_of` names it."""
-    counts = cell["result"]["acceptance"]
+    counts = result["acceptance"]
     shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
-    return *named(cell["key"]), f"{counts['emitted'] / counts['rounds']:.2f}", *shares, *[""] * (most - len(shares))
+    return *named(key), f"{counts['emitted'] / counts['rounds']:.2f}", *shares, *[""] * (most - len(shares))
 
 
 STUDY = Study(
@@ -194,7 +223,7 @@ STUDY = Study(
     measure=measure,
     tables={
         "drafters": Published(["python_drafters"], drafters),
-        "drafters_on_chips": Published(["python_drafters"], on_chips, ("costs", "chips", "chip_target")),
+        "drafters_on_chips": Published(["python_drafters", "compile_heads"], on_chips),
         "voting": Published(["python_voting", "python_voting_repeated"], voting),
     },
 )

@@ -1,4 +1,4 @@
-"""The study of drafters: its cells, its forecast, and what it refuses."""
+"""The study of drafters: its cells, and what it refuses."""
 
 import json
 import zlib
@@ -82,10 +82,7 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     kinds = [ModelDrafter, NgramDrafter, EarlyExitDrafter, FeatureDrafter]
     assert [type(drafter) for drafter in measured] == kinds
     rows = [line.split() for line in done.stdout.splitlines() if " greedy " in line]
-    assert [row[-9:] for row in rows[:4]] == ["1 1.50 0.50 2.00 0.50 0.50x (0.50 to 0.50)".split()] * 4
-    forecasts = [" ".join(row) for row in rows[4:]]  # of the drafters whose costs on the chip are known
-    assert len(forecasts) == 2 and "draft model Llama 3.2 1B greedy 1 " in forecasts[0]
-    assert "Medusa head EAGLE-3 greedy 1 " in forecasts[1] and all(one.endswith(")") for one in forecasts)
+    assert [row[-9:] for row in rows] == ["1 1.50 0.50 2.00 0.50 0.50x (0.50 to 0.50)".split()] * 4
     again = study(pair, output, "--K=1,2", "--sampling=greedy,1.0", head)
     assert (again.returncode or 0) == 0, again.stderr
     more = [(type(drafter), drafter.K) for drafter in measured[4:]]
@@ -111,7 +108,6 @@ def test_what_is_refused_before_anything_is_measured(pair, tmp_path):
     for argument, message in (
         ("--head=Medusa", "--head=Medusa: write a name and a folder, such as Medusa=runs/medusa_head"),
         ("--exit_layer=2", "from 1 to 1, for a target of 2 layers; got 2"),
-        ("--chips=v4:2x2", "has no Llama 3.1 8B on v4:2x2: it has Llama 3.1 8B on v5e:2x2; "),
         ("--exit_target=/nowhere", "no training run at '/nowhere'"),
     ):
         done = study(pair, tmp_path / "cells.json", argument)

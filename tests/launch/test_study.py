@@ -11,8 +11,8 @@ from specsamp.analysis.report import Table
 from support.run_script import call, only_shared_flags
 
 
-def table(document, digits=1):
-    rows = [(str(cell["key"]["K"]), f"{cell['result']['ms']:.{digits}f}") for cell in document["cells"]]
+def table(document):
+    rows = [(str(cell["key"]["K"]), f"{cell['result']['ms']:.1f}") for cell in document["cells"]]
     return Table(title="Times", header=("K", "ms"), rows=rows)
 
 
@@ -33,13 +33,12 @@ def run(capsys):
             "scale": Option(1.0, "Multiplies."),
             "fail_at": Option(-1, "Ends there."),
             "lengths": Option((1, 2, 4), "K.", least=1),
-            "digits": Option(1, "Shown."),
             "ways": Option(("a", "b"), "Ways.", choices=("a", "b")),
         },
         cells=lambda options: [{"K": K} for K in options.lengths],
         identity=lambda options: {"scale": options.scale},
         measure=measure,
-        tables={"times": Published(["times"], table, ("digits",)), "again": Published(["times"], table, ("digits",))},
+        tables={"times": Published(["times"], table), "again": Published(["times"], table)},
         shown=lambda options: ["times"],
     )
 
@@ -83,7 +82,7 @@ def test_results_are_shown_without_measuring(run, tmp_path):
     run(f"--output={tmp_path}/times.json")
     status, measured, out, _ = run(f"--results={tmp_path}")
     assert (status, measured) == (0, []) and "4.0" in out
-    assert "4.000" in run(f"--results={tmp_path}", "--digits=3")[2]
+    assert "4.0" in run(f"--results={tmp_path}")[2]
     assert run(f"--results={tmp_path}/none")[0] == 2
 
 
