@@ -56,12 +56,6 @@ _DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Milliseconds of a call of the 
 _COMPILE_REPORT = flags.DEFINE_string(
     "compile_report", None, "Take costs from this file, which launch/compile_report.py wrote."
 )
-_LATENCY = flags.DEFINE_float(
-    "latency_us",
-    None,
-    "Microseconds that a collective waits, for --compile_report; by default the calibrated ones.",
-    lower_bound=0,
-)
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _CHIP = flags.DEFINE_enum(
     "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
@@ -80,9 +74,6 @@ _RULE = flags.DEFINE_string("rule", "token", "Take measured cells of this accept
 _DRAFTER = flags.DEFINE_string("drafter", "model", "Take measured cells of this drafter; goes with --measured.")
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "Take measured cells of this temperature, needed if there are several; goes with --measured."
-)
-_SYNTHETIC = flags.DEFINE_bool(
-    "synthetic", False, "Take the costs of cells of made-up acceptance; goes with --measured."
 )
 _BATCH = flags.DEFINE_multi_integer("batch", [1], "How many rows are decoded together; may be repeated.", lower_bound=1)
 _CONTEXT = flags.DEFINE_multi_integer(
@@ -158,10 +149,8 @@ def told(one: AdaptiveForecast) -> str:
     """Returns a line about lengths that adapt."""
     total = sum(one.rounds_by_drafted)
     shares = ", ".join(f"{K}: {count / total:.0%}" for K, count in enumerate(one.rounds_by_drafted) if count)
-    return (
-        f"batch {one.batch}, lengths that adapt, usually {one.adaptive.usual}: {one.ms_per_token:.3g} ms per token, "
-        f"{one.speedup:.2f}x; rounds by drafted tokens {shares}"
-    )
+    lengths = f"batch {one.batch}, lengths that adapt, usually {one.adaptive.usual}"
+    return f"{lengths}: {one.ms_per_token:.3g} ms per token, {one.speedup:.2f}x; rounds by drafted tokens {shares}"
 
 
 GOES_WITH = {
@@ -169,9 +158,8 @@ GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
     "call_ms": ("chip",),
-    "latency_us": ("compile_report",),
     "calibration": ("compile_report",),
-    **dict.fromkeys(("rule", "drafter", "temperature", "synthetic"), ("measured",)),
+    **dict.fromkeys(("rule", "drafter", "temperature"), ("measured",)),
 }
 
 
@@ -192,17 +180,13 @@ def check_heeded() -> None:
 def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     """Reads the cells of one rule, drafter and distribution, and says where they were measured.
 
-    A draft with a temperature of its own is another drafter.
+    A draft with a temperature of its own is another drafter, and made-up acceptance is no measurement.
     """
-    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None}
+    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None, "synthetic_acceptance": None}
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
-
-    def fits(key):
-        return key["drafter"] == "none" or ("synthetic_acceptance" in key) == _SYNTHETIC.value
-
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
-    cells = [cell for cell in grid.chosen(document["cells"], **wanted) if fits(cell["key"])]
+    cells = grid.chosen(document["cells"], **wanted)
     distributions = sorted({grid.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if not distributions:
         keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
@@ -214,14 +198,13 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     if len(distributions) > 1:
         told = f"{_MEASURED.value} has {'; '.join(distributions)}"
         raise ValueError(f"--measured: choose cells of one distribution with --temperature; {told}")
-    (one,) = distributions
-    return [cell for cell in cells if grid.distribution_of(cell["key"]) == one or _SYNTHETIC.value]
+    return [cell for cell in cells if grid.distribution_of(cell["key"]) == distributions[0]]
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
     """Returns the acceptance that the flags give, or that of the measured cells."""
     given = [value for value in (_ACCEPTANCE.value, _BY_POSITION.value, _HISTOGRAM.value) if value is not None]
-    if not given and cells and not _SYNTHETIC.value:
+    if not given and cells:
         return grid.measured_acceptance(cells)
     if len(given) != 1:
         raise ValueError(f"give one of --acceptance, --by_position and --histogram; got {len(given)} of them")
@@ -254,8 +237,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
         return PerCall(*calls)
     if given[1]:
         report = storage.read_json(_COMPILE_REPORT.value)["report"]
-        own = own_calibration(_CALIBRATION.value, report["topology"])
-        return compiled_costs(report, _LATENCY.value, own)
+        return compiled_costs(report, own_calibration(_CALIBRATION.value, report["topology"]))
     config = _CONFIG.value
     models, inside = known_models(config), config.word.inside
     if "target" not in models or "draft" not in models and not inside and config.word.planned:

@@ -14,15 +14,11 @@ from specsamp.tpu.report import Report
 _OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
 
 
-def compiled_costs(
-    report: dict[str, Any], latency_us: float | None = None, own: Calibration | None = None
-) -> CostTable:
-    """Returns the times of a plain step and of a round at the report's K, as the compiler estimates them.
+def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
+    """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
 
     Args:
       report: a `specsamp.tpu.report.Report` as JSON: the entry "report" of what ``launch/compile_report.py`` wrote.
-      latency_us: the latency of one collective, which the compiler does not know; None estimates whole programs
-        (`specsamp.tpu.calibration`), with their bands.
       own: a calibration of the devices themselves; the published ones otherwise.
 
     Raises:
@@ -32,11 +28,8 @@ def compiled_costs(
     named = [compiled[name] for name in ("target step", "round")]
     if any(program.hbm_bytes is None for program in named):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    lengths, known = (0, compiled.draft_length), {"batch": compiled.batch, "context": compiled.slots}
-    if latency_us is None:
-        return banded_costs(lengths, [compiled.calibrated_ms(program.name, own) for program in named], **known)
-    times = [program.milliseconds(compiled.chip, latency_us) for program in named]
-    return CostTable(rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True)))
+    bands = [compiled.calibrated_ms(program.name, own) for program in named]
+    return banded_costs((0, compiled.draft_length), bands, batch=compiled.batch, context=compiled.slots)
 
 
 def read_report(report: dict[str, Any]) -> Report:

@@ -180,8 +180,6 @@ def test_costs_of_a_compile_report():
     report = {"topology": "v4:2x2x4", "batch": 1, "slots": 2048, "draft_length": 4, "rule": "x"}
     report["mesh"] = {"data": 1, "model": 16}
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
-    costs = compiled_costs(report, latency_us=10)
-    np.testing.assert_allclose([costs.round_ms(K, 1, 2048) for K in (0, 2, 4)], [2, 3, 4], rtol=0.03)
     calibrated = compiled_costs(report)
     assert calibrated.round_ms(0, 1, 2048) < calibrated.round_ms(4, 1, 2048)
     least, most = calibrated.edges  # of v4 no program of today was measured
@@ -193,6 +191,6 @@ def test_costs_of_a_compile_report():
     assert low < likely < high
     report["programs"][1]["hbm_bytes"] = None
     with pytest.raises(ValueError, match="do not fit v4:2x2x4"):
-        compiled_costs(report, 10)
+        compiled_costs(report)
     with pytest.raises(ValueError, match="no compile report .*KeyError: 'programs'"):
-        compiled_costs({}, 10)
+        compiled_costs({})
