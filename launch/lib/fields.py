@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -168,7 +169,7 @@ class ExperimentConfig:
         Raises:
           ValueError: a field that is missing, that nothing reads, or whose value is wrong.
         """
-        return read(cls, config.to_dict(), _GROUPS)
+        return read(cls, config.to_dict())
 
     @classmethod
     def from_file(cls, text: str) -> ExperimentConfig:
@@ -189,7 +190,7 @@ class ExperimentConfig:
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return read(ExperimentConfig, fields, _GROUPS)
+        return read(ExperimentConfig, fields)
 
     @property
     def writes_text(self) -> bool:
@@ -255,29 +256,14 @@ class ExperimentConfig:
         return Workload(**{name: getattr(self, name) for name in names})
 
 
-_GROUPS = {
-    "sampling": SamplingFields,
-    "mesh": MeshFields,
-    "adaptive": AdaptiveFields,
-    "int8": Int8Fields,
-    "hugging_face": PublicNames,
-    "checkpoints": CheckpointFields,
-    "target": ModelFields,
-    "draft": ModelFields,
-}
 _LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints", "adaptive"}  # where None
 
 
-def read(kind: type, fields: Mapping[str, Any], groups: Mapping[str, type], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration, or of a group of them.
-
-    Args:
-      groups: the dataclasses of fields that are groups of fields; others stay as they are.
-      group: the name of this group, for messages.
-    """
+def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
+    """Returns a dataclass of the fields of a configuration; ``group`` is the name of a group of them, for messages."""
     if kind is ModelFields:
         return ModelFields(tuple(fields.items()))
-    known, values = {field.name: field for field in dataclasses.fields(kind)}, {}
+    known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
         names = ", ".join(group + name for name in missing)
@@ -286,8 +272,15 @@ def read(kind: type, fields: Mapping[str, Any], groups: Mapping[str, type], grou
         if name not in known:
             raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
         if name in groups and isinstance(value, Mapping):
-            value = read(groups[name], value, groups, f"{name}.")
+            value = read(groups[name], value, f"{name}.")
         elif isinstance(value, int) and str(known[name].type).startswith("float"):
             value = float(value)
         values[name] = value
     return kind(**values)
+
+
+@functools.cache
+def _groups(kind: type) -> dict[str, type]:
+    """Returns the fields of a dataclass that are groups of fields, which their types say."""
+    types = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(kind).items()}
+    return {name: one for name, each in types.items() for one in each if dataclasses.is_dataclass(one)}

@@ -108,21 +108,11 @@ class TrainingConfig:
           ValueError: a field that is missing, that nothing reads, or whose value is wrong.
         """
         fields = config.to_dict()
-        return read(cls, {**fields, "recorded": fields}, _GROUPS)
+        return read(cls, {**fields, "recorded": fields})
 
     def with_model(self, model: Mapping[str, Any]) -> TrainingConfig:
         """Returns the configuration of another model."""
         return dataclasses.replace(self, model=model, recorded={**self.recorded, "model": model})
-
-
-_GROUPS = {
-    "data": DataFields,
-    "train": TrainConfig,
-    "intervals": Intervals,
-    "mesh": MeshFields,
-    "generated": GeneratedFields,
-    "test_time": TrainingTestFields,
-}
 
 
 def check_all_processes(folder: epath.Path, config: TrainingConfig, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
