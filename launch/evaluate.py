@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
 from specsamp.decoding.method import Method
-from specsamp.evaluation.evaluate import Requests, Row, conversation, decode, lengths, max_positions, tabulate
+from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import Problem, Task
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
@@ -119,9 +118,9 @@ def main() -> None:
         return
     for sentence in warnings(results.cells):
         console.print(sentence, style="yellow", markup=False, soft_wrap=True)
-    rows = tabulate(results.cells, PLAIN)
-    costs = [(row.name, row.ms_per_token) for row in rows if not math.isnan(row.ms_per_token)]
-    shown = evaluation_tables(task.name, report.as_json([as_json(row) for row in rows]))
+    rows = report.as_json(tabulate(results.cells, PLAIN))
+    costs = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
+    shown = evaluation_tables(task.name, rows)
     entry.show([*shown, *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
     entry.say_written(_OUTPUT.value, console)
 
@@ -154,7 +153,7 @@ def measure(
             )
             cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
             results.document["cells"].append(cell)
-            results.add(cell, entry.header() | {"evaluation": [as_json(row) for row in tabulate(results.cells, PLAIN)]})
+            results.add(cell, entry.header() | {"evaluation": tabulate(results.cells, PLAIN)})
 
 
 def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:
@@ -275,29 +274,6 @@ def where() -> dict[str, Any]:
     device = jax.devices()[0]
     told = {"platform": device.platform, "kind": device.device_kind, "devices": jax.device_count()}
     return told | ({"machine": machine.facts()} if device.platform == "cpu" else {})
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON, what is not known as null."""
-
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else value
-
-    return {
-        "name": row.name,
-        "exact": row.exact,
-        "row_independent": row.row_independent,
-        "problems": row.problems,
-        "scores": dict(row.scores),
-        "differences": {name: vars(one) | {"detectable": one.detectable} for name, one in row.differences.items()},
-        "counts": row.total,
-        "counts_by_category": dict(row.counts),
-        "ms_per_token": number(row.ms_per_token),
-        "speedups": list(row.speedups),
-        "occupancy": number(row.occupancy),
-        "dropped": number(row.dropped),
-        "variation_per_text": number(row.variation_per_text),
-    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
-from specsamp.evaluation.task import Answer, Interval, Problem, Task, compare, summarise
+from specsamp.evaluation.task import Answer, Problem, Task, compare, summarise
 from specsamp.serving.generate_many import generate_many
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.queue import Queue
@@ -185,42 +185,19 @@ def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequen
     return counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """Results of one way to decode, over all blocks of problems.
-
-    Attributes:
-      scores: means over problems, with intervals.
-      differences: of the scores from plain decoding's on the same problems; none for plain decoding itself.
-      counts: by category, and of all of them.
-      ms_per_token: of what was decoded without a break; nan if nothing was.
-      speedups: plain decoding's time per token over this one's, of each block that both decoded.
-      occupancy: share of rows that were busy while requests waited.
-      dropped: share of decoded tokens that lay beyond a stop text.
-      variation_per_text: of a lossy rule, the mean over completions of what its meter summed up; nan if it has none.
-    """
-
-    name: str
-    exact: bool
-    row_independent: bool
-    problems: int
-    scores: Mapping[str, Interval]
-    differences: Mapping[str, Interval]
-    counts: Mapping[str, RowStats]
-    total: RowStats
-    ms_per_token: float
-    speedups: Sequence[float]
-    occupancy: float
-    dropped: float
-    variation_per_text: float = math.nan
-
-
-def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[Row]:
+def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
     """Puts together what `decode` returned for each way and block.
 
     Args:
       cells: with ``key``: the names of "method" and "block"; and ``result``, as JSON.
       baseline: the method that others are compared with, on the blocks that both have.
+
+    Returns:
+      Results of each way over all its blocks, as files of results hold them; what is not known is None.
+      ``scores`` are means over problems with intervals, ``differences`` those from the baseline on the same problems.
+      ``ms_per_token`` is of what was decoded without a break, ``speedups`` of each block that both decoded.
+      ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` that of tokens beyond a stop
+      text. ``variation_per_text`` is the mean over completions of what a lossy rule's meter summed up.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
     return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
@@ -230,7 +207,7 @@ def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Map
     return {cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method}
 
 
-def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> Row:
+def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> dict[str, Any]:
     counts: dict[str, RowStats] = {}
     for block in blocks.values():
         for category, of_block in block["counts"].items():
@@ -243,30 +220,31 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     def over_blocks(field: str) -> float:
         return sum(one.get(field, 0) for one in timed)  # a counter leaves out what is zero
 
-    def ratio(above: float, below: float) -> float:
-        return above / below if below else math.nan
+    def ratio(above: float, below: float) -> float | None:
+        return above / below if below else None
 
     dropped = sum(block["dropped"] for block in blocks.values())
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
-    return Row(
-        name=name,
-        exact=all(block["exact"] for block in blocks.values()),
-        row_independent=all(block["row_independent"] for block in blocks.values()),
-        problems=sum(len(block["problems"]) for block in blocks.values()),
-        scores=summarise([score for block in blocks.values() for score in block["scores"]]),
-        differences=compare(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain))),
-        counts=counts,
-        total=total,
-        ms_per_token=1e3 * ratio(over_blocks("seconds"), over_blocks("tokens")),
-        speedups=[
+    differences = compare(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
+    return {
+        "name": name,
+        "exact": all(block["exact"] for block in blocks.values()),
+        "row_independent": all(block["row_independent"] for block in blocks.values()),
+        "problems": sum(len(block["problems"]) for block in blocks.values()),
+        "scores": summarise([score for block in blocks.values() for score in block["scores"]]),
+        "differences": {measure: vars(one) | {"detectable": one.detectable} for measure, one in differences.items()},
+        "counts": total,
+        "counts_by_category": counts,
+        "ms_per_token": ratio(1e3 * over_blocks("seconds"), over_blocks("tokens")),
+        "speedups": [
             _seconds_per_token(plain[key]) / _seconds_per_token(blocks[key])
             for key in shared
             if plain[key]["timed"].get("tokens") and blocks[key]["timed"].get("tokens")
         ],
-        occupancy=ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
-        dropped=ratio(dropped, dropped + total.emitted),
-        variation_per_text=math.nan if total.variation is None else ratio(total.variation, texts),
-    )
+        "occupancy": ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
+        "dropped": ratio(dropped, dropped + total.emitted),
+        "variation_per_text": None if total.variation is None else ratio(total.variation, texts),
+    }
 
 
 def _seconds_per_token(block: Mapping[str, Any]) -> float:
