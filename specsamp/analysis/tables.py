@@ -217,7 +217,7 @@ def _split_table(split: RoundSplit) -> Table:
             row("the whole round", split.round.ms),
             ("all but the two models", "", quartiles(split.sampling_share, "%"), ""),
         ],
-        note="by the scopes of a profile; unexplained is in none of them",
+        note="ms by the clock, shares by the scopes of a profile; unexplained is in none of them",
     )
 
 

@@ -42,7 +42,6 @@ PHASES = ("target", "draft", "score", "verify", "commit")
 PARTS = ("embed", "fuse", "attention", "mlp", "logits", "sample")
 REST, OUTSIDE = "rest", "in no scope"
 ROUNDS = 8  # by default: enough for a mean, few enough to look at
-MOST_ADDED_MS = 1e-3  # by the profiler, of an operation: beyond it, something else was slow
 WARM_ROUNDS = 16  # before those of a split, at most: the first ones after other work are slow
 
 Scope = tuple[str, ...]  # () of operations in no scope; a phase; or a phase and a part
@@ -153,9 +152,11 @@ def split_round(
     turns: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> RoundSplit | None:
-    """Profiles rounds of two decoders in turn, and the products of their calls of the target alone.
+    """Times rounds of two decoders in turn, profiles those of the first, and times its products with the target alone.
 
-    Shares and differences are taken within a turn, and medians over turns are reported.
+    A profile takes time itself, so it only says the phases' shares of a round; the milliseconds are a clock's, without
+    it. Shares and differences are taken within a turn, and medians over turns are reported. A phase that was timed alone
+    in a loop would be too fast: there the draft's weights stay in a CPU's cache, from which a round's score drives them.
 
     Returns:
       The split; None where the platform reports no operations.
@@ -164,23 +165,19 @@ def split_round(
       ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to profile.
     """
     progress("compiling the phases of a round")
-    sides = {"round": Profiled(speculative), "step": Profiled(autoregressive)}
+    profiled = Profiled(speculative)
     batch, loop, weights = speculative.workload.batch, speculative.loop, speculative.weights
     tokens = {"stream_step": 1, "stream_score": loop.drafter.K + 1}
     timers = {name: product_timer(loop, weights, batch, count) for name, count in tokens.items()}
-    measured = take_turns(
-        {name: lambda turn, side=side: side.round_ms() for name, side in sides.items()}
-        | {name: lambda turn, timer=timer: timer() for name, timer in timers.items()},
-        turns,
-        lambda text: progress(f"phases: turn {text}"),
-    )
-    if not measured["round"][0]:
+    timers |= {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
+    timers |= {"shares": profiled.round_shares}
+    runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
+    measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))
+    shares = measured.pop("shares")
+    if not shares[0]:
         return None
-    rounds, steps = measured["round"], measured["step"]
-    ms = {name: np.array([one[name] for one in rounds]) for name in ("draft", "sample", "score", "verify", "commit")}
-    ms |= {"round": np.array([sum(one.values()) - one["sample"] for one in rounds])}
-    ms |= {"step": np.array([sum(one.values()) - one["sample"] for one in steps])}
-    ms |= {name: np.array(measured[name]) for name in timers}
+    ms = {name: np.array(times) for name, times in measured.items()}
+    ms |= {name: np.array([one[name] for one in shares]) * ms["round"] for name in shares[0]}
     return summary(ms, sum(matrix.nbytes for matrix in matrices_of(loop.target, weights.target)))
 
 
@@ -212,8 +209,7 @@ class Profiled:
         tokens_BP, lengths_B, _ = decoder.workload.rows(0, loop.target.vocab_size)
         self.lengths_B, self.arguments = lengths_B, (weights, request)
         self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
-        # As many as surely end no text.
-        self.most = max((decoder.workload.max_new_tokens - 1) // (loop.depth + 1), 1)
+        self.most = rounds_within(decoder)
 
         def prefill(weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array) -> DecodeState:
             state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
@@ -237,34 +233,42 @@ class Profiled:
         """Runs some rounds; the state is donated."""
         return jax.block_until_ready(self._decode(*self.arguments, state, jnp.int32(rounds)))
 
-    def round_ms(self) -> dict[str, float]:
-        """Profiles some rounds in the middle of a text; returns milliseconds by phase, and of the draft's "sample" again.
+    def round_shares(self) -> dict[str, float]:
+        """Profiles some rounds in the middle of a text; returns the share of each phase, and of the draft's "sample" again.
 
-        A profile takes time itself, on a CPU half a microsecond of each operation. The same rounds are timed without it,
-        and what they take longer with it is taken off, in equal parts of each operation. Empty where the platform reports
-        no operations.
+        Empty where the platform reports no operations.
         """
-        warm = min(self.most - 1, WARM_ROUNDS)
-        rounds = min(self.most - warm, ROUNDS)
-        state = self.decode(self.prefill(), warm)
-        start = time.perf_counter()
-        self.decode(state, rounds)
-        seconds = time.perf_counter() - start
+        warm, rounds = middle_rounds(self.most)
         state = self.decode(self.prefill(), warm)
         with tempfile.TemporaryDirectory() as folder:
-            before = set(_profiles(folder))
             with jax.profiler.trace(folder, profiler_options=_options()):
                 self.decode(state, rounds)
-            spans = spans_by_program(_operations(_own(set(_profiles(folder)) - before)), self.scopes)["decode"]
-        found = program_time("", spans, rounds, seconds)
-        operations = max(sum(one.operations for one in found.scopes), 1)
-        added = min(max(found.ms - found.host_ms, 0) / operations, MOST_ADDED_MS)
-        ms = dict.fromkeys((*PHASES, OUTSIDE, "sample"), 0.0)
-        for one in found.scopes:
-            own = max(one.ms - added * one.operations, 0)
-            ms[one.scope.partition("/")[0]] += own
-            ms["sample"] += own * (one.scope == "draft/sample")
-        return ms if spans else {}
+            spans = spans_by_program(_operations(_own(set(_profiles(folder)))), self.scopes)["decode"]
+        shares = dict.fromkeys((*PHASES, OUTSIDE, "sample"), 0.0)
+        for one in program_time("", spans, rounds, 0.0).scopes:
+            shares[one.scope.partition("/")[0]] += one.share
+            shares["sample"] += one.share * (one.scope == "draft/sample")
+        return shares if spans else {}
+
+
+def rounds_within(decoder: Decoder) -> int:
+    """Returns how many rounds surely end no text, at least one."""
+    return max((decoder.workload.max_new_tokens - 1) // (decoder.loop.depth + 1), 1)
+
+
+def middle_rounds(most: int) -> tuple[int, int]:
+    """Returns how many rounds go before those of a split, and how many are of it; together at most ``most``."""
+    warm = min(most - 1, WARM_ROUNDS)
+    return warm, min(most - warm, ROUNDS)
+
+
+def round_ms(decoder: Decoder) -> float:
+    """Times a round in the middle of a text by the clock, nothing profiled."""
+    warm, rounds = middle_rounds(rounds_within(decoder))
+    state = jax.block_until_ready(decoder.loop.run(decoder.weights, decoder.prefill(0), warm))
+    start = time.perf_counter()
+    jax.block_until_ready(decoder.loop.run(decoder.weights, state, rounds))
+    return (time.perf_counter() - start) / rounds * 1e3
 
 
 def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> Trace:

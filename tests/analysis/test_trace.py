@@ -1,6 +1,7 @@
 """What a profile is read as: which operation belongs to which scope, and that every moment counts once."""
 
 import contextlib
+import types
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from specsamp.analysis import trace
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
@@ -164,18 +166,29 @@ def test_what_is_not_compiled_is_not_traced():
     assert done.returncode == 2 and "JAX_DISABLE_JIT is set: leave out one of the two" in done.stderr
 
 
-def test_what_a_profile_adds_is_taken_off_by_the_operation(monkeypatch):
-    """Two rounds take 8 us each without it and 10 us with it: of each of their four operations half a microsecond goes."""
-    profiled = object.__new__(trace.Profiled)
-    clock = iter([0.0, 16e-6])
+def test_a_profile_says_shares_and_a_clock_the_milliseconds(monkeypatch):
+    """A round whose profile shows 10 us takes 8 us by the clock: every phase is eight tenths of what the profile shows."""
     spans = [(0, 7000, ("draft", "mlp")), (7000, 8000, ("draft", "sample")), (8000, 20000, ("score", "mlp"))]
-    spans += [(8000 + i, 8000 + i + 1, ("commit",)) for i in range(5)]  # too short to be there without it
+    profiled = object.__new__(trace.Profiled)
     vars(profiled).update(most=100, scopes={}, prefill=lambda: None, decode=lambda state, rounds: None)
-    monkeypatch.setattr(trace.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(trace, "ROUNDS", 2)
     monkeypatch.setattr(trace, "_operations", lambda written: [])
     monkeypatch.setattr(trace, "spans_by_program", lambda events, scopes: {"decode": spans})
     monkeypatch.setattr(trace.jax.profiler, "trace", lambda *_, **__: contextlib.nullcontext())
-    found = profiled.round_ms()
-    assert found["draft"] == pytest.approx(0.0035) and found["sample"] == pytest.approx(0.00025)
-    assert found["score"] == pytest.approx(0.00575, abs=1e-5) and found["commit"] == 0
+    assert profiled.round_shares() == pytest.approx(
+        {"draft": 0.4, "sample": 0.05, "score": 0.6} | dict.fromkeys(("target", "verify", "commit", trace.OUTSIDE), 0)
+    )
+    loop = types.SimpleNamespace(drafter=types.SimpleNamespace(K=2), target=None)
+    sides = [
+        types.SimpleNamespace(workload=types.SimpleNamespace(batch=1), loop=loop, weights=Weights(target=None))
+    ] * 2
+    monkeypatch.setattr(trace, "Profiled", lambda decoder: profiled)
+    monkeypatch.setattr(trace, "product_timer", lambda *_: lambda: 1e-3)
+    monkeypatch.setattr(trace, "matrices_of", lambda *_: [])
+    monkeypatch.setattr(trace, "round_ms", lambda decoder: 8e-3)
+    split = trace.split_round(*sides, turns=3)
+    assert split.round.ms.median == split.step.ms.median == 8e-3
+    assert split.draft.ms.median == pytest.approx(3.2e-3) and split.draft_sampling.median == pytest.approx(0.4e-3)
+    assert split.score.ms.median == pytest.approx(4.8e-3) and split.unexplained.median == pytest.approx(0)
+    spans.clear()  # a platform that reports no operations
+    assert trace.split_round(*sides, turns=1) is None
