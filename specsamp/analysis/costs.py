@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import numpy as np
 
@@ -27,23 +26,18 @@ def clock_error(errors: Iterable[float]) -> float:
     return math.hypot(float(np.median([*errors])), CLOCK_DRIFT)
 
 
-class Costs(Protocol):
-    """Costs as `specsamp.analysis.planner.make_plan` needs them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs as `specsamp.analysis.planner.make_plan` needs them."""
 
-    Attributes:
-      error: the relative standard error of a round's time; 0 if it is known exactly.
-      edges: the same costs in the cheapest and in the dearest case, where more is open than an error of a clock.
-      worlds: the same costs in several cases, of which one is true: a speedup is compared within each.
-      open: no value between the edges is likelier than another.
-    """
+    error: float = 0.0  # the relative standard error of a round's time; 0 if it is known exactly
+    edges: tuple[Costs, ...] = ()  # in the cheapest and the dearest case, where more is open than an error of a clock
+    worlds: tuple[Costs, ...] = ()  # in several cases, of which one is true: a speedup is compared within each
+    open: bool = False  # no value between the edges is likelier than another
 
-    error: float
-    edges: tuple[Costs, ...]
-    worlds: tuple[Costs, ...]
-    open: bool
-
-    def round_ms(self, draft_length: int, batch: int, context: int | None) -> float:
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         """Returns the milliseconds of one round of all rows."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +55,7 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CostTable:
+class CostTable(Costs):
     """Measured rounds, interpolated linearly; along the draft length also extrapolated.
 
     Draft calls add up one by one, and rows and caches nearly so, hence straight lines. Products with the target's
@@ -71,17 +65,11 @@ class CostTable:
 
     Attributes:
       rounds: the measured rounds.
-      error: the relative standard error of a round's time.
       products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
         ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
-      edges, worlds, open: see `Costs`.
     """
 
     rounds: tuple[Round, ...]
-    error: float = 0.0
-    edges: tuple[CostTable, ...] = ()
-    worlds: tuple[CostTable, ...] = ()
-    open: bool = False
     products_ms: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
@@ -119,7 +107,7 @@ class CostTable:
 
 
 @dataclasses.dataclass(frozen=True)
-class PerCall:
+class PerCall(Costs):
     """A round takes ``target_ms + K * draft_ms``, however many tokens it scores (as Chen et al., arXiv 2302.01318, assume).
 
     Batch and context are ignored: give milliseconds at the ones you mean.
@@ -130,10 +118,6 @@ class PerCall:
 
     target_ms: float
     draft_ms: float
-    error: float = 0.0
-    edges: tuple[Costs, ...] = ()
-    worlds: tuple[Costs, ...] = ()
-    open: bool = False
 
     def __post_init__(self):
         if not (0 < self.target_ms < math.inf and 0 <= self.draft_ms < math.inf):
@@ -173,7 +157,7 @@ class ModelSize:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Roofline:
+class Roofline(Costs):
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic, plus a constant.
 
     ``max((W + B S kv) / (n bandwidth), 2 N B T / (n flops)) + call_ms``: weights W are read once for all B rows and all T
@@ -188,10 +172,6 @@ class Roofline:
     devices: int = 1
     call_ms: float = 0.0  # collectives and dispatch, per call
     default_context: int = 1024
-    error: float = 0.0
-    edges: tuple[Costs, ...] = ()
-    worlds: tuple[Costs, ...] = ()
-    open: bool = False
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         context = self.default_context if context is None else context

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
@@ -45,56 +47,27 @@ def choose_draft_length(
     prompts: Sequence[Prompt],
     max_new_tokens: int = 128,
     *,
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    rule: Rule = TokenRule(),
-    make_drafter: Callable[[int], Drafter] | None = None,
     draft_lengths: Sequence[int] = DRAFT_LENGTHS,
-    num_samples: int = 1,
-    repeats: int = 5,
-    seed: int = SEED,
     say: Callable[[str], None] = print,
+    **options: Any,
 ) -> int:
     """Decodes the prompts with each draft length, in turn, and returns the one with the fewest milliseconds per token.
 
     Args:
-      pair: target, draft, tokenizer.
-      prompts: texts or lists of token ids, all decoded together, as `generate` does.
-      max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
-      sampling: the target's warp, scalar numbers; default greedy.
-      draft_sampling: the draft's own warp; default the target's.
-      rule: decides what is accepted.
-      make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
       draft_lengths: the K to compare; 0 (plain decoding) is always among them.
-      num_samples: completions per prompt.
-      repeats: measurements of each K; the median counts.
-      seed: of the measured texts; do not use it for the completions.
       say: is told the choice and the numbers behind it, in two lines.
-
-    Raises:
-      ValueError: as `generate` does, before anything is compiled; or nothing is compiled (``JAX_DISABLE_JIT``).
+      options: those of `time_lengths`, which also has the other arguments and the errors.
     """
-    timings, workload = _measure(
-        pair,
-        prompts,
-        max_new_tokens,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-        rule=rule,
-        make_drafter=make_drafter,
-        draft_lengths=draft_lengths,
-        num_samples=num_samples,
-        repeats=repeats,
-        seed=seed,
-    )
-    rows = len(prompts) * num_samples
-    ms = {K: gather_objects(_ms_per_token(timings[K], workload))[0] for K in timings}  # all processes choose the same
+    timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=draft_lengths, **options)
+    # All processes choose the same.
+    ms = {K: gather_objects(_ms_per_token(times))[0] for K, times in timings.items()}
     best = min(ms, key=lambda K: ms[K])
     if jax.process_index() == 0:
+        rows = len(timings[0][0].rows)
         say(
             f"draft_length {best} for {rows} rows: {ms[best]:.3g} ms per token, {ms[0] / ms[best]:.2f}x plain decoding\n"
             "ms per token (tokens per round) by draft length: "
-            + ", ".join(f"{K}: {ms[K]:.3g} ({_per_round(timings[K]):.2f})" for K in timings)
+            + ", ".join(f"{K}: {ms[K]:.3g} ({_stats(timings[K]).emitted_per_round:.2f})" for K in timings)
         )
     return best
 
@@ -106,38 +79,20 @@ def calibrate(
     *,
     lengths: Sequence[int] = LENGTHS,
     stop: Stop | None = None,
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    rule: Rule = TokenRule(),
-    make_drafter: Callable[[int], Drafter] | None = None,
-    num_samples: int = 1,
-    repeats: int = 5,
-    seed: int = SEED,
+    **options: Any,
 ) -> Adaptive:
     """Returns a draft length that adapts from what was measured on some prompts, as many as are decoded together later.
 
     Measured are the milliseconds of a round with each length, which length is best for all, and the acceptance of the
-    longest. A round never costs less than a shorter one: where the clock says so, its noise is taken out. Arguments and
-    errors are those of `choose_draft_length`; ``lengths`` and ``stop`` are those of `Adaptive`.
+    longest. A round never costs less than a shorter one: where the clock says so, its noise is taken out. ``lengths`` and
+    ``stop`` are those of `Adaptive`, all else is that of `time_lengths`.
     """
     if len(lengths) < 2:
         raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
     Adaptive(
         lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop
     )  # refuses what cannot be, before the hour
-    timings, _ = _measure(
-        pair,
-        prompts,
-        max_new_tokens,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-        rule=rule,
-        make_drafter=make_drafter,
-        draft_lengths=lengths,
-        num_samples=num_samples,
-        repeats=repeats,
-        seed=seed,
-    )
+    timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=lengths, **options)
     found = adapted_to({K: timings[K] for K in lengths}, stop)
     return gather_objects(found)[0]  # all processes choose the same
 
@@ -148,7 +103,7 @@ def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None
     costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
     # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
     total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
-    longest = functools.reduce(operator.add, (one.stats for one in timings[lengths[-1]]))
+    longest = _stats(timings[lengths[-1]])
     return Adaptive(
         lengths=lengths,
         costs_ms=costs_ms,
@@ -176,21 +131,37 @@ def rising(ms: Sequence[float]) -> tuple[float, ...]:
     return tuple(value for value, count in blocks for _ in range(count))
 
 
-def _measure(
+def time_lengths(
     pair: Pair,
     prompts: Sequence[Prompt],
-    max_new_tokens: int,
+    max_new_tokens: int = 128,
     *,
-    sampling: Warp | None,
-    draft_sampling: Warp | None,
-    rule: Rule,
-    make_drafter: Callable[[int], Drafter] | None,
     draft_lengths: Sequence[int],
-    num_samples: int,
-    repeats: int,
-    seed: int,
-) -> tuple[dict[int, list[Timing]], Workload]:
-    """Decodes the prompts with each draft length and with none, in turn."""
+    sampling: Warp | None = None,
+    draft_sampling: Warp | None = None,
+    rule: Rule = TokenRule(),
+    make_drafter: Callable[[int], Drafter] | None = None,
+    num_samples: int = 1,
+    repeats: int = 5,
+    seed: int = SEED,
+) -> dict[int, list[Timing]]:
+    """Decodes the prompts with each draft length and with none, in turn; returns what was measured, by length.
+
+    Args:
+      pair: target, draft, tokenizer.
+      prompts: texts or lists of token ids, all decoded together, as `generate` does.
+      max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
+      sampling: the target's warp, scalar numbers; default greedy.
+      draft_sampling: the draft's own warp; default the target's.
+      rule: decides what is accepted.
+      make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
+      num_samples: completions per prompt.
+      repeats: measurements of each K.
+      seed: of the measured texts; do not use it for the completions.
+
+    Raises:
+      ValueError: as `generate` does, before anything is compiled; or nothing is compiled (``JAX_DISABLE_JIT``).
+    """
     if jax.config.jax_disable_jit:
         raise ValueError(
             "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
@@ -223,15 +194,12 @@ def _measure(
     )
     for side in sides.values():
         side.decode(0)  # compiles
-    timings = take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
-    return timings, workload
+    return take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
 
 
-def _ms_per_token(timings: Sequence[Timing], workload: Workload) -> float:
-    tokens = workload.batch * workload.max_new_tokens
-    return float(np.median([timing.loop_seconds for timing in timings]) / tokens * 1e3)
+def _ms_per_token(timings: Sequence[Timing]) -> float:
+    return float(np.median([one.loop_seconds / sum(map(len, one.texts)) for one in timings]) * 1e3)
 
 
-def _per_round(timings: Sequence[Timing]) -> float:
-    counts = [timing.stats for timing in timings]
-    return sum(one.emitted for one in counts) / sum(one.rounds for one in counts)
+def _stats(timings: Sequence[Timing]) -> RowStats:
+    return functools.reduce(operator.add, (one.stats for one in timings))

@@ -65,12 +65,6 @@ class Plan:
         """Returns the forecast with the fewest milliseconds per token; K = 0 where speculation does not pay."""
         return min(self.forecasts, key=lambda one: one.ms_per_token.value)
 
-    @property
-    def best_speculative(self) -> Forecast | None:
-        """Returns the same among K >= 1; None if there is none."""
-        drafted = [one for one in self.forecasts if one.draft_length]
-        return min(drafted, key=lambda one: one.ms_per_token.value, default=None)
-
 
 def make_plan(
     acceptance: Profiles,
