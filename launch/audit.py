@@ -22,7 +22,7 @@ import dataclasses
 from absl import flags
 
 from launch.lib import entry
-from launch.lib.cells import make_cells, read_prompts
+from launch.lib.cells import define_prompts, make_cells, read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
@@ -55,9 +55,7 @@ _DISTRIBUTION_PROMPTS = flags.DEFINE_integer(
 _ROWS = flags.DEFINE_integer(
     "rows", 128, "Samples that are drawn together. Use fewer where their caches do not fit in memory."
 )
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "File of prompts, as JSON or one in each line. By default the prompts that come with the pair."
-)
+_PROMPTS = define_prompts()
 _OUTPUT = entry.define_output()
 
 FAILED = 1
@@ -75,7 +73,7 @@ def main() -> int:
         distribution_prompts=_DISTRIBUTION_PROMPTS.value,
         rows=_ROWS.value,
     )
-    experiment = build(config, read_prompts(_PROMPTS.value) if _PROMPTS.value else ())
+    experiment = build(config, read_prompts(_PROMPTS.value))
     subject = make_subject(config, experiment, _COUNT.value)
     use_compilation_cache()
     console.print(headline(experiment))

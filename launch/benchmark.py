@@ -26,7 +26,7 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry, hyper, price, tracing
-from launch.lib.cells import known_identity, parse_grid, read_prompts, run_cells, turned
+from launch.lib.cells import define_prompts, known_identity, parse_grid, read_prompts, run_cells, turned
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
@@ -45,9 +45,7 @@ _POD = flags.DEFINE_string(
 _GATHER = flags.DEFINE_multi_string(
     "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
 )
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "Decode the prompts of this file, JSON or one in each line; by default the pair's."
-)
+_PROMPTS = define_prompts()
 _OUTPUT = entry.define_output()
 _CHIP_HOUR = price.define_chip_hour()
 _TRACE = tracing.define_trace()
@@ -72,8 +70,7 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     grid.check_output(_OUTPUT.value, known_identity(config))
     tracing.check_trace(_TRACE.value)
-    prompts = read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
-    experiment = build(config, prompts)
+    experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
     run_cells(config, settings, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)

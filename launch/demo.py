@@ -28,7 +28,7 @@ from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
 from specsamp.analysis import report, tables
-from specsamp.analysis.workload import Decoder, Timing, decoders, product_timer, take_turns
+from specsamp.analysis.workload import Decoder, Timing, decoders, take_turns
 from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -78,9 +78,7 @@ def main() -> None:
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    with entry.progress(console, "timing how fast the weights are read"):
-        share = streaming_share(sides["greedy"]["autoregressive"])
-    entry.show([speed_table(timings, share, experiment)], console)
+    entry.show([speed_table(timings, experiment)], console)
     if _TRACE.value:
         tracing.show_trace(sides["sampled"]["speculative"], _TRACE.value, console)
 
@@ -156,52 +154,31 @@ def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timin
     return None
 
 
-def streaming_share(side: Decoder) -> float:
-    """Measures the time of plain products with the target's matrices over that of an autoregressive step, in turn."""
-    timer = product_timer(side.loop, side.weights, side.workload.batch, 1)
-    times = take_turns({"products": lambda turn: timer(), "step": side.decode}, 5)
-    steps = [timing.loop_seconds / timing.rounds * 1e3 for timing in times["step"]]
-    return float(np.median(np.array(times["products"]) / np.array(steps)))
-
-
-def speed_table(timings: dict, share: float, experiment: Experiment) -> report.Table:
-    """Returns the table of both sides, greedy and sampled; ``share`` is what `streaming_share` measured."""
-
-    def column(distribution: str) -> list[str]:
-        plain, drafted = timings[distribution, "autoregressive"], timings[distribution, "speculative"]
-
-        def per_token(runs):
-            return [t.loop_seconds / t.stats.emitted * 1e3 for t in runs]
-
-        ratio = np.median([a / b for a, b in zip(per_token(plain), per_token(drafted), strict=True)])
-        stats = functools.reduce(operator.add, (timing.stats for timing in drafted))
-        return [
-            f"{np.median(per_token(plain)):.2f}",
-            f"{np.median(per_token(drafted)):.2f}",
-            f"{ratio:.2f}x",
-            f"{stats.acceptance_rate:.1%}",
-            f"{stats.emitted_per_round:.2f}",
-            f"{share:.0%}",
-            *[f"{stats.variation_per_token:.5f}"] * (not experiment.rule.exact),
-            *[tables.shares(stats)] * (experiment.adaptive is not None),
-        ]
-
+def speed_table(timings: dict, experiment: Experiment) -> report.Table:
+    """Returns the table of both sides, greedy and sampled."""
     most = experiment.drafter.K if experiment.adaptive is None else f"0 to {experiment.drafter.K}"
-    names = (
-        "autoregressive, ms per token",
-        f"speculative, K = {most}, ms per token",
-        "speedup",
-        "acceptance, of verified tokens",
-        "emitted per round",
-        "autoregressive step: plain products' share of its time",
-        *["LOSSY rule, total variation per token"] * (not experiment.rule.exact),
-        *["rounds by drafted tokens, from 0 on"] * (experiment.adaptive is not None),
-    )
-    return report.Table(
-        title="Both sides in one process, in turn; medians",
-        header=("", *("greedy", "sampled")),
-        rows=list(zip(names, column("greedy"), column("sampled"), strict=True)),
-    )
+
+    def column(distribution: str) -> dict[str, str]:
+        sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
+        plain, drafted = (np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides)
+        stats = functools.reduce(operator.add, (timing.stats for timing in timings[distribution, "speculative"]))
+        cells = {
+            "autoregressive, ms per token": f"{np.median(plain):.2f}",
+            f"speculative, K = {most}, ms per token": f"{np.median(drafted):.2f}",
+            "speedup": f"{np.median(plain / drafted):.2f}x",
+            "acceptance, of verified tokens": f"{stats.acceptance_rate:.1%}",
+            "emitted per round": f"{stats.emitted_per_round:.2f}",
+        }
+        if not experiment.rule.exact:
+            cells["LOSSY rule, total variation per token"] = f"{stats.variation_per_token:.5f}"
+        if experiment.adaptive is not None:
+            cells["rounds by drafted tokens, from 0 on"] = tables.shares(stats)
+        return cells
+
+    greedy, sampled = column("greedy"), column("sampled")
+    rows = [(name, greedy[name], sampled[name]) for name in greedy]
+    title = "Both sides in one process, in turn; medians"
+    return report.Table(title=title, header=("", "greedy", "sampled"), rows=rows)
 
 
 if __name__ == "__main__":

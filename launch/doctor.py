@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.lib import entry
-from launch.lib.cells import read_prompts
+from launch.lib.cells import define_prompts, read_prompts
 from launch.lib.config import ConfigFlag, load_file
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
@@ -44,9 +44,7 @@ FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "na
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum("look_at", "machine", list(FLAGS_OF), "What is looked at.")
 _BUCKET = flags.DEFINE_string("bucket", None, "Try to write into this folder, local or gs://.")
-_PROMPTS = flags.DEFINE_string(
-    "prompts", None, "File of prompts, as JSON or one in each line. By default the prompts that come with the pair."
-)
+_PROMPTS = define_prompts()
 _TOKENS = flags.DEFINE_integer(
     "tokens", 64, "Number of tokens that the target writes after each prompt; the head reads them.", lower_bound=1
 )
@@ -108,8 +106,8 @@ def writable(folder: str) -> Finding:
 
 def look_at_head(console: Console) -> int:
     """Prints how often the head of --config would be accepted, in every way to read it; returns 1 if it does not fit."""
-    config, prompts = _CONFIG.value, read_prompts(_PROMPTS.value) if _PROMPTS.value else ()
-    experiment = build(config, prompts, check_heads=False)
+    config = _CONFIG.value
+    experiment = build(config, read_prompts(_PROMPTS.value), check_heads=False)
     if experiment.pair.head is None:
         raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
     use_compilation_cache()

@@ -57,7 +57,9 @@ _PAIR = flags.DEFINE_string("pair", None, "Write a model of a pair: the pair's n
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Convert a public checkpoint: a folder, a gs:// folder or the id of a model of the hub."
 )
-_OUTPUT = entry.define_output("The folder to write, local or gs://; that of a pair must be local.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "The folder to write, local or gs://; that of a pair must be local.", required=True
+)
 _SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
 _INT8 = flags.DEFINE_bool("int8", False, "Write matrices of a model in int8, which only this project reads.")
 _TARGET_NAME = flags.DEFINE_string(

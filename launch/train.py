@@ -116,8 +116,9 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
         if config.head is not None and first is not None and not (folder / run.BEFORE).exists():
             storage.write_json(folder / run.BEFORE, run.history(config.init))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     console.print(
-        f"{human_count(count_parameters(task))} parameters, {len(corpus.train)} files, "
+        f"{human_count(count)} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
     rows = None if target is None else target_rows(config, folder, target, windows, console)
@@ -185,13 +186,11 @@ def make_teacher(
     if config.head is None:
         return None if target is None else target.params
     size = config.head.get("draft_vocab_size")
-    ids_U = None
-    if size:  # of a head that training begins with, each row of its output is that of one of its own ids
-        ids_U = (
-            most_frequent(windows.stream, task.target.vocab_size, size) if first is None else first.params[DRAFT_IDS]
-        )
-        ids_U = np.asarray(ids_U)
-    return task.teacher(target.params, ids_U)
+    if not size:
+        return task.teacher(target.params, None)
+    if first is None:
+        return task.teacher(target.params, most_frequent(windows.stream, task.target.vocab_size, size))
+    return task.teacher(target.params, np.asarray(first.params[DRAFT_IDS]))  # the rows of its output are of these ids
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source:
@@ -204,10 +203,6 @@ def open_first(config: TrainingConfig, target: Source | None) -> Source:
 def sizes_of(target: Source) -> dict[str, int]:
     """Returns what a head must know of its target."""
     return {"target_layers": target.config.num_layers, "target_width": target.config.width}
-
-
-def count_parameters(task: Task) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
 
 
 def train_mesh(config: TrainingConfig) -> Mesh:

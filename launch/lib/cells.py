@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import flags
 from rich.console import Console
 
 from launch.lib import entry, price, tracing
@@ -28,7 +29,7 @@ from specsamp.sampling.synthetic import LABEL
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {
     "draft_length",
     "drafter",
@@ -232,7 +233,14 @@ def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     return rows
 
 
-def read_prompts(path: str) -> list[Prompt]:
+def define_prompts() -> flags.FlagHolder:
+    """Defines --prompts."""
+    return flags.DEFINE_string(
+        "prompts", None, "Take the prompts of this file, JSON or one in each line; by default those of the pair."
+    )
+
+
+def read_prompts(path: str | None) -> list[Prompt]:
     """Returns the prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line.
 
     In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
@@ -242,6 +250,8 @@ def read_prompts(path: str) -> list[Prompt]:
       ValueError: there are none, one is empty, or the file is damaged.
       OSError: the file cannot be read.
     """
+    if not path:
+        return []
     text = storage.read_text(path)
     if path.endswith(".json"):
         try:

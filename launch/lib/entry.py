@@ -63,14 +63,10 @@ _PROCESS_ID = flags.DEFINE_integer(
 SHARED_FLAGS = frozenset(flags.FLAGS)  # of the libraries and of all commands
 
 
-def define_output(
-    help: str = "Write the result as JSON to this file, local or gs://; by default nothing is written.",
-    *,
-    default: str | None = None,
-    required: bool = False,
-) -> flags.FlagHolder:
+def define_output() -> flags.FlagHolder:
     """Defines --output."""
-    return flags.DEFINE_string("output", default, help, required=required)
+    help = "Write the result as JSON to this file, local or gs://; by default nothing is written."
+    return flags.DEFINE_string("output", None, help)
 
 
 def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:
