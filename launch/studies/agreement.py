@@ -4,7 +4,7 @@
 
 Two distributions are checked, greedy and the configuration's sampling. The rounds of a few K and of plain decoding are
 timed on every second prompt, and acceptance is counted in them: at batch 1 to forecast K = 0 .. 12 at batch 1, and at
-batches 1 and 8 to forecast batch 4. Both are interpolated linearly in between, except for the products with the target's
+batches 1 and 8 to forecast --check_batch. Both are interpolated linearly in between, except for the products with the target's
 matrices: these are timed alone for every number of rows. From this the planner forecasts ms per token of all K on the
 other prompts. All sides decode in turn, in several passes. How far two passes over the *same* texts lie apart is the
 noise: no forecast can be expected to come closer. The configuration's own K, batch and repeats are not used.
@@ -13,78 +13,70 @@ noise: no forecast can be expected to come closer. The configuration's own K, ba
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from launch.lib.cells import identity_of, read_prompts
-from launch.lib.experiment import Experiment, build, refuse
-from launch.lib.fields import ExperimentConfig
+from launch.lib.experiment import build, refuse
 from launch.lib.rules import make_rule
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import greedy, use_compilation_cache
-from specsamp.analysis import tables
 from specsamp.analysis.acceptance import ByLength, Interval, Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
+from specsamp.analysis.tables import interval, words
 from specsamp.analysis.workload import Decoder, Quartiles, Timing, Workload, decoders, product_timer, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
-from specsamp.sampling.warp import Warp
 
+BATCHES = (1, 8)  # that are fitted, to forecast one in between
+PASSES = 2  # over all texts
 FEWEST_BATCHES = 6  # of texts, since the time of the slowest row varies a lot
 SAMPLES = 8  # of the products, in a pass
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What all cells share."""
-
-    options: Any
-    config: ExperimentConfig
-    experiment: Experiment
-    distributions: Mapping[str, Warp]  # by name
-    batches: Mapping[int, Sequence[int]]  # that are fitted, by the batch that is forecast
-
-
-def prepare(options: Any) -> Prepared:
-    """Loads the pair.
+def prepare(options: Any) -> Any:
+    """Returns the options with the pair, the distributions, and the batches that are fitted by the one that is forecast.
 
     Raises:
       ValueError: there is nothing to forecast, or nothing that could foresee it.
     """
     config, check = options.config.value, options.check_batch
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     if not config.word.drafts:
         raise ValueError("without a drafter there is nothing to forecast")
-    if check and not min(options.batch) <= check <= max(options.batch):
-        raise ValueError(f"--check_batch={check} must lie within --batch={','.join(map(str, options.batch))}")
-    given = read_prompts(options.prompts) if options.prompts else ()
-    experiment = build(config, given)
+    if check > BATCHES[-1]:
+        raise ValueError(f"--check_batch={check} must be at most {BATCHES[-1]}, the largest batch that is fitted")
+    experiment = build(config, read_prompts(options.prompts) if options.prompts else ())
     if (count := len(experiment.workload.prompts)) < 4:
         raise ValueError(f"two halves of prompts need four, this pair has {count}: give --prompts")
     use_compilation_cache()
-    distributions = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.sampling}
-    batches = {1: (1,)} | ({check: sorted(options.batch)} if check else {})
-    return Prepared(options, config, experiment, distributions, batches)
+    laws = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.sampling}
+    batches = {1: BATCHES[:1]} | ({check: BATCHES} if check else {})
+    return types.SimpleNamespace(
+        **vars(options) | {"config": config}, experiment=experiment, laws=laws, batches=batches
+    )
 
 
-def identity(prepared: Prepared) -> dict[str, Any]:
+def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
-    config, options = prepared.config, prepared.options
-    asked = {"fit": options.fit, "longest": options.longest, "batches": options.batch, "passes": options.passes}
+    config, asked = (
+        options.config,
+        {"fit": options.fit, "longest": options.longest, "batches": BATCHES, "passes": PASSES},
+    )
     turned = {"rule": config.rule, "drafter": config.drafter_name, "sampling": dataclasses.asdict(config.sampling)}
-    return identity_of(config, prepared.experiment) | turned | {"asked": asked}
+    return identity_of(config, options.experiment) | turned | {"asked": asked}
 
 
-def measure(prepared: Prepared, key: Mapping[str, Any], say) -> dict[str, Any]:
+def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
     """Fits on one half of the prompts; forecasts and measures on the other."""
-    options, config = prepared.options, prepared.config
-    pair, work = prepared.experiment.pair, prepared.experiment.workload
+    config, pair, work = options.config, options.experiment.pair, options.experiment.workload
 
     def sides_of(half: int, batch: int, lengths: Sequence[int]) -> dict[int, Decoder]:
         texts = work.prompts[half::2]
@@ -92,16 +84,16 @@ def measure(prepared: Prepared, key: Mapping[str, Any], say) -> dict[str, Any]:
         here = dataclasses.replace(work, batch=batch, repeats=repeats, prompts=texts)
         drafters = {K: config.make_drafter(pair.target, pair.draft_or_head, K) for K in lengths if K}
         contenders = {K: (drafter, make_rule(config.rule)) for K, drafter in ({0: NoDrafter()} | drafters).items()}
-        return decoders(pair, contenders, prepared.distributions[key["law"]], here)
+        return decoders(pair, contenders, options.laws[key["law"]], here)
 
     check = sides_of(1, key["batch"], range(options.longest + 1))
-    fit = {
-        (size, K): side for size in prepared.batches[key["batch"]] for K, side in sides_of(0, size, options.fit).items()
-    }
-    return agreement(check, fit, options.passes, say)
+    sizes = options.batches[key["batch"]]
+    return agreement(
+        check, {(size, K): each for size in sizes for K, each in sides_of(0, size, options.fit).items()}, say
+    )
 
 
-def agreement(check: Mapping[int, Decoder], fit: Mapping[tuple[int, int], Decoder], passes: int, say) -> dict[str, Any]:
+def agreement(check: Mapping[int, Decoder], fit: Mapping[tuple[int, int], Decoder], say: Say) -> dict[str, Any]:
     """Forecasts from the texts of one half of the prompts what is measured on the other.
 
     Args:
@@ -120,11 +112,11 @@ def agreement(check: Mapping[int, Decoder], fit: Mapping[tuple[int, int], Decode
         ("rows", rows): spread(lambda repeat, timer=timer: timer(), SAMPLES, turns) for rows, timer in timers.items()
     }
     runs |= {name: spread(each.decode, each.workload.repeats, turns) for name, each in {**check, **fit}.items()}
-    answers = take_turns(runs, passes * turns, lambda text: say(f"{passes} passes, turn {text}"))
-    timings = {name: [one for one in found if one is not None] for name, found in answers.items()}
+    samples = take_turns(runs, PASSES * turns, say)
+    timings = {name: [one for one in found if one is not None] for name, found in samples.items()}
     # The mean, as of rounds: if the machine is fast for a while and then slow, both cover all of that.
     products = {rows: gather_objects(float(np.mean(timings["rows", rows])))[0] for rows in sorted(timers)}
-    timed = {name: Timed.of(timings[name], passes) for name in (*check, *fit)}
+    timed = {name: Timed.of(timings[name]) for name in (*check, *fit)}
     costs = CostTable(
         rounds=tuple(Round(draft_length=K, batch=size, ms=timed[size, K].round_ms) for size, K in fit),
         error=clock_error(timed[name].error for name in fit),
@@ -176,10 +168,10 @@ class Timed:
     rows: tuple[RowStats, ...]
 
     @classmethod
-    def of(cls, timings: Sequence[Timing], passes: int) -> Timed:
+    def of(cls, timings: Sequence[Timing]) -> Timed:
         """Reads the timings of all passes; every pass has the same texts."""
-        first = timings[: len(timings) // passes]
-        seconds_PR = np.array([timing.loop_seconds for timing in timings]).reshape(passes, -1)
+        first = timings[: len(timings) // PASSES]
+        seconds_PR = np.array([timing.loop_seconds for timing in timings]).reshape(PASSES, -1)
         rows = tuple(row for timing in first for row in timing.rows)
         return cls(seconds_PR, np.array([timing.rounds for timing in first]), rows)
 
@@ -220,71 +212,60 @@ def worst(checks: Sequence[Mapping[str, Any]]) -> float:
     return max(abs(check["error"]) for check in unseen(checks))
 
 
-def covered(check: Mapping[str, Any]) -> bool:
-    """Returns whether the 95% band holds what was measured."""
-    return check["forecast"]["lower"] <= check["measured"] <= check["forecast"]["upper"]
-
-
-def cells_of(document: Document) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the distribution of each cell that has a result, in words, and the result."""
-    cells = [cell for cell in document["cells"] if "result" in cell]
-    return [(cell["key"]["law"].replace(", top_p", ", top-p"), cell["result"]) for cell in cells]
-
-
 def agreement_table(document: Document) -> Table:
     """Returns how far forecasts and measurements lie apart, a row for each distribution and batch."""
     rows = []
-    for law, result in cells_of(document):
-        errors, noise = ([abs(check[name]) for check in unseen(result["checks"])] for name in ("error", "noise"))
-        K = max(unseen(result["checks"]), key=lambda check: abs(check["error"]))["draft_length"]
-        rows.append(
-            (
-                law,
-                ", ".join(map(str, result["fit_batches"])),
-                str(result["check_batch"]),
-                f"{sum(map(covered, result['checks']))} of {len(result['checks'])}",
-                f"{np.median(errors):.1%}",
-                f"{max(errors):.1%} (K = {K})",
-                f"{result['worst_error_of_lines']:.1%}",
-                f"{np.median(noise):.1%}, {result['worst_noise']:.1%}",
-                f"{result['best_forecast']}, {result['best_measured']}",
-                f"{result['lost']:.1%}",
-            )
-        )
-    header = ("", "fitted at batch", "checked at batch", "within the 95% band", "median error", "worst error")
-    header = (*header, "worst with lines alone", "noise: median, worst", "best K: forecast, measured")
-    return Table(title="Forecasts on other prompts", header=(*header, "lost by the choice"), rows=rows)
+    for key, result in answers(document):
+        checks, hidden = result["checks"], unseen(result["checks"])
+        covered = [one["forecast"]["lower"] <= one["measured"] <= one["forecast"]["upper"] for one in checks]
+        errors, noise = {abs(one["error"]): one["draft_length"] for one in hidden}, [one["noise"] for one in hidden]
+        row = {
+            "": words(key["law"]),
+            "fitted at batch": ", ".join(map(str, result["fit_batches"])),
+            "checked at batch": result["check_batch"],
+            "within the 95% band": f"{sum(covered)} of {len(covered)}",
+            "median error": f"{np.median([*errors]):.1%}",
+            "worst error": f"{max(errors):.1%} (K = {errors[max(errors)]})",
+            "worst with lines alone": f"{result['worst_error_of_lines']:.1%}",
+            "noise: median, worst": f"{np.median(noise):.1%}, {result['worst_noise']:.1%}",
+            "best K: forecast, measured": f"{result['best_forecast']}, {result['best_measured']}",
+            "lost by the choice": f"{result['lost']:.1%}",
+        }
+        rows.append(row)
+    return Table.of("Forecasts on other prompts", rows)
 
 
 def lengths_table(document: Document) -> Table:
     """Returns a row for each K that was forecast and measured."""
     rows = []
-    for law, result in cells_of(document):
+    for key, result in answers(document):
         for check in result["checks"]:
-            name = f"{law}, batch {result['check_batch']}, K = {check['draft_length']}{' (fitted)' * check['cost_was_fitted']}"
-            shares = (f"{check[part]:+.1%}" for part in ("error", "rounds_error", "round_ms_error"))
-            forecast = tables.interval(Interval(**check["forecast"]))
-            rows.append((name, forecast, f"{check['measured']:.3g}", *shares, f"{check['noise']:.1%}"))
-    header = ("", "forecast, ms per token", "measured", "error", "of rounds", "of a round's time", "noise")
-    return Table(title="Forecasts by K", header=header, rows=rows)
+            fitted = " (fitted)" * check["cost_was_fitted"]
+            row = {
+                "": f"{words(key['law'])}, batch {result['check_batch']}, K = {check['draft_length']}{fitted}",
+                "forecast, ms per token": interval(Interval(**check["forecast"])),
+                "measured": f"{check['measured']:.3g}",
+                "error": f"{check['error']:+.1%}",
+                "of rounds": f"{check['rounds_error']:+.1%}",
+                "of a round's time": f"{check['round_ms_error']:+.1%}",
+                "noise": f"{check['noise']:.1%}",
+            }
+            rows.append(row)
+    return Table.of("Forecasts by K", rows)
 
 
 STUDY = Study(
     question="Do the planner's forecasts hold on prompts that nothing was fitted to?",
     config="configs/trained_pair.py",
     options={
-        "passes": Option(2, "How often all texts and draft lengths are measured.", least=2),
         "fit": Option((1, 4, 8), "Time rounds of these K to fit the costs.", least=1),
         "longest": Option(12, "The largest K to forecast.", least=1),
-        "batch": Option((1, 8), "Fit costs at these batch sizes, the smallest and the largest.", least=1),
-        "check_batch": Option(4, "Forecast this batch size from the fitted ones; 0 leaves that out.", least=0),
+        "check_batch": Option(4, "Forecast this batch size from 1 and 8; 0 leaves that out.", least=0),
         "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
     },
     prepare=prepare,
     identity=identity,
-    cells=lambda prepared: [
-        {"law": name, "batch": batch} for name in prepared.distributions for batch in prepared.batches
-    ],
+    cells=lambda options: [{"law": law, "batch": batch} for law in options.laws for batch in options.batches],
     measure=measure,
     tables={
         "agreement_lengths": Published(["python_pair_agreement"], lengths_table),

@@ -91,7 +91,7 @@ def found_with(
         place: Side(place[1], place[0], FITTED, fitted, round_ms, noise, 100 + number, decoded)
         for number, place in enumerate(places)
     }
-    found = module.agreement(check, sides, 2, lambda text: None)
+    found = module.agreement(check, sides, lambda text: None)
     json.dumps(as_json(found), allow_nan=False)
     return types.SimpleNamespace(**found | {"checks": [types.SimpleNamespace(**one) for one in found["checks"]]})
 
@@ -187,11 +187,10 @@ def test_each_text_of_each_length_is_counted_once(monkeypatch):
     "arguments, message",
     [
         ([TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
-        ([TINY, "--batch=1,2"], "--check_batch=4 must lie within --batch=1,2"),
+        ([TINY, "--check_batch=9"], "--check_batch=9 must be at most 8"),
         ([TINY, "--config.synthetic_acceptance=0.8"], "synthetic_acceptance = 0.8 would not be heeded"),
         ([TINY], "two halves of prompts need four, this pair has 0"),
         ([TINY, "--fit=0,4"], "--fit=0,4 must be at least 1; got 0"),
-        ([TINY, "--passes=1"], "passes"),
     ],
 )
 def test_what_is_refused_before_anything_is_decoded(arguments, message):
