@@ -10,6 +10,7 @@ import pytest
 from support import extras
 from support.stand_in_cloud import AT, DESCRIBE, HARD, ROOT, SCRIPTS, TPUS, ssh
 
+NETWORK = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x"]
 COMMANDS = ["create", "setup", "run", "fetch", "delete", "keep_running", "gke"]
 
 
@@ -33,42 +34,19 @@ def test_help_is_the_header(cloud, script):
 
 
 @pytest.mark.parametrize(
-    "accelerator, flags, ordered, shown",
+    "accelerator, flags, type, runtime, shown",
     [
-        (
-            "v4-32",
-            [],
-            ["--accelerator-type=v4-32", "--runtime-version=tpu-ubuntu2204-base"],
-            "16 chips as 2x2x4, 4 host(s)",
-        ),
-        (
-            "v5e-16",
-            ["--spot"],
-            ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite", "--spot"],
-            "16 chips as 4x4",
-        ),
-        (
-            "v5p-32",
-            ["--reserved"],
-            ["--accelerator-type=v5p-32", "--runtime-version=v2-alpha-tpuv5", "--reserved"],
-            "as 2x2x4",
-        ),
-        (
-            "v6e-8",
-            ["--spot=false"],
-            ["--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"],
-            "8 chips as 2x4, 1 host(s)",
-        ),
+        ("v4-32", [], "v4-32", "tpu-ubuntu2204-base", "16 chips as 2x2x4, 4 host(s)"),
+        ("v5e-16", ["--spot"], "v5litepod-16", "v2-alpha-tpuv5-lite", "16 chips as 4x4"),
+        ("v5p-32", ["--reserved"], "v5p-32", "v2-alpha-tpuv5", "as 2x2x4"),
+        ("v6e-8", ["--spot=false"], "v6e-8", "v2-alpha-tpuv6e", "8 chips as 2x4, 1 host(s)"),
     ],
 )
-def test_create_orders_the_slice(cloud, accelerator, flags, ordered, shown):
+def test_create_orders_the_slice(cloud, accelerator, flags, type, runtime, shown):
     commands, remarks = cloud.dry_run("create", "--name=pod", f"--accelerator={accelerator}", *flags)
-    assert commands == [
-        DESCRIBE,
-        [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT],
-        DESCRIBE,
-    ]
-    assert shown in remarks[0]
+    ordered = [f"--accelerator-type={type}", f"--runtime-version={runtime}", *(f for f in flags if "=" not in f)]
+    order = [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT]
+    assert commands == [DESCRIBE, order, DESCRIBE] and shown in remarks[0]
 
 
 def test_setup_copies_one_commit_to_all_workers(cloud):
@@ -110,12 +88,8 @@ def test_fetch_copies_from_buckets_and_from_the_first_worker(cloud):
     commands, _ = cloud.dry_run("fetch", "--name=pod", "--from=runs/x", "--to=results")
     scp = [*TPUS, "tpu-vm", "scp", "--recurse", "--worker=0"]
     assert commands == [["mkdir", "-p", "results"], [*scp, "pod:specsamp/runs/x", "results", *AT]]
-    assert cloud.dry_run("fetch", "--name=pod", "--from=~/specsamp_job", "--to=x")[0][1] == [
-        *scp,
-        "pod:~/specsamp_job",
-        "x",
-        *AT,
-    ]
+    copied = cloud.dry_run("fetch", "--name=pod", "--from=~/specsamp_job", "--to=x")[0][1]
+    assert copied == [*scp, "pod:~/specsamp_job", "x", *AT]
 
 
 def test_delete_leaves_neither_request_nor_node(cloud):
@@ -128,50 +102,34 @@ def test_delete_leaves_neither_request_nor_node(cloud):
     ]
 
 
-def test_keep_running_is_create_setup_run_and_delete(cloud):
-    one_round, _ = cloud.dry_run("keep_running", "--name=pod", "--accelerator=v4-32", "--spot", "--", *HARD)
-    parts = [
-        cloud.dry_run("create", "--name=pod", "--accelerator=v4-32", "--spot"),
-        cloud.dry_run("setup", "--name=pod"),
-        cloud.dry_run("run", "--name=pod", "--", *HARD),
-        cloud.dry_run("delete", "--name=pod"),
-    ]
-    assert without_job(one_round) == without_job(sum((commands for commands, _ in parts), []))
-
-
-def test_keep_running_hands_its_flags_on(cloud):
+@pytest.mark.parametrize(
+    "of_slice, connect, secret",
+    [
+        (("--accelerator=v4-32", "--spot"), (), ()),
+        (("--accelerator=v4-8", *NETWORK), ("--tunnel_through_iap",), ("--secret_env=HF_TOKEN",)),
+    ],
+)
+def test_keep_running_is_create_setup_run_and_delete_with_its_flags(cloud, of_slice, connect, secret):
     cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
-    network = ("--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x")
-    connect, secret = ("--tunnel_through_iap",), ("--secret_env=HF_TOKEN",)
-    order = ("keep_running", "--name=pod", "--accelerator=v4-8", *network, *connect, *secret, "--", "true")
-    parts = [
-        cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *network),
-        cloud.dry_run("setup", "--name=pod", *connect),
-        cloud.dry_run("run", "--name=pod", *connect, *secret, "--", "true"),
-        cloud.dry_run("delete", "--name=pod"),
-    ]
-    assert without_job(cloud.dry_run(*order)[0]) == without_job(sum((commands for commands, _ in parts), []))
 
+    def commands(script, *arguments):
+        found = cloud.dry_run(script, "--name=pod", *arguments)[0]
+        return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in found]
 
-def without_job(commands):
-    return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in commands]
+    parts = [("create", *of_slice), ("setup", *connect), ("run", *connect, *secret, "--", *HARD), ("delete",)]
+    whole = commands("keep_running", *of_slice, *connect, *secret, "--", *HARD)
+    assert whole == [command for part in parts for command in commands(*part)]
 
 
 def test_hosts_without_external_addresses(cloud):
     """Ordered in a network of one's own; reached through Identity-Aware Proxy, or from within that network."""
-    flags = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x.iam.gserviceaccount.com"]
-    order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *flags)[0][1]
-    assert order[-6:-2] == ["--internal-ips", "--network=ours", "--subnetwork=part", flags[-1].replace("_", "-")]
+    order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *NETWORK)[0][1]
+    assert order[-6:-2] == ["--internal-ips", "--network=ours", "--subnetwork=part", "--service-account=me@x"]
 
-    scripts = {
-        "setup": ("--name=pod",),
-        "run": ("--name=pod", "--", "true"),
-        "fetch": ("--name=pod", "--from=x", "--to=y"),
-    }
-    for script, arguments in scripts.items():
+    for script, arguments in (("setup", ()), ("run", ("--", "true")), ("fetch", ("--from=x", "--to=y"))):
 
         def connections(*flags, script=script, arguments=arguments):
-            commands, _ = cloud.dry_run(script, *flags, *arguments)
+            commands, _ = cloud.dry_run(script, "--name=pod", *flags, *arguments)
             return [command for command in commands if "ssh" in command or "scp" in command]
 
         plain, internal, tunnel = connections(), connections("--internal_ips"), connections("--tunnel_through_iap")
@@ -196,22 +154,13 @@ def test_gke_uses_xpk(cloud):
     commit = cloud.git("rev-parse", "HEAD")
     code = f"runs/code_{commit[:12]}"
     commands, _ = cloud.dry_run("gke", "run", "--name=big", "--accelerator=tpu7x-16", "--job=mine", "--", *HARD)
-    workload = [
-        "xpk",
-        "workload",
-        "create",
-        "--workload=mine",
-        *cluster,
-        *slice,
-        "--base-docker-image=python:3.12",
-        f"--script-dir={code}",
-    ]
+    workload = ["xpk", "workload", "create", "--workload=mine", *cluster, *slice]
+    workload += ["--base-docker-image=python:3.12", f"--script-dir={code}"]
     assert commands[1] == ["git", "archive", "--format=tar", f"--output={code}.tar", commit]
     assert commands[3][:-1] == [*workload, f"--env=SPECSAMP_VERSION={commit}", "--max-restarts=100"]
     assert shlex.split(commands[3][-1]) == ["--command=pip", "install", "--quiet", ".[tpu]", "&&", *HARD]
     assert commands[5] == ["xpk", "workload", "list", *cluster, "--wait-for-job-completion=mine"]
-    flags = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x"]
-    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=v4-8", *flags)[0][0][-4:] == [
+    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=v4-8", *NETWORK)[0][0][-4:] == [
         "--on-demand",
         "--private",
         "--custom-cluster-arguments=--network=ours --subnetwork=part --service-account=me@x",
@@ -225,13 +174,8 @@ def test_gke_hands_secrets_over_by_name(cloud):
     commands, remarks = cloud.dry_run("gke", *arguments, "--", "env", "API_KEY=abc", "true")
     code = f"runs/code_{cloud.git('rev-parse', 'HEAD')[:12]}"
     assert f"--env-file={code}.env" in commands[3] and not any(word.startswith("--env=") for word in commands[3])
-    assert commands[3][-1].endswith("&& env 'API_KEY=[hidden]' true") and commands[4] == [
-        "rm",
-        "-r",
-        code,
-        f"{code}.tar",
-        f"{code}.env",
-    ]
+    assert commands[3][-1].endswith("&& env 'API_KEY=[hidden]' true")
+    assert commands[4] == ["rm", "-r", code, f"{code}.tar", f"{code}.env"]
     assert f"# {code}.env sets SPECSAMP_VERSION and names HF_TOKEN" in remarks
     assert "hf_not" not in str(commands) + str(remarks)
     cloud.states("ACTIVE")
@@ -248,82 +192,45 @@ def test_gke_hands_secrets_over_by_name(cloud):
 
 
 @pytest.mark.parametrize(
-    "script, arguments, message",
+    "typed, message",
     [
+        ("create --name=pod --accelerator=v4-30", "'v4-30'; closest matches: v4-16, v4-32"),
+        ("create --name=pod --accelerator=2x2x4", "'2x2x4'; closest matches: v4-32, v5p-32"),
         (
-            "create",
-            ["--name=pod", "--accelerator=v4-30"],
-            "unknown TPU accelerator type 'v4-30'; closest matches: v4-16, v4-32",
-        ),
-        (
-            "create",
-            ["--name=pod", "--accelerator=2x2x4"],
-            "unknown TPU accelerator type '2x2x4'; closest matches: v4-32, v5p-32",
-        ),
-        (
-            "create",
-            ["--name=pod", "--accelerator=tpu7x-16"],
+            "create --name=pod --accelerator=tpu7x-16",
             "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh",
         ),
-        ("create", ["--name=pod"], "--accelerator is missing: name the slice to order, such as --accelerator=v4-32"),
-        ("create", ["--accelerator=v4-32"], "--name is missing: give the slice a name"),
-        ("create", ["--name=My_Pod", "--accelerator=v4-32"], "got 'My_Pod'"),
-        (
-            "create",
-            ["--name=pod", "--accelerator=v4-32", "--spot", "--reserved"],
-            "--spot and --reserved exclude each other",
-        ),
-        (
-            "create",
-            ["--name=pod", "--accelerator=v4-32", "--spots"],
-            "unknown flag --spots: the flags are --name= --accelerator=",
-        ),
-        ("create", ["--name=pod", "--accelerator=v4-32", "--spot=maybe"], "--spot must be true or false; got 'maybe'"),
-        ("create", ["pod"], "unexpected argument 'pod'"),
-        ("run", ["--name=pod"], "the command is missing: add it after --"),
-        ("run", ["--name=pod", "--"], "the command is missing: add it after --"),
-        ("run", ["--name="], "--name needs a value"),
-        ("run", ["--name=pod", "--attach", "--stop"], "--attach and --stop exclude each other"),
-        ("run", ["--name=pod", "--stop", "--", "true"], "--attach and --stop are about the running command"),
-        (
-            "create",
-            ["--name=pod", "--accelerator=v4-8", "--", "true"],
-            "there is nothing to do for a command here: '-- true'",
-        ),
-        ("gke", ["create", "--name=big", "--accelerator=v4-8", "--ref=x"], "unknown flag --ref: the flags are --name="),
-        ("gke", ["run", "--name=big", "--accelerator=v4-8", "--spot", "--", "true"], "unknown flag --spot: "),
-        (
-            "gke",
-            ["run", "--name=big", "--max_restarts=x", "--", "true"],
-            "--max_restarts must be a whole number; got 'x'",
-        ),
-        ("setup", ["--name=pod", "--ref=nowhere"], "there is no commit 'nowhere'"),
-        ("fetch", ["--from=gs://bucket/run"], "--to is missing"),
-        ("fetch", ["--from=runs/x", "--to=y"], "--name is missing"),
-        ("keep_running", ["--name=pod", "--accelerator=v6e-512", "--", "true"], "closest matches: v6e-256"),
-        ("keep_running", ["--name=pod", "--accelerator=v6e-8", "--max_restarts=x", "--", "true"], "got 'x'"),
-        (
-            "run",
-            ["--name=pod", "--secret_env=NOT_SET", "--", "true"],
-            "--secret_env=NOT_SET: this variable is not exported",
-        ),
-        (
-            "run",
-            ["--name=pod", "--secret_env=HF_TOKEN=x", "--", "true"],
-            "--secret_env takes names of exported variables",
-        ),
-        (
-            "keep_running",
-            ["--name=pod", "--accelerator=v4-8", "--secret_env=NOT_SET", "--", "true"],
-            "--secret_env=NOT_SET: ",
-        ),
-        ("create", ["--name=pod", "--accelerator=v4-8", "--tunnel_through_iap"], "unknown flag --tunnel_through_iap"),
-        ("gke", ["create", "--name=big", "--accelerator=tpu7x-17"], "closest matches: tpu7x-16, tpu7x-32"),
-        ("gke", ["--name=big"], "the first argument must be create, run or delete; got '--name=big'"),
+        ("create --name=pod", "--accelerator is missing"),
+        ("create --accelerator=v4-32", "--name is missing"),
+        ("create --name=My_Pod --accelerator=v4-32", "got 'My_Pod'"),
+        ("create --name=pod --accelerator=v4-32 --spot --reserved", "--spot and --reserved exclude each other"),
+        ("create --name=pod --accelerator=v4-32 --spots", "unknown flag --spots: the flags are --name= --accelerator="),
+        ("create --name=pod --accelerator=v4-32 --spot=maybe", "--spot must be true or false; got 'maybe'"),
+        ("create --name=pod --accelerator=v4-8 --tunnel_through_iap", "unknown flag --tunnel_through_iap"),
+        ("create --name=pod --accelerator=v4-8 -- true", "'-- true'"),
+        ("create pod", "unexpected argument 'pod'"),
+        ("run --name=pod", "the command is missing"),
+        ("run --name=pod --", "the command is missing"),
+        ("run --name=", "--name needs a value"),
+        ("run --name=pod --attach --stop", "--attach and --stop exclude each other"),
+        ("run --name=pod --stop -- true", "--attach and --stop are about the running command"),
+        ("run --name=pod --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: this variable is not exported"),
+        ("run --name=pod --secret_env=HF_TOKEN=x -- true", "--secret_env takes names of exported variables"),
+        ("gke create --name=big --accelerator=v4-8 --ref=x", "unknown flag --ref: the flags are --name="),
+        ("gke create --name=big --accelerator=tpu7x-17", "closest matches: tpu7x-16, tpu7x-32"),
+        ("gke run --name=big --accelerator=v4-8 --spot -- true", "unknown flag --spot: "),
+        ("gke run --name=big --max_restarts=x -- true", "--max_restarts must be a whole number; got 'x'"),
+        ("gke --name=big", "the first argument must be create, run or delete; got '--name=big'"),
+        ("setup --name=pod --ref=nowhere", "there is no commit 'nowhere'"),
+        ("fetch --from=gs://bucket/run", "--to is missing"),
+        ("fetch --from=runs/x --to=y", "--name is missing"),
+        ("keep_running --name=pod --accelerator=v6e-512 -- true", "closest matches: v6e-256"),
+        ("keep_running --name=pod --accelerator=v6e-8 --max_restarts=x -- true", "got 'x'"),
+        ("keep_running --name=pod --accelerator=v4-8 --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: "),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_asked(cloud, script, arguments, message):
-    done = cloud.run(script, *arguments)
+def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
+    done = cloud.run(*typed.split())
     assert done.returncode == 2 and message in done.stderr, (done.returncode, done.stderr)
     assert not cloud.calls()
 

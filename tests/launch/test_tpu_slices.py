@@ -51,10 +51,7 @@ def test_setup_gives_every_worker_the_commit(ready):
     ready.git("commit", "--all", "--message=the installation fails")
     assert ready.run("setup", "--name=pod").returncode == 1
     done = ready.run("run", "--name=pod", "--", "true")
-    assert (
-        done.returncode == 1
-        and "w-1: the installation is missing or incomplete: call launch/tpu/setup.sh" in done.stderr
-    )
+    assert done.returncode == 1 and "w-1: the installation is missing or incomplete" in done.stderr
     assert ready.run("setup", "--name=pod", f"--ref={first}").returncode == 0
     for host in ("w-0", "w-1"):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
@@ -115,9 +112,8 @@ def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(rea
     words = ("env", "HF_TOKEN=hf_seen", "WANDB_API_KEY=hf_seen", "bash", "-c", 'echo "${#HF_TOKEN} $1 $2"', "name")
     done = ready.run("run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8")
     assert done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
-    assert (
-        "hf_seen" not in done.stderr and "hf_seen" not in (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
-    )
+    stored = (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
+    assert "hf_seen" not in done.stderr + stored
     for shown in ("HF_TOKEN=[hidden]", "WANDB_API_KEY=[hidden]", "--password=[hidden]", "--config.max_new_tokens=8"):
         assert shown in done.stderr
 
@@ -130,14 +126,8 @@ def test_run_ends_with_the_status_of_the_command(ready):
 
 
 def test_run_ends_workers_that_hang_after_the_first(ready):
-    done = ready.run(
-        "run",
-        "--name=pod",
-        "--",
-        "bash",
-        "-c",
-        'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait',
-    )
+    script = 'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait'
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script)
     assert done.returncode == 4 and "w-1 ended with 143" in done.stderr
 
 
@@ -167,23 +157,13 @@ def test_after_a_restart_of_the_machine_nothing_runs(ready):
 
 
 def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
-    start = subprocess.Popen(
-        [
-            "bash",
-            ready.checkout / "launch/tpu/run.sh",
-            "--name=pod",
-            *AT,
-            "--",
-            "bash",
-            "-c",
-            "echo here I am; sleep 60",
-        ],
-        cwd=ready.checkout,
-        env=ready.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    def start_run(*arguments, **options):
+        command = ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", *AT, *arguments]
+        here = dict(cwd=ready.checkout, env=ready.environment, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, **here, **options)
+
+    command = ("--", "bash", "-c", "echo here I am; sleep 60")
+    start = start_run(*command, stdout=subprocess.DEVNULL, start_new_session=True)
     log = ready.fake / "w-1" / "specsamp_job" / "log"
     until = time.monotonic() + 600
     while not (log.exists() and log.read_text()) and time.monotonic() < until:
@@ -193,14 +173,7 @@ def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
     for script, arguments in (("run", ("--", "true")), ("setup", ())):
         done = ready.run(script, "--name=pod", *arguments)
         assert done.returncode == 1 and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
-    attached = subprocess.Popen(
-        ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", "--attach", *AT],
-        cwd=ready.checkout,
-        env=ready.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    attached = start_run("--attach", stdout=subprocess.PIPE, text=True)
     assert attached.stdout.readline() == "here I am\n"
     assert ready.run("run", "--name=pod", "--stop").returncode == 0
     attached.communicate(timeout=600)
@@ -250,10 +223,7 @@ def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
 def test_a_command_that_fails_by_itself_is_not_repeated(cloud, status):
     cloud.states("MISSING", "ACTIVE")
     done = keep(cloud, "bash", "-c", f"exit {status}")
-    assert (
-        done.returncode == status
-        and f"The command failed with exit status {status} on a slice that still exists." in done.stderr
-    )
+    assert done.returncode == status and f"status {status} on a slice that still exists." in done.stderr
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
     assert "costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
@@ -276,9 +246,8 @@ def test_workers_that_were_restarted_are_set_up_again(cloud):
 
 def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
     cloud.states("MISSING", "FAILED")
-    (cloud.fake / "bin" / "gcloud").write_text(
-        FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
-    )
+    failing = FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
+    (cloud.fake / "bin" / "gcloud").write_text(failing)
     done = keep(cloud, "true")
     assert done.returncode == 75 and "the slice was lost 3 times before it was ready" in done.stderr
     assert len(cloud.calls("create")) == 3
