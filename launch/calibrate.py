@@ -44,7 +44,6 @@ class Scale:
     """Says how large the measured programs are."""
 
     read_bytes: int  # of each device, in one turn
-    turns: int
     width: int
     layers: tuple[int, ...]
     batches: tuple[int, ...]
@@ -53,8 +52,8 @@ class Scale:
 
 
 USELESS = 0.5  # relative error of steps that were left out
-ON_TPU = Scale(read_bytes=2**29, turns=200, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
-ON_CPU = Scale(read_bytes=2**23, turns=20, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
+ON_TPU = Scale(read_bytes=2**29, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
+ON_CPU = Scale(read_bytes=2**23, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
 
 
 def main() -> None:
@@ -73,7 +72,7 @@ def main() -> None:
         return
     with entry.progress(console, "calibrating") as say:
         say("bandwidth")
-        reached, launch = own.bandwidth(scale.read_bytes, scale.turns), own.launch_ms()
+        reached, launch = own.bandwidth(scale.read_bytes), own.launch_ms()
         known = CHIPS.get(chip) or Chip(
             0, reached, math.inf, reached, math.nan
         )  # what is no TPU has no data sheet here
@@ -81,7 +80,7 @@ def main() -> None:
         for along in own.groups(sizes):
             for size in SIZES:
                 say(f"all-reduce of {size} bytes over {over(sizes, along)}")
-                collectives.append(own.all_reduce(sizes, along, size, scale.turns))
+                collectives.append(own.all_reduce(sizes, along, size))
         steps = []
         for layers in scale.layers:
             pair, config = small_decoder(scale, layers, jax.device_count())
@@ -156,7 +155,7 @@ def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -
     """Returns what is going to be measured."""
     groups = ", ".join(over(sizes, along) for along in own.groups(sizes)) or "none: one chip"
     rows = [
-        ("bandwidth", f"{scale.read_bytes / 2**20:.0f} MiB on each device, read {scale.turns} times"),
+        ("bandwidth", f"{scale.read_bytes / 2**20:.0f} MiB on each device, read for {own.SECONDS} s"),
         ("launch", "a program of one addition, 200 times"),
         ("all-reduces", f"of {' and '.join(f'{size // 1024} KiB' for size in SIZES)} over {groups}"),
         (

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
@@ -38,9 +37,6 @@ from specsamp.sampling.warp import Warp
 
 LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 5  # profiles of rounds
-STREAMED_COLUMNS = 4096
-LARGEST_STREAMED = 2**30  # bytes; fits no cache
-STREAMING_SECONDS = 0.05  # of a sample, at least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +92,6 @@ class Result:
     split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where no profile can be made
     slots: int  # of the caches, which attention reads
     memory: MemoryUse
-    device_gb_per_s: Quartiles | None  # streaming, measured
-    streaming_share: Quartiles | None  # of it that an autoregressive round reaches, counting its weights alone
     variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
 
     @property
@@ -161,7 +155,7 @@ def benchmark(
     warm = sides["speculative"].warm_state()
     memory = memory_use([side.weights for side in sides.values()], (warm.cache, warm.drafter_state))
     del warm
-    split, device, share = _phases(sides, workload.repeats, progress)
+    split = _split(sides, workload.repeats, progress)
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
     acceptance = functools.reduce(operator.add, (timing.stats for timing in timings["speculative"]))
@@ -177,8 +171,6 @@ def benchmark(
         split=split,
         slots=sides["speculative"].slots,
         memory=memory,
-        device_gb_per_s=device,
-        streaming_share=share,
         variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )
 
@@ -191,28 +183,21 @@ def compile_seconds(side: Decoder, name: str, progress: Callable[[str], None]) -
     return time.perf_counter() - start
 
 
-def _phases(
-    sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str], None]
-) -> tuple[RoundSplit | None, Quartiles | None, Quartiles | None]:
-    """Measures the parts of a round, the device's streaming rate, and the share of it that a plain round reaches.
+def _split(sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
+    """Measures the parts of a round.
 
-    The phases take turns, so the caches of both sides are held at once, while decoding holds those of one side. If there
-    is no room for both, only the phases are left out.
+    They take turns, so the caches of both sides are held at once, while decoding holds those of one side. If there is no
+    room for both, only the parts are left out.
     """
     if jax.config.jax_disable_jit or sides["speculative"].adaptive is not None:
-        return None, None, None
+        return None
     try:
-        split = split_round(sides["speculative"], sides["autoregressive"], min(repeats, MOST_SPLITS), progress)
-        if split is None:
-            return None, None, None
-        device = streaming_gb_per_s(split.streamed_bytes)
+        return split_round(sides["speculative"], sides["autoregressive"], min(repeats, MOST_SPLITS), progress)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         progress("the phases of a round do not fit beside each other: left out")
-        return None, None, None
-    reached = dataclasses.asdict(split.step_gb_per_s)
-    return split, device, Quartiles(**{name: value / device.median for name, value in reached.items()})
+        return None
 
 
 def _side(decoder: Decoder, timings: list[Timing], warm_up_seconds: float, token_seconds: np.ndarray) -> Side:
@@ -226,37 +211,6 @@ def _side(decoder: Decoder, timings: list[Timing], warm_up_seconds: float, token
         warm_up_seconds=warm_up_seconds,
         token_ms=Percentiles.of(token_seconds * 1e3),
     )
-
-
-def streaming_gb_per_s(nbytes: int, samples: int = 3) -> Quartiles:
-    """Measures how fast one device multiplies a float32 matrix by a vector, in GB/s: reading weights bounds decoding.
-
-    Args:
-      nbytes: size of the matrix, at most `LARGEST_STREAMED`. Give what a step streams: then both fit a cache, or neither does.
-      samples: how often it is measured.
-    """
-    rows = max(min(nbytes, LARGEST_STREAMED) // (4 * STREAMED_COLUMNS), 1)
-    matrix = jnp.ones((rows, STREAMED_COLUMNS), jnp.float32, device=jax.local_devices()[0])
-
-    def seconds(iterations: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(_read(matrix, iterations))
-        return time.perf_counter() - start
-
-    seconds(1)  # compiles
-    iterations = max(int(STREAMING_SECONDS / max(seconds(1), 1e-6)), 1)
-    return Quartiles.of([iterations * matrix.nbytes / seconds(iterations) / 1e9 for _ in range(samples)])
-
-
-@jax.jit
-def _read(matrix: jax.Array, iterations: jax.Array | int) -> jax.Array:
-    """Multiplies ``iterations`` times; each product waits for the one before, or XLA would keep only one."""
-
-    def product(_: jax.Array, x: jax.Array) -> jax.Array:
-        whole, x = jax.lax.optimization_barrier((matrix, x))
-        return jnp.where((whole @ jnp.full(matrix.shape[1], x))[0] > 0, 1.0, 0.5)
-
-    return jax.lax.fori_loop(0, iterations, product, jnp.ones((), jnp.float32))
 
 
 def memory_use(weights: Any, caches: Any) -> MemoryUse:

@@ -60,8 +60,8 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
     if full:
         header += ("draft + score + verify, ms", "ms of a token: p50, p99", "prefill, ms", "streaming")
         note += (
-            "; a token's own ms with rounds waited for one by one; streaming: weights per second of a plain round, over "
-            "what the device reached with one matrix of that size"
+            "; a token's own ms with rounds waited for one by one; streaming: products with the target's matrices alone, "
+            "over a plain round"
         )
 
     def row(cell: Mapping[str, Any]) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
             " + ".join(parts),
             f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
             f"{drafted['prefill_ms']['median']:.3g}",
-            _quartiles(result["streaming_share"], "%"),
+            "" if split is None else f"{split['stream_step']['ms']['median'] / split['step']['ms']['median']:.0%}",
         )
 
     return Table(title=title, header=header, rows=[row(cell) for cell in cells], note=note)
@@ -145,10 +145,6 @@ def _price_table(result: Result) -> Table:
 
 def _group(cell: Mapping[str, Any]) -> tuple:
     return distribution_of(cell["key"]), cell["key"]["batch"]
-
-
-def _quartiles(value: Mapping[str, float] | None, unit: str = "") -> str:
-    return "" if value is None else quartiles(Quartiles(**value), unit)
 
 
 def shares(counts: RowStats) -> str:

@@ -23,27 +23,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.shapes import BYTES, Shape
+from specsamp.tpu.shapes import Shape
 from specsamp.tpu.topology import CHIPS
 from specsamp.tpu.work import Work, replica_axes
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
-KINDS = ("step", "collective", "served", "launched", "experts", "arithmetic", "vector unit", "round")
-# What texts of a row look like.
-FORMS = {
-    **dict.fromkeys(("source", "software", "url"), r".*\S.*"),
-    "date": r"\d{4}(-(0[1-9]|1[0-2])(-[0-3]\d)?)?",
-    "slice": r"\d+(x\d+)*",
-}
-EXAMPLES = {"date": "2025-04", "slice": "4x4"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +44,7 @@ class Measurement:
     url: str
     software: str
     date: str
-    kind: str  # one of KINDS
+    kind: str  # see above
     chip: str
     slice: str  # chips along each axis, such as "4x4"
     tensor: int  # chips that hold one replica of the model
@@ -115,46 +105,17 @@ def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """Reads a table of measurements: ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``.
 
     Raises:
-      ValueError: a row lacks a condition or has one that nobody knows, and the message names both; or it is no table.
+      TypeError: a row lacks a condition, or has one that nobody knows.
     """
+    models = {name: _shape(fields) for name, fields in document["models"].items()}
     rows = []
-    try:
-        models = {name: _shape(name, fields) for name, fields in document["models"].items()}
-        for group in document["groups"]:
-            shared = {name: value for name, value in group.items() if name != "rows"}
-            rows += [_row(shared | row, models) for row in group["rows"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no table of measurements ({type(error).__name__}: {error})") from error
+    for group in document["groups"]:
+        for row in group["rows"]:
+            known = {name: value for name, value in group.items() if name != "rows"} | row
+            shape = models.get(known["model"]) or Shape.of(published_config(known["model"]))
+            rows.append(Measurement(**known | {"axes": known.get("axes") and tuple(known["axes"])}, shape=shape))
     return tuple(rows)
 
 
-def _shape(name: str, fields: Mapping[str, Any]) -> Shape:
-    try:
-        return Shape(**fields) if "layers" in fields else Shape.of(TransformerConfig(**fields))
-    except TypeError as error:
-        raise ValueError(f"the model {name!r} of a table of measurements: {error}") from error
-
-
-def _row(row: Mapping[str, Any], models: Mapping[str, Shape]) -> Measurement:
-    where = f"the row {row.get('source')}, {row.get('model')}, {row.get('milliseconds')} ms"
-    known = {field.name: field for field in dataclasses.fields(Measurement) if field.name != "shape"}
-    for name, field in known.items():
-        if name not in row and field.default is dataclasses.MISSING:
-            raise ValueError(f"{where}: {name} is missing; a time without its conditions is refused")
-    for name, value in row.items():
-        if name not in known:
-            raise ValueError(f"{where}: {name} is no condition; known are {', '.join(known)}")
-        among = {"kind": KINDS, "chip": CHIPS, "weights": BYTES, "cache": BYTES, "model": [*models, *CONFIGS]}.get(name)
-        if among is not None and value not in among:
-            raise ValueError(f"{where}: {name} {value!r} is none of {', '.join(among)}")
-        is_number = name in ("tensor", "data", "batch", "context", "milliseconds", "tokens", "sequences", "live")
-        if is_number and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise ValueError(f"{where}: {name} must be a positive number; got {value!r}")
-        form = FORMS.get(name)
-        if form is not None and not (isinstance(value, str) and re.fullmatch(form, value)):
-            raise ValueError(f"{where}: {name} must be as {EXAMPLES.get(name, 'text')}; got {value!r}")
-    if math.prod(int(size) for size in row["slice"].split("x")) != row["tensor"] * row["data"]:
-        raise ValueError(f"{where}: tensor {row['tensor']} x data {row['data']} are not the chips of {row['slice']}")
-    axes = tuple(row["axes"]) if row.get("axes") else None
-    shape = models.get(row["model"]) or Shape.of(published_config(row["model"]))
-    return Measurement(**{**row, "axes": axes, "shape": shape})
+def _shape(fields: Mapping[str, Any]) -> Shape:
+    return Shape(**fields) if "layers" in fields else Shape.of(TransformerConfig(**fields))

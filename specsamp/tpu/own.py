@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specsamp.analysis.workload import Quartiles, Workload, decoders
+from specsamp.analysis.workload import Quartiles, Workload, decoders, find_iterations
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -26,8 +26,7 @@ from specsamp.tpu.calibration import SHARES, Calibration, least_squares, nearly_
 from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work, hops, wire_ms
 
-DOUBLINGS = 6  # of a loop that is too short for the clock
-MOST_SECONDS = 20.0  # of one measurement, on a machine whose clocks do not settle
+SECONDS = 0.25  # of a loop: long against a launch and the clock
 PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
 LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
 
@@ -42,38 +41,29 @@ class AllReduce:
     microseconds: float
 
 
-def seconds_per_turn(run: Callable[[int], jax.Array], turns: int, repeats: int = 7) -> float:
+def seconds_per_turn(run: Callable[[int], jax.Array], repeats: int = 7) -> float:
     """Returns the median seconds of one turn of a loop.
 
     Args:
       run: runs so many turns on the devices; it is compiled once for all numbers of turns.
-      turns: doubled, up to `DOUBLINGS` times, until what twice as many take longer hardly depends on the clock (three of
-        four times are at least three quarters of the median), or until `MOST_SECONDS` have passed.
 
     Raises:
-      ValueError: in the end the median is still not positive.
+      ValueError: twice as many turns do not take longer.
     """
-    jax.block_until_ready(run(1))
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(count))
         return time.perf_counter() - start
 
-    began, doubled = time.perf_counter(), 0
-    while True:
-        longer = [seconds(2 * turns) - seconds(turns) for _ in range(repeats)]
-        median, lower = float(np.median(longer)), np.percentile(longer, 25)
-        is_late = time.perf_counter() - began > MOST_SECONDS
-        if lower > 0.75 * median > 0 or is_late or doubled == DOUBLINGS:
-            break
-        turns, doubled = 2 * turns, doubled + 1
+    turns = find_iterations(seconds, SECONDS)
+    median = float(np.median([seconds(2 * turns) - seconds(turns) for _ in range(repeats)]))
     if median > 0:
         return median / turns
     raise ValueError(f"the times of loops of {turns} turns scatter too much: leave this machine idle, and run again")
 
 
-def bandwidth(size: int, turns: int) -> float:
+def bandwidth(size: int) -> float:
     """Returns the bytes per second that one device reads while all devices read arrays of ``size`` bytes."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
     count = jax.device_count() * (size // 4)
@@ -95,7 +85,7 @@ def bandwidth(size: int, turns: int) -> float:
             check_vma=False,
         )
     )
-    return size / seconds_per_turn(lambda n: whole(array, n), turns)
+    return size / seconds_per_turn(lambda n: whole(array, n))
 
 
 def launch_ms(calls: int = 200) -> float:
@@ -115,7 +105,7 @@ def groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys([(axis,) for axis in several] + [several])) if several else []
 
 
-def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int, turns: int) -> AllReduce:
+def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int) -> AllReduce:
     """Measures an all-reduce of ``size`` bytes of each device along some axes of the slice.
 
     Args:
@@ -140,7 +130,7 @@ def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int, turns: int
     whole = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
     count, where = jax.device_count() * (size // 4), NamedSharding(mesh, spec)
     array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=where)()
-    seconds = seconds_per_turn(lambda n: whole(array, n), turns)
+    seconds = seconds_per_turn(lambda n: whole(array, n))
     return AllReduce(
         along=tuple(along), chips=tuple(sizes[axis] for axis in along), bytes=size, microseconds=seconds * 1e6
     )

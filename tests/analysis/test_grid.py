@@ -240,7 +240,6 @@ def measured(pair):
     """One real cell."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
-        patch.setattr(benchmark_module, "streaming_gb_per_s", lambda nbytes: Quartiles.of([nbytes / 4]))
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
             key=key(draft_length=K, batch=2),
@@ -267,7 +266,7 @@ def test_a_cell_of_made_up_acceptance(measured):
 
 def test_what_a_cell_says_besides(measured):
     result = measured["result"]
-    assert result["streaming_share"]["median"] == 0.5 and result["memory"]["caches"] > 0
+    assert result["memory"]["caches"] > 0
     assert result["memory"]["peak"] > 1e6 and result["memory"]["peak_is_of"] == "process"
     for side in ("autoregressive", "speculative"):
         spent = result[side]["token_ms"]

@@ -25,7 +25,7 @@ def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
 
     took = lambda *arguments: Quartiles(median=next(ms), lower=1, upper=6)  # noqa: E731
     monkeypatch.setattr(own, "step_ms", took)
-    monkeypatch.setattr(own, "seconds_per_turn", lambda run, turns: (run(1), 1e-4)[1])
+    monkeypatch.setattr(own, "seconds_per_turn", lambda run: (run(1), 1e-4)[1])
     done = call("calibrate", "--plain", f"--output={path}")
     assert done.returncode == 0, done.stderr
     written = json.loads(path.read_text())

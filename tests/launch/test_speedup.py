@@ -51,8 +51,6 @@ def result(ratio, same_tokens=4, split=SPLIT, K=2):
         split=split,
         slots=64,
         memory=None,
-        device_gb_per_s=None,
-        streaming_share=None,
     )
 
 
