@@ -1,4 +1,4 @@
-"""Every block of Python in a README runs; every command of launch in one is parsed, flags and fields of configurations."""
+"""Every block of Python in a README runs; every command of launch is parsed, flags and fields of configurations."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ PAGES = sorted(
     for folder in ("", "launch", "launch/tpu", "notebooks", "notebooks/results", "tests")
     for path in (ROOT / folder).glob("README.md")
 )
-SCRIPT = re.compile(r"(?:.*/)?launch/([\w/]+)\.py")
+SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
 # What a block begins with, and what is written smaller in it; or why it is not run.
 PYTHON = {
     "from specsamp import BlockRule": {"max_new_tokens=128": "max_new_tokens=8", "num_samples=4": "num_samples=2"},
@@ -56,8 +56,12 @@ def blocks(language):
 
 
 def commands():
-    """Commands of launch in blocks of the shell, also those that a script of launch/tpu runs on a slice."""
+    """Commands of launch in blocks of the shell and in the text, also those that a script of launch/tpu runs."""
     lines = [(page, line) for page, code in blocks("bash") for line in code.replace("\\\n", " ").splitlines()]
+    inline = [
+        (page, re.findall(r"`([^`\n]*python launch/[^`\n]*)`", page.read_text(encoding="utf-8"))) for page in PAGES
+    ]
+    lines += [(page, line) for page, found in inline for line in dict.fromkeys(found)]
     words = [(page, shlex.split(line, comments=True)) for page, line in lines]
     starts = [next((i for i, word in enumerate(line) if SCRIPT.fullmatch(word)), None) for _, line in words]
     return [(page, line[start:]) for (page, line), start in zip(words, starts) if start is not None]

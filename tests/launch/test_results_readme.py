@@ -6,7 +6,7 @@ import re
 import pytest
 
 from configs.hf import HEADS, PAIRS
-from launch.lib import page, study
+from launch.lib import page
 from launch.lib.study import RESULTS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,12 +29,6 @@ def test_every_result_is_in_a_mark():
 def test_a_mark_that_nothing_fills_is_refused():
     with pytest.raises(ValueError, match="'nothing'"):
         page.filled("<!-- table: nothing -->\n<!-- end -->")
-
-
-def test_commands_that_measure_again_name_scripts_that_are_there():
-    shown = re.findall(r"  - `.*?python (\S+\.py)(?: (\w+))? ", (RESULTS / "README.md").read_text(encoding="utf-8"))
-    assert len(shown) > 15 and not [path for path, _ in shown if not (ROOT / path).is_file()]
-    assert {name for path, name in shown if path == "launch/study.py"} <= set(study.names())
 
 
 def test_the_main_readme_takes_the_time_of_a_coffee_and_its_links_lead_somewhere():
@@ -66,21 +60,3 @@ def test_public_pairs_of_the_readme_are_those_of_their_configuration():
     assert rows == [
         (name, pair.target, pair.draft, str(pair.model_parallelism)) for name, pair in (PAIRS | HEADS).items()
     ]
-
-
-def test_flags_of_the_commands_in_the_readmes_are_flags_of_those_commands():
-    sharing = ("entry", "config", "price", "tracing")
-    shared = "".join((ROOT / f"launch/lib/{name}.py").read_text(encoding="utf-8") for name in sharing)
-    checked = 0
-    for file in PAGES:
-        for script, arguments in re.findall(r"python (launch/\S+\.py)([^\n`]*)", file.read_text(encoding="utf-8")):
-            if "NAME" in script:
-                continue
-            source = (ROOT / script).read_text(encoding="utf-8") + shared
-            if script == "launch/study.py" and arguments.split()[0] in study.names():
-                options = study.load(arguments.split()[0]).options
-                source += (ROOT / "launch/lib/study.py").read_text() + "".join(f'"{name}"' for name in options)
-            for flag in re.findall(r" --(\w+)", arguments):
-                assert flag in ("config", "help") or f'"{flag}"' in source, (file.name, script, flag)
-                checked += 1
-    assert checked > 60
