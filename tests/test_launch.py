@@ -60,11 +60,6 @@ def test_unknown_names_and_wrong_values_fail(fields, message):
         experiment.build(turned(**fields))
 
 
-def test_unknown_sizes_fail():
-    with pytest.raises(ValueError, match="no size 'huge' .*choose one of 38m, small, tiny"):
-        random_pair.get_config("huge")
-
-
 def test_a_configuration_becomes_objects(monkeypatch):
     def without_params(target, draft, *_, **__):
         return Pair(target=target, target_params={}, draft=draft, draft_params={})
@@ -162,18 +157,6 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     assert {"date", "python", "jax", "jaxlib", "flax", "specsamp", "device_kind", "cores"} <= set(
         document["environment"]
     )
-
-
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("--config.rule=lucky", "no rule 'lucky'"),
-        ("--output=launch", "--output=launch is a folder"),
-    ],
-)
-def test_a_wrong_configuration_ends_the_command_with_its_message(argument, message):
-    done = call("benchmark", "--config=configs/random_pair.py:tiny", argument)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

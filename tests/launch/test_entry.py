@@ -86,21 +86,18 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [("x = 1", "the file has no get_config"), ("def get_config(): return {}", "returns dict, not a ConfigDict")],
+    "content, word, message",
+    [
+        ("x = 1", "", "the file has no get_config"),
+        ("def get_config(): return {}", "", "returns dict, not a ConfigDict"),
+        ("def get_config(): ...", ":word", "this file takes no word after a colon"),
+    ],
 )
-def test_a_file_that_is_no_configuration_is_named(tmp_path, content, message):
+def test_a_file_that_is_no_configuration_is_named(tmp_path, content, word, message):
     path = tmp_path / "mine.py"
     path.write_text(content)
-    done = call("demo", f"--config={path}")
+    done = call("demo", f"--config={path}{word}")
     assert done.returncode == 2 and message in done.stderr
-
-
-def test_a_word_that_a_file_does_not_take(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def get_config(): ...")
-    done = call("demo", f"--config={path}:word")
-    assert done.returncode == 2 and "this file takes no word after a colon" in done.stderr
 
 
 def test_help_lists_flags_and_fields():

@@ -91,12 +91,6 @@ def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
         assert done.returncode == 2 and f"{other} holds cells of a" in done.stderr
 
 
-def test_a_file_without_cells_is_not_gathered(tmp_path):
-    (tmp_path / "cells.json").write_text("[]", encoding="utf-8")
-    done = call("benchmark", f"--gather={tmp_path / 'cells.json'}")
-    assert done.returncode == 2 and "holds no cells" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_points_of_a_sweep():
     assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
         {"a": 1, "b": "x"},

@@ -170,6 +170,7 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path)
         ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
         ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
+        ({"objective": "kl"}, "no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"),
         ({"init": "other"}, r"the model in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
     ],
 )
@@ -224,20 +225,6 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
     (mine / "new.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="begun with another corpus: .* now "):
         begin(TARGET)
-
-
-def test_an_unknown_objective_is_named(train, texts, tmp_path, monkeypatch):
-    model = train.make_model(training_config("tiny_target", texts, TARGET))
-    trained = types.SimpleNamespace(model_in=lambda dtype: model, config=model.config, public=None)
-    monkeypatch.setattr(train.source, "open_trained", lambda folder: trained)
-    monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
-    with pytest.raises(ValueError, match="no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"):
-        train.start(
-            training_config("tiny_draft", texts, DRAFT | {"target": "target", "objective": "kl"}),
-            tmp_path / "run",
-            quiet(),
-        )
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_file_is_no_place_for_a_run(tmp_path):
