@@ -152,9 +152,9 @@ def benchmark(
         min(workload.repeats, LATENCY_REPEATS),
         lambda text: progress(f"latency of single tokens: repeat {text}"),
     )
-    warm = sides["speculative"].warm_state()
-    memory = memory_use([side.weights for side in sides.values()], (warm.cache, warm.drafter_state))
-    del warm
+    state = sides["speculative"].prefill(0)
+    memory = memory_use([side.weights for side in sides.values()], (state.cache, state.drafter_state))
+    del state
     split = _split(sides, workload.repeats, progress)
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]

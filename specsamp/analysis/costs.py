@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -47,7 +47,6 @@ class Round:
     draft_length: int
     ms: float
     batch: int = 1
-    context: int | None = None  # slots of the caches, which attention reads
 
     def __post_init__(self):
         if self.draft_length < 0 or self.batch < 1 or not self.ms > 0:
@@ -60,17 +59,19 @@ class CostTable(Costs):
 
     Draft calls add up one by one, and rows and caches nearly so, hence straight lines. Products with the target's
     matrices need not be linear: a kernel may take a step up at some number of rows. Where they were timed alone, the
-    lines run through what they leave of the rounds. Batch and context are never extrapolated: a change of regime
-    (arithmetic instead of streaming) could not be foreseen.
+    lines run through what they leave of the rounds. The batch is never extrapolated: a change of regime (arithmetic
+    instead of streaming) could not be foreseen.
 
     Attributes:
       rounds: the measured rounds.
+      context: slots of their caches, which attention reads; None: any number is taken for the measured one.
       products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
         ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
     """
 
     rounds: tuple[Round, ...]
     products_ms: tuple[tuple[int, float], ...] = ()
+    context: int | None = None
 
     def __post_init__(self):
         if not self.rounds:
@@ -80,24 +81,25 @@ class CostTable(Costs):
         """Returns the milliseconds of one round.
 
         Raises:
-          ValueError: the batch or context was not measured and lies between no two that were, the K is below all measured
-            ones, or no context is given although several were measured.
+          ValueError: the context is another than the measured one, the batch was not measured and lies between no two
+            that were, or the K is below all measured ones.
         """
-        contexts = sorted({known.context for known in self.rounds if known.context is not None})
-        if context is None and len(contexts) > 1:
-            raise ValueError(f"costs are known at contexts {', '.join(map(str, contexts))}: say which is meant")
-        if context is None or not contexts:
-            return self._at_context(contexts[0] if contexts else None, draft_length, batch)
-        return _between("context", context, contexts, lambda one: self._at_context(one, draft_length, batch))
-
-    def _at_context(self, context: int | None, draft_length: int, batch: int) -> float:
+        if None not in (context, self.context) and context != self.context:
+            raise ValueError(f"context {context} is not the measured {self.context}: measure it, or take a roofline")
         by_batch: dict[int, dict[int, float]] = {}  # what is left of the rounds, by draft length
         for known in self.rounds:
-            if context is None or known.context == context:
-                left_ms = known.ms - self._products_ms(known.batch * (known.draft_length + 1))
-                by_batch.setdefault(known.batch, {})[known.draft_length] = left_ms
-        left_ms = _between("batch", batch, by_batch, lambda size: _line(by_batch[size], draft_length))
-        return left_ms + self._products_ms(batch * (draft_length + 1))
+            left_ms = known.ms - self._products_ms(known.batch * (known.draft_length + 1))
+            by_batch.setdefault(known.batch, {})[known.draft_length] = left_ms
+        return self._left_ms(by_batch, draft_length, batch) + self._products_ms(batch * (draft_length + 1))
+
+    def _left_ms(self, by_batch: Mapping[int, Mapping[int, float]], draft_length: int, batch: int) -> float:
+        """Interpolates linearly between the neighbours of ``batch``."""
+        below, above = [one for one in by_batch if one <= batch], [one for one in by_batch if one >= batch]
+        if not below or not above:
+            listed = ", ".join(map(str, sorted(by_batch)))
+            raise ValueError(f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline")
+        ends = max(below), min(above)
+        return float(np.interp(batch, ends, [_line(by_batch[end], draft_length) for end in ends]))
 
     def _products_ms(self, rows: int) -> float:
         known = dict(self.products_ms)
@@ -186,20 +188,6 @@ class Roofline(Costs):
         return max(streamed, computed) / self.devices * 1e3 + self.call_ms
 
 
-def _between(name: str, value: int, known: Iterable[int], at: Callable[[int], float]) -> float:
-    """Interpolates linearly between the neighbours of ``value`` among ``known``, where ``at`` can be evaluated."""
-    below = [one for one in known if one <= value]
-    above = [one for one in known if one >= value]
-    if not below or not above:
-        listed = ", ".join(map(str, sorted(known)))
-        raise ValueError(f"{name} {value} lies beyond the measured {listed}: measure it, or take a roofline")
-    low, high = max(below), min(above)
-    if low == high:
-        return at(low)
-    weight = (value - low) / (high - low)
-    return (1 - weight) * at(low) + weight * at(high)
-
-
 def _line(ms: Mapping[int, float], where: int) -> float:
     """Interpolates between known draft lengths (or rows), and extrapolates with the slope of the longest half.
 
@@ -216,11 +204,8 @@ def _line(ms: Mapping[int, float], where: int) -> float:
 
 
 def median_rounds(rounds: Iterable[Round]) -> tuple[Round, ...]:
-    """Returns one round for each draft length, batch and context: the median of those given."""
+    """Returns one round for each draft length and batch: the median of those given."""
     cells: dict[tuple, list[float]] = {}
     for one in rounds:
-        cells.setdefault((one.draft_length, one.batch, one.context), []).append(one.ms)
-    return tuple(
-        Round(draft_length=K, batch=batch, context=context, ms=float(np.median(ms)))
-        for (K, batch, context), ms in cells.items()
-    )
+        cells.setdefault((one.draft_length, one.batch), []).append(one.ms)
+    return tuple(Round(draft_length=K, batch=batch, ms=float(np.median(ms))) for (K, batch), ms in cells.items())

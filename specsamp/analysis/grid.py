@@ -253,7 +253,7 @@ def measure_cells(
                 cell.rule,
                 cell.sampling,
                 cell.workload,
-                functools.partial(_say, progress, where),
+                lambda text, where=where: progress(f"{where}: {text}"),
                 draft_sampling=cell.draft_sampling,
                 adaptive=cell.adaptive,
             )
@@ -267,10 +267,6 @@ def measure_cells(
         facts = {"key": dict(cell.key), "seconds": round(seconds, 1), "exact": cell.rule.exact and cell.drafter.exact}
         results.add({**facts, "workload": work, **header(), **measured}, header())
     return now
-
-
-def _say(progress: Callable[[str], None], where: str, text: str) -> None:
-    progress(f"{where}: {text}")
 
 
 def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:

@@ -233,11 +233,6 @@ class Decoder:
             before_B = after_B
         return np.array(spent)
 
-    def warm_state(self) -> DecodeState:
-        """Decodes some rounds, so few that all rows are still running: a round emits at most K+1 tokens."""
-        rounds = (self.workload.max_new_tokens - 1) // (self.loop.drafter.K + 1)
-        return self.loop.run(self.weights, self.prefill(0), rounds)
-
 
 def decoders(
     pair: Pair,

@@ -29,7 +29,7 @@ def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> Co
     if any(program.hbm_bytes is None for program in named):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
     bands = [compiled.calibrated_ms(program.name, own) for program in named]
-    return banded_costs((0, compiled.draft_length), bands, batch=compiled.batch, context=compiled.slots)
+    return banded_costs((0, compiled.draft_length), bands, compiled.batch, compiled.slots)
 
 
 def read_report(report: dict[str, Any]) -> Report:
@@ -53,13 +53,14 @@ def read_report(report: dict[str, Any]) -> Report:
     return compiled
 
 
-def banded_costs(lengths: Sequence[int], bands: Sequence[Band], **known: int) -> CostTable:
+def banded_costs(
+    lengths: Sequence[int], bands: Sequence[Band], batch: int = 1, context: int | None = None
+) -> CostTable:
     """Returns the costs of rounds from estimates with bands: their values, the bands' ends as edges, and their worlds."""
 
     def of(times: Sequence[float]) -> CostTable:
-        return CostTable(
-            rounds=tuple(Round(draft_length=K, ms=ms, **known) for K, ms in zip(lengths, times, strict=True))
-        )
+        rounds = [Round(draft_length=K, ms=ms, batch=batch) for K, ms in zip(lengths, times, strict=True)]
+        return CostTable(rounds=tuple(rounds), context=context)
 
     likely, *edges = (of([getattr(band, name) for band in bands]) for name in ("likely", "least", "most"))
     worlds = tuple(of(times) for times in zip(*(band.worlds for band in bands), strict=True))
