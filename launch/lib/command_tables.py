@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.lib.shapes import looked_up_parameters
 from launch.lib.study import Document, Published
-from launch.studies.compile_tables import forecast
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, best_cells, grid_table, prices, ratio, words
+from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, ratio, words
 from specsamp.evaluation.audit.table import audit_table
-from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
-from specsamp.tpu.tables import faster
+from specsamp.tpu.calibration import ROUNDS_MS, calibrate, two_digits
+from specsamp.tpu.costs import read_report
+from specsamp.tpu.measurements import published
+from specsamp.tpu.tables import GIB, faster
+from specsamp.tpu.topology import parse
 
 QUALITY = (
     "Differences are on the same problems, with an interval of 95% and the size that four of five such runs would see. "
@@ -26,6 +28,12 @@ QUALITY = (
 )
 SPEED = "Rows busy: while requests waited. Past a stop: decoded before a stop text was found, and dropped."
 POSITIONS = "Of the rounds that reached a position, the share in which its token was accepted."
+PUBLIC_PAIRS = {
+    "qwen_3b": "Qwen2.5 3B + 0.5B, bfloat16",
+    "qwen_30b_a3b": "Qwen3 30B-A3B + 0.6B, bfloat16",
+    "llama_70b": "Llama 3.1 70B + 3.2 1B, bfloat16",
+    "llama_70b_int8": "Llama 3.1 70B + 3.2 1B, int8 weights",
+}
 
 
 def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed") -> Table:
@@ -157,61 +165,54 @@ def best_lengths(grid: Document) -> Table:
     return grid_table("Best draft lengths", grid["cells"], best=True)
 
 
-def headline(speedup: Document, slices: Document) -> Table:
-    """Returns the three numbers of the first screen of the main README."""
-    sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
-    batch, cores, rows = speedup["config"]["batch"], speedup["environment"]["cores"], []
-    for setting, point, curve in best_points(speedup):
-        where = f"{sizes} parameters, float32, batch {batch}, {cores} CPU cores, {curve['prompts']} prompts"
-        if curve["same_tokens"]:
-            where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
-        rows.append((f"**{point['speedup']['median']:.2f}x**", f"measured: {setting}, token rule; {where}"))
-    alone, drafted = forecast(slices, "v4:2x2x4", 1)
-    where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
-    faster_by = faster(calibration.ratio(alone, drafted))
-    rows.append((f"**{faster_by}**", f"forecast from a compiler estimate, nothing ran: {where}"))
-    return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
+def chinchilla(document: Document) -> Table:
+    """Returns the programs of the paper's pair on 16 TPU v4 chips."""
+    report = read_report(document["report"])
+    steps = {row.model: row.milliseconds for row in published() if row.source == "Chen et al."}
+    measured = {"draft step": steps["draft 4B"], "target step": steps["Chinchilla 70B"], "round": ROUNDS_MS[4]}
+    shown = {"draft step": "draft, one token", "target step": "target, one token", "score": "target, 5 tokens"}
+    rows = []
+    for name, label in (shown | {"round": "a round"}).items():
+        program = report[name]
+        row = {
+            "": label,
+            "HBM traffic per chip, GB": f"{program.hbm_bytes / 1e9:.2f}",
+            "over the floor": f"{program.over_floor:.3f}",
+            "temporaries, MB": f"{program.memory.temporaries / 1e6:.0f}",
+            "streaming, ms": two_digits(program.streaming_ms(report.chip)),
+            "cycles, ms": two_digits(program.cycles_ms(report.chip)),
+            "serial collectives": sum(program.collectives.values()),
+            "as a program of today, ms": report.calibrated_ms(name),
+            "as one of 2022 and 2023, ms": calibrate().added.estimate(*report.works(name)),
+            "published, ms": measured.get(name, ""),
+        }
+        rows.append(row)
+    return Table.of("The paper's pair on 16 TPU v4 chips (compiler estimate)", rows)
 
 
-def summary(speedup: Document, grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
-    """Returns the table of results of the main README."""
-    cpu = f"{speedup['environment']['cores']} CPU cores"
-    rows = [
-        (f"shipped pair, {setting}, batch 1", cpu, ratio(point["speedup"]))
-        for setting, point, _ in best_points(speedup)
-    ]
-    for cell in best_cells(grid["cells"]):
-        key = cell["key"]
-        if (key["rule"], key["temperature"], key["batch"]) == ("token", 0.0, 4):
-            drafter = {"model": "shipped pair", "ngram": "shipped target, prompt lookup"}[key["drafter"]]
-            rows.append(
-                (f"{drafter}, greedy, K = {key['draft_length']}, batch 4", cpu, ratio(cell["result"]["speedup"]))
-            )
-    passed = sum(check["verdict"] == "passed" for check in audit["checks"])
-    rows.append(("audit of the shipped pair", cpu, f"{passed} of {len(audit['checks'])} checks passed"))
-    worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
-    rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu, f"{max(worst):.1%}"))
-    for topology, batch in (("v4:2x2x4", 1), ("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
-        alone, drafted = forecast(slices, topology, batch)
-        where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
-        faster_by = faster(calibration.ratio(alone, drafted))
-        rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, faster_by))
-    return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
-
-
-def best_points(document: Document) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yields setting, point and curve of the best K of the token rule: greedy and sampled."""
-    for name, best in document["best_draft_length"].items():
-        curve, K = document["curves"][name], best["token"]
-        point = next(point for point in curve["points"] if (point["rule"], point["draft_length"]) == ("token", K))
-        yield f"{words(name)}, K = {K}", point, curve
-
-
-def streamed(model: Mapping[str, Any]) -> int:
-    """Returns the parameters that a call streams; tables of n-grams are only looked up."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
-    config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
-    return config.num_parameters - looked_up_parameters(config)
+def public_pairs(*documents: Document) -> Table:
+    """Returns public pairs on TPU v5e, in the order of `PUBLIC_PAIRS`."""
+    rows = []
+    for label, document in zip(PUBLIC_PAIRS.values(), documents, strict=True):
+        report = read_report(document["report"])
+        memory, K = report["round"].memory, report.draft_length
+        alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
+        emitted = expected_tokens(0.8, K)
+        row = {
+            "": label,
+            "K": K,
+            "batch": report.batch,
+            "chips": f"{math.prod(parse(report.topology)[1])} v5e",
+            "memory, GiB": f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+            "step, over the floor": f"{report['target step'].over_floor:.3f}",
+            "scoring, over the floor": f"{report['score'].over_floor:.3f}",
+            "a step, ms": alone,
+            "a round, ms": drafted,
+            "ms per token at acceptance 0.8": drafted / emitted / report.batch,
+            "speedup": faster(calibration.ratio(alone, drafted / emitted)),
+        }
+        rows.append(row)
+    return Table.of("Public pairs on TPU v5e (compiler estimate)", rows)
 
 
 TABLES = {
@@ -223,4 +224,8 @@ TABLES = {
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
     "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
     "random_pair": Published(["random_38m_sampled", "random_38m_greedy"], random_pair),
+}
+REPORTS = {
+    "chinchilla": Published(["compile_chinchilla_v4"], chinchilla),
+    "public_pairs": Published([f"compile_{name}_v5e" for name in PUBLIC_PAIRS], public_pairs),
 }

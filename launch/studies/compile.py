@@ -28,23 +28,32 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from launch.lib.command_tables import REPORTS
 from launch.lib.config import meant
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
-from launch.studies.compile_more import TABLES, training
 from specsamp import storage
-from specsamp.checkpoints.published import published_config
+from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.decoding import data_shards
 from specsamp.machine import version
+from specsamp.mesh.layout import Layout
+from specsamp.models.compiling import is_out_of_memory
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
+from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.cache import Kernels
+from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
-from specsamp.tpu.program import Program
+from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.programs import WINDOW
 from specsamp.tpu.stack import FEW, Stack, facts
 from specsamp.tpu.topology import described_mesh, parse
+from specsamp.training.eagle import TrainHead
+from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
 
 K, EXIT_LAYER = 4, 10
 PAPER = "v4:2x2x4"
@@ -53,11 +62,12 @@ RULES = {"token": TokenRule(), "block": BlockRule()}
 MODELS = {
     "Chinchilla 70B": chinchilla_70b,
     "Chinchilla 4B": draft_4b,
+    "the paper's 70B": chinchilla_70b,
+    "the paper's 4B": draft_4b,
     "Llama 3.1 8B": functools.partial(published_config, "meta-llama/Llama-3.1-8B"),
     "Llama 3.3 70B": functools.partial(published_config, "meta-llama/Llama-3.3-70B-Instruct"),
     "Llama 3.2 1B": functools.partial(published_config, "meta-llama/Llama-3.2-1B"),
 }
-MODELS |= {"the paper's 70B": chinchilla_70b, "the paper's 4B": draft_4b}
 HEAD, EXIT = "EAGLE-3", f"early exit after {EXIT_LAYER}"
 FORMS = {
     "bfloat16": {},
@@ -149,6 +159,47 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     return facts(made, topology, sequences=batch // data, calls=K + 1 if program == ROUND else 1)
 
 
+def training(
+    target: str, topology: str, data: int, rows: int, length: int, layers: int, test_steps: int, chunk: int, **head: int
+) -> dict[str, Any]:
+    """Returns the memory of a device in a step of launch/train.py, with AdamW, or why it is not enough."""
+    if target not in CONFIGS:
+        raise ValueError(f"--change=target={target}: its shape is not known here; choose one of {', '.join(CONFIGS)}")
+    whole, mesh, (chip, _) = published_config(target), described_mesh(topology, data), parse(topology)
+    model = TransformerLM(whole).first(min(layers, whole.num_layers))
+    shape = dataclasses.replace(eagle3_of(model.config), **head)
+    task, config = (
+        TrainHead(FeatureHead(shape), model, test_steps=test_steps, chunk=chunk),
+        TrainConfig(steps=10_000, batch=rows),
+    )
+    ids, at = jnp.arange(shape.draft_vocab_size), state_shardings(task, config, mesh)
+    state = placed(jax.eval_shape(lambda: init_state(task, config)), at)
+    teacher = jax.eval_shape(lambda key: task.teacher(model.init(key), ids), jax.random.key(0))
+    teacher = placed(teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher))
+    replicated, by_row = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, data_shards.DATA)))
+    tokens = jax.ShapeDtypeStruct((1, rows, length + 1), jnp.int32, sharding=by_row)
+    step = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(at, replicated))
+    memory, problem = None, None
+    try:
+        memory = Memory.of(step.lower(task, config, state, teacher, tokens).compile(), chip.hbm_bytes // chip.devices)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        problem = str(error).splitlines()[0]
+    return {
+        "target": {"name": target, "config": model.config},
+        "head": shape,
+        "task": {name: getattr(task, name) for name in ("objective", "test_steps", "decay", "chunk")},
+        "train": {"rows": rows, "length": length},
+        "memory": memory,
+        "out_of_memory": problem,
+    }
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+
 def prepare(options: Any) -> Any:
     """Checks the grid, and keeps arrays on the CPU: only the compiler is a TPU's."""
     if options.grid is None:
@@ -177,6 +228,7 @@ def cells(options: Any) -> list[dict[str, Any]]:
 
 
 ANSWERS = {answer.__name__: answer for answer in (slices, scoring, shapes, complements, heads, kernels, training)}
+TABLES = [*(grid for grid in GRIDS if grid != "training"), "head_training", "variants"]
 
 STUDY = Study(
     question="What do pairs move, hold and wait for on a TPU slice, by its compiler's estimate?",
@@ -188,8 +240,7 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu"), "jax": jax.__version__},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
-    tables={grid: Published([f"compile_{grid}"], getattr(tables, grid)) for grid in GRIDS if grid != "training"}
-    | TABLES,
+    tables={name: Published([f"compile_{name}"], getattr(tables, name)) for name in TABLES} | REPORTS,
     figures={
         "compile_shapes": Published(["compile_shapes"], tables.draw_shapes),
         "compile_scoring": Published(["compile_scoring"], tables.draw_scoring),

@@ -8,6 +8,7 @@ from typing import Any
 from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
+from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import Band, estimate, ratio
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
@@ -154,6 +155,38 @@ def heads(document: Document) -> Table:
         }
         rows.append(row)
     return table("What drafts", rows, left=3)
+
+
+def head_training(document: Document) -> Table:
+    """Returns the memory of a training step of a head, per device."""
+    rows = []
+    for cell in [document] if "memory" in document else [answer for _, answer in answers(document)]:
+        memory, train, target = cell["memory"], cell["train"], cell["target"]
+        row = {
+            "layers of the target": f"{target['config']['num_layers']} of {published_config(target['name']).num_layers}",
+            "steps of the test": cell["task"]["test_steps"],
+            "rows x tokens": f"{train['rows']} x {train['length']}",
+        }
+        if memory:
+            row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "code")}
+        rows.append(row | {"a device has, GB": f"{memory['capacity'] / 1e9:.0f}" if memory else "does not fit"})
+    return table("A training step of an EAGLE-3 head, per device", rows)
+
+
+def variants(document: Document) -> Table:
+    """Returns the traffic and the cycles of each way to write the same work."""
+    rows = [
+        {
+            "question": name["question"],
+            "form": name["form"],
+            "HBM traffic per chip, MB": f"{answer['hbm_bytes'] / 1e6:,.0f}",
+            "streaming, ms": f"{answer['streaming_ms']:.2f}",
+            "cycles, ms": f"{answer['cycles_ms']:.2f}",
+            "copies": answer["copies"],
+        }
+        for name, answer in answers(document)
+    ]
+    return table("Ways to write the same work", rows, left=2)
 
 
 def draw_shapes(document: Document) -> Any:

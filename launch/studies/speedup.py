@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from launch.lib.command_tables import headline, summary
 from launch.lib.experiment import build, refuse
 from launch.lib.rules import RULES
+from launch.lib.shapes import looked_up_parameters
 from launch.lib.study import Document, Option, Published, Say, Study
+from launch.studies.compile_tables import forecast
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import ratio, words
+from specsamp.analysis.tables import best_cells, ratio, words
 from specsamp.analysis.workload import Quartiles
+from specsamp.models.config import TransformerConfig
+from specsamp.tpu import calibration
+from specsamp.tpu.tables import faster
 
 DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 
@@ -134,6 +138,63 @@ def table(document: Document) -> Table:
     header = ("", "alone, ms per token", "with the draft", "speedup", "acceptance", "tokens per round")
     header += ("draft call, in steps", "scoring, in steps", "of what theory allows")
     return Table(title="Speedup by draft length and rule", header=header, rows=rows)
+
+
+def headline(speedup: Document, slices: Document) -> Table:
+    """Returns the three numbers of the first screen of the main README."""
+    sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
+    batch, cores, rows = speedup["config"]["batch"], speedup["environment"]["cores"], []
+    for setting, point, curve in best_points(speedup):
+        where = f"{sizes} parameters, float32, batch {batch}, {cores} CPU cores, {curve['prompts']} prompts"
+        if curve["same_tokens"]:
+            where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
+        rows.append((f"**{point['speedup']['median']:.2f}x**", f"measured: {setting}, token rule; {where}"))
+    alone, drafted = forecast(slices, "v4:2x2x4", 1)
+    where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
+    faster_by = faster(calibration.ratio(alone, drafted))
+    rows.append((f"**{faster_by}**", f"forecast from a compiler estimate, nothing ran: {where}"))
+    return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
+
+
+def summary(speedup: Document, grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
+    """Returns the table of results of the main README."""
+    cpu = f"{speedup['environment']['cores']} CPU cores"
+    rows = [
+        (f"shipped pair, {setting}, batch 1", cpu, ratio(point["speedup"]))
+        for setting, point, _ in best_points(speedup)
+    ]
+    for cell in best_cells(grid["cells"]):
+        key = cell["key"]
+        if (key["rule"], key["temperature"], key["batch"]) == ("token", 0.0, 4):
+            drafter = {"model": "shipped pair", "ngram": "shipped target, prompt lookup"}[key["drafter"]]
+            rows.append(
+                (f"{drafter}, greedy, K = {key['draft_length']}, batch 4", cpu, ratio(cell["result"]["speedup"]))
+            )
+    passed = sum(check["verdict"] == "passed" for check in audit["checks"])
+    rows.append(("audit of the shipped pair", cpu, f"{passed} of {len(audit['checks'])} checks passed"))
+    worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
+    rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu, f"{max(worst):.1%}"))
+    for topology, batch in (("v4:2x2x4", 1), ("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
+        alone, drafted = forecast(slices, topology, batch)
+        where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
+        faster_by = faster(calibration.ratio(alone, drafted))
+        rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, faster_by))
+    return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
+
+
+def best_points(document: Document) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yields setting, point and curve of the best K of the token rule: greedy and sampled."""
+    for name, best in document["best_draft_length"].items():
+        curve, K = document["curves"][name], best["token"]
+        point = next(point for point in curve["points"] if (point["rule"], point["draft_length"]) == ("token", K))
+        yield f"{words(name)}, K = {K}", point, curve
+
+
+def streamed(model: Mapping[str, Any]) -> int:
+    """Returns the parameters that a call streams; tables of n-grams are only looked up."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
+    config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
+    return config.num_parameters - looked_up_parameters(config)
 
 
 STUDY = Study(
