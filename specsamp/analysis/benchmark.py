@@ -40,24 +40,6 @@ MOST_SPLITS = 5  # profiles of rounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Percentiles:
-    """Percentiles of the time of single tokens; the tokens of a round share its time.
-
-    Chen et al. (arXiv 2302.01318, section 5) warn that long drafts make latency vary.
-    """
-
-    p50: float
-    p90: float
-    p99: float
-    tokens: int
-
-    @classmethod
-    def of(cls, samples: np.ndarray) -> Percentiles:
-        p50, p90, p99 = np.quantile(samples, (0.5, 0.9, 0.99)).tolist()
-        return cls(p50=p50, p90=p90, p99=p99, tokens=len(samples))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
     """The times of one way to decode."""
 
@@ -66,17 +48,7 @@ class Side:
     ms_per_round: Quartiles
     prefill_ms: Quartiles
     warm_up_seconds: float  # the first call, compilation included
-    token_ms: Percentiles  # of single tokens, rounds waited for one by one
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """Bytes on one device."""
-
-    weights: int  # of target and draft
-    caches: int
-    peak: int  # of this process so far, with what earlier cells needed
-    peak_is_of: str  # "device", or "process" where the device counts nothing (a CPU)
+    token_ms: Mapping[str, float]  # of single tokens, rounds waited for one by one: "p50", "p90", "p99", "tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +63,7 @@ class Result:
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, but for near-ties
     split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where no profile can be made
     slots: int  # of the caches, which attention reads
-    memory: MemoryUse
+    memory: Mapping[str, Any]  # see `memory_use`
     variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
 
     @property
@@ -203,28 +175,32 @@ def _split(sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str],
 def _side(decoder: Decoder, timings: list[Timing], warm_up_seconds: float, token_seconds: np.ndarray) -> Side:
     tokens = decoder.workload.batch * decoder.workload.max_new_tokens
     seconds = np.array([timing.loop_seconds for timing in timings])
+    percentiles = {f"p{p}": float(np.percentile(token_seconds, p)) * 1e3 for p in (50, 90, 99)}
     return Side(
         draft_length=decoder.loop.drafter.K,
         ms_per_token=Quartiles.of(seconds / tokens * 1e3),
         ms_per_round=Quartiles.of(seconds / np.array([timing.rounds for timing in timings]) * 1e3),
         prefill_ms=Quartiles.of([timing.prefill_seconds * 1e3 for timing in timings]),
         warm_up_seconds=warm_up_seconds,
-        token_ms=Percentiles.of(token_seconds * 1e3),
+        token_ms=percentiles | {"tokens": len(token_seconds)},
     )
 
 
-def memory_use(weights: Any, caches: Any) -> MemoryUse:
-    """Returns the bytes of these arrays, and the most that was ever in use."""
+def memory_use(weights: Any, caches: Any) -> dict[str, Any]:
+    """Returns the bytes of these arrays on one device, and the most that was ever in use, earlier cells included.
+
+    Where a device counts nothing (a CPU), it is the process's.
+    """
     counted = jax.local_devices()[0].memory_stats() or {}
     peak = counted.get("peak_bytes_in_use")
     kilobytes = 1 if sys.platform == "darwin" else 1024
     of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobytes
-    return MemoryUse(
-        weights=_bytes(weights),
-        caches=_bytes(caches),
-        peak=of_process if peak is None else peak,
-        peak_is_of="process" if peak is None else "device",
-    )
+    return {
+        "weights": _bytes(weights),
+        "caches": _bytes(caches),
+        "peak": of_process if peak is None else peak,
+        "peak_is_of": "process" if peak is None else "device",
+    }
 
 
 def _bytes(tree: Any) -> int:

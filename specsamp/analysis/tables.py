@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
-from specsamp.analysis.benchmark import Percentiles, Result
+from specsamp.analysis.benchmark import Result
 from specsamp.analysis.grid import counts_of, distribution_of
 from specsamp.analysis.report import BAR, Table
 from specsamp.analysis.trace import RoundSplit
@@ -154,7 +154,7 @@ def shares(counts: RowStats) -> str:
 
 def _speed_table(result: Result) -> Table:
     one, many = result.autoregressive, result.speculative
-    memory = result.memory.weights, result.memory.caches, result.memory.peak
+    memory = [result.memory[name] for name in ("weights", "caches", "peak")]
     allowed = result.allowed_speedup
     limit = "" if allowed is None else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
     return Table(
@@ -172,7 +172,7 @@ def _speed_table(result: Result) -> Table:
             ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
             ("GB: weights, caches, peak", "", ", ".join(f"{size / 1e9:.3g}" for size in memory), ""),
         ],
-        note=f"peak: of the {result.memory.peak_is_of} so far, earlier cells included{limit}",
+        note=f"peak: of the {result.memory['peak_is_of']} so far, earlier cells included{limit}",
     )
 
 
@@ -271,5 +271,5 @@ def with_error(rate: float, error: float) -> str:
     return "" if rate != rate else f"{rate:.3f} ± {error:.3f}"
 
 
-def _percentiles(of: Percentiles) -> str:
-    return f"{of.p50:.3g}, {of.p90:.3g}, {of.p99:.3g}"
+def _percentiles(of: Mapping[str, float]) -> str:
+    return ", ".join(f"{of[name]:.3g}" for name in ("p50", "p90", "p99"))

@@ -398,18 +398,11 @@ def program_time(what: str, spans: Iterable[Span], runs: int, host_seconds: floa
     for scope in counts.keys() | seconds.keys():
         name = "/".join(scope if len(scope) == 2 else (*scope, REST)) if scope else OUTSIDE
         nanoseconds = seconds[scope]
-        times.append(
-            ScopeTime(
-                scope=name,
-                share=nanoseconds / total if total else 0.0,
-                ms=nanoseconds / 1e6 / runs,
-                operations=counts[scope] / runs,
-            )
-        )
+        numbers = {"ms": nanoseconds / 1e6 / runs, "operations": counts[scope] / runs}
+        times.append(ScopeTime(scope=name, share=nanoseconds / total if total else 0.0, **numbers))
     times.sort(key=lambda one: [order[name] for name in one.scope.split("/")])
-    return ProgramTime(
-        what=what, runs=runs, ms=total / 1e6 / runs, host_ms=host_seconds * 1e3 / runs, scopes=tuple(times)
-    )
+    ms, host_ms = total / 1e6 / runs, host_seconds * 1e3 / runs
+    return ProgramTime(what=what, runs=runs, ms=ms, host_ms=host_ms, scopes=tuple(times))
 
 
 def _innermost(spans: Iterable[Span]) -> collections.Counter[Scope]:
