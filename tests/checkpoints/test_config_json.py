@@ -8,10 +8,7 @@ from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from support import golden
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
-SCALINGS = {
-    "llama3": LLAMA3,
-    "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0),
-}
+SCALINGS = {"llama3": LLAMA3, "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0)}
 GEMMA3 = golden.read("gemma3").config
 WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee")
 

@@ -197,10 +197,7 @@ def test_pickles_are_refused_with_the_way_to_convert_them(saved):
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         find_tensors(epath.Path(saved))
     (saved / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(
-        ValueError,
-        match="pytorch_model.bin.*save_pretrained",
-    ):
+    with pytest.raises(ValueError, match="pytorch_model.bin.*save_pretrained"):
         open_all(saved)
 
 

@@ -29,8 +29,7 @@ def toy_eagle3(folder, tensors=(), **config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden_heads.EAGLE3 | config))
     save_file(
-        golden_heads.recipe(golden_heads.EAGLE3_SHAPES) | {"d2t": OFFSETS} | dict(tensors),
-        folder / "model.safetensors",
+        golden_heads.recipe(golden_heads.EAGLE3_SHAPES) | {"d2t": OFFSETS} | dict(tensors), folder / "model.safetensors"
     )
     return folder
 

@@ -132,10 +132,7 @@ def headed_pair():
     return pair, FeatureDrafter(target, head, 3)
 
 
-PAIRS = {
-    "model": twins,
-    "head": headed_pair,
-}
+PAIRS = {"model": twins, "head": headed_pair}
 
 
 def test_text_and_stops():

@@ -8,17 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import (
-    CoupledRule,
-    EarlyExitDrafter,
-    Pair,
-    TokenRule,
-    TransformerLM,
-    chain,
-    generate,
-    temperature,
-    top_p,
-)
+from specsamp import CoupledRule, EarlyExitDrafter, Pair, TokenRule, TransformerLM, chain, generate, temperature, top_p
 from specsamp.decoding.job import Job
 from specsamp.decoding.method import Method
 from specsamp.evaluation.audit.readers import WholeTargetDrafter

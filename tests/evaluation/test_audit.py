@@ -89,10 +89,7 @@ def test_a_sound_pair_passes_every_check_that_applies():
     assert [row[:2] for row in audit_table(checks).rows][1] == ("bfloat16", "not applicable")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}],
-)
+@pytest.mark.parametrize("changes", [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}])
 def test_sound_distributions_pass(changes):
     assert not failed(counted(subject(**changes)))
 

@@ -11,13 +11,7 @@ from specsamp import Pair
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.evaluation.head_check import (
-    _read_target,
-    check_head,
-    draft_acceptance,
-    warn_unless_it_fits,
-    write_texts,
-)
+from specsamp.evaluation.head_check import _read_target, check_head, draft_acceptance, warn_unless_it_fits, write_texts
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, for_rows, temperature
@@ -207,10 +201,7 @@ def test_the_acceptance_is_that_of_decoding():
 
 @pytest.mark.parametrize(
     "change, message",
-    [
-        ({"texts": [[1, 2]]}, "all texts are shorter than 6 tokens"),
-        ({"K": 0}, "K must be an integer >= 1"),
-    ],
+    [({"texts": [[1, 2]]}, "all texts are shorter than 6 tokens"), ({"K": 0}, "K must be an integer >= 1")],
 )
 def test_what_cannot_be_checked(pairs, texts, change, message):
     with pytest.raises(ValueError, match=message):

@@ -27,10 +27,7 @@ MEASURED = ("--measured=notebooks/results/python_pair_grid.json", "--temperature
         ((RATE, REPORT), ["batch 1, rows that never end: K ="]),
         (("--acceptance=0.1", "--target_ms=1", "--draft_ms=0.5"), ["rows that never end: decode plainly"]),
         (MEASURED, ["batch 1, rows that never end: K ="]),
-        (
-            (RATE, *CALLS, "--chip_hour=3.6", "--devices=16"),
-            ["16 chips at $3.6 an hour", "14.1                   226"],
-        ),
+        ((RATE, *CALLS, "--chip_hour=3.6", "--devices=16"), ["16 chips at $3.6 an hour", "14.1                   226"]),
         ((RATE, REPORT, "--chip_hour=3.22"), ["16 chips at $3.22 an hour"]),
         ((*MEASURED, "--chip_hour=1"), ["1 chip at $1 an hour"]),
         ((*MEASURED, "--batch=6", "--new_tokens=128", "--longest=16"), ["K = 16", "count all texts together"]),

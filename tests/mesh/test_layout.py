@@ -140,10 +140,7 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
     mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "replica", "model")))
     with pytest.raises(ValueError, match=r"the 128 devices of model x replica: use data=4 and model=64 \("):
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
-    with pytest.raises(
-        ValueError,
-        match="32 devices of model.*draft_model_parallelism=16",
-    ):
+    with pytest.raises(ValueError, match="32 devices of model.*draft_model_parallelism=16"):
         Layout.tensor_parallel(mesh, over=("model",)).spec(P("heads"), (16,))
 
 

@@ -10,17 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import (
-    BlockRule,
-    ChoosingDrafter,
-    NgramDrafter,
-    Pair,
-    TokenRule,
-    chain,
-    generate,
-    temperature,
-    top_p,
-)
+from specsamp import BlockRule, ChoosingDrafter, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.analysis import workload
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence

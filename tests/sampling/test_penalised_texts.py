@@ -32,12 +32,7 @@ def expected(length=3):
 
 
 @pytest.mark.parametrize(
-    "rule, drafter",
-    [
-        (TokenRule(), ModelDrafter(TableLM(V), 2)),
-        (BlockRule(), ModelDrafter(TableLM(V), 2)),
-    ],
-    ids=str,
+    "rule, drafter", [(TokenRule(), ModelDrafter(TableLM(V), 2)), (BlockRule(), ModelDrafter(TableLM(V), 2))], ids=str
 )
 def test_texts_follow_the_penalised_distribution(rule, drafter):
     """A drafted position depends on the drafted tokens before it, in the draft and in the target."""

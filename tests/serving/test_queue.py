@@ -56,11 +56,7 @@ def alone():
 SHAPES = [dict(rows=1), dict(rows=3), dict(rows=3, rounds_per_slice=1), dict(rows=5, refill=2), dict(rows=99)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    slow_but(SHAPES, SHAPES[0], SHAPES[2], SHAPES[3]),
-    ids=str,
-)
+@pytest.mark.parametrize("options", slow_but(SHAPES, SHAPES[0], SHAPES[2], SHAPES[3]), ids=str)
 def test_a_text_is_the_one_that_its_prompt_has_alone(alone, options):
     """Tokens, end and counts, for any number of rows, of slices, and of rows that are refilled at once."""
     done = list(queue(**options))

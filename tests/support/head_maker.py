@@ -64,10 +64,7 @@ def write(name: str, layer, switches) -> None:
     model.lm_head.register_forward_hook(lambda _, inputs, output: seen.append(output))
     with torch.no_grad():
         model(
-            torch.from_numpy(hidden),
-            torch.from_numpy(tokens),
-            torch.zeros((1, LENGTH), dtype=torch.long),
-            ttt_steps=1,
+            torch.from_numpy(hidden), torch.from_numpy(tokens), torch.zeros((1, LENGTH), dtype=torch.long), ttt_steps=1
         )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -11,16 +11,7 @@ import sys
 import jax
 import numpy as np
 
-from specsamp import (
-    Pair,
-    TransformerLM,
-    chain,
-    generate,
-    generate_many,
-    stream,
-    temperature,
-    top_p,
-)
+from specsamp import Pair, TransformerLM, chain, generate, generate_many, stream, temperature, top_p
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
