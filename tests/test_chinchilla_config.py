@@ -5,7 +5,6 @@ import pytest
 from jax.sharding import AxisType
 
 from configs import chinchilla
-from launch.lib import experiment
 from launch.lib.fields import ExperimentConfig
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
@@ -29,11 +28,8 @@ def test_the_paper():
 def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
     """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
     config = ExperimentConfig.from_config_dict(chinchilla.get_config(argument))
-    assert (config.mesh.model, config.mesh.draft_model_parallelism, config.batch) == (
-        devices,
-        draft_model_parallelism,
-        batch,
-    )
+    assert (config.mesh.model, config.batch) == (devices, batch)
+    assert config.mesh.draft_model_parallelism == draft_model_parallelism
     ways = draft_model_parallelism or devices
     names = ("data", "replica", "model")
     mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
@@ -64,11 +60,3 @@ def test_a_slice_of_more_devices_than_heads_takes_more_rows():
 def test_bad_arguments(argument, message):
     with pytest.raises(ValueError, match=message):
         chinchilla.get_config(argument)
-
-
-def test_a_mesh_of_more_devices_than_there_are():
-    config = ExperimentConfig.from_config_dict(chinchilla.get_config("tiny"))
-    with pytest.raises(ValueError, match="data 1 x model 16 has 16 devices, but there are 8"):
-        experiment.config_mesh(config.turned({"mesh.model": 16}))
-    with pytest.raises(ValueError, match="'data' must have at least 1 device; got 0"):
-        experiment.config_mesh(config.turned({"mesh.data": 0}))

@@ -14,14 +14,6 @@ from specsamp.decoding.results import RowStats
 
 # Chen et al.: the acceptance that explains the curve of a task, the best K in figure 1, ms per token at K = 4 in table 1.
 PAPER = {"HumanEval": (0.885, 7, 5.73), "XSum": (0.755, 3, 7.52)}
-EXPECTED = {  # alpha: tokens per round at K = 1, 2, 3, 4, 5, 6, 8
-    0.6: (1.600, 1.960, 2.176, 2.306, 2.383, 2.430, 2.475),
-    0.7: (1.700, 2.190, 2.533, 2.773, 2.941, 3.059, 3.199),
-    0.755: (1.755, 2.325, 2.755, 3.080, 3.326, 3.511, 3.756),
-    0.8: (1.800, 2.440, 2.952, 3.362, 3.689, 3.951, 4.329),
-    0.885: (1.885, 2.668, 3.361, 3.975, 4.518, 4.998, 5.800),
-    0.9: (1.900, 2.710, 3.439, 4.095, 4.686, 5.217, 6.126),
-}
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 BEST = {  # draft over target: (best K, speedup) at ALPHAS, scoring as quick as a step
     0.01: ((5, 1.88), (7, 2.30), (9, 2.97), (14, 4.23), (24, 7.49)),
@@ -53,12 +45,6 @@ def test_expected_tokens(alpha, K):
     closed = K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
     assert math.isclose(expected_tokens(alpha, K), closed)
     assert math.isclose(Profile.of_rate(alpha).tokens_per_round(K).value, closed)
-
-
-@pytest.mark.parametrize("alpha", EXPECTED)
-def test_the_table_of_tokens_per_round(alpha):
-    ours = [Profile.of_rate(alpha).tokens_per_round(K).value for K in (1, 2, 3, 4, 5, 6, 8)]
-    np.testing.assert_allclose(ours, EXPECTED[alpha], atol=6e-4)
 
 
 @pytest.mark.parametrize("draft_ms", BEST)
@@ -180,13 +166,6 @@ def test_a_profile_from_counts():
 def drawn_texts(rates, rounds, K, random):
     accepted = [np.cumprod(random.random((rounds, K)) < rate, axis=1).sum(1) for rate in rates]
     return [stats(np.bincount(n, minlength=K + 1)) for n in accepted]
-
-
-def test_texts_that_differ_are_told_from_chance():
-    random = np.random.default_rng(0)
-    alike = Profile.of_texts(drawn_texts([0.7] * 40, 60, 4, random))
-    differing = Profile.of_texts(drawn_texts(random.uniform(0.4, 0.95, 40), 60, 4, random))
-    assert np.std(alike.texts) < 0.12 < 0.4 < np.std(differing.texts)
 
 
 def test_texts_spread_as_they_do():

@@ -204,9 +204,6 @@ def test_weights_of_another_model_list_both_shapes(saved):
     "content, message",
     [
         (b"{", "is no JSON"),
-        (b"[]", "is no JSON object"),
-        (b'{"eos": "\xff"}', "is no text in UTF-8"),
-        (b'{"eos": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "is no JSON: maximum recursion depth exceeded"),
         (b'{"target": {}}', "describes no pair"),
         (b'{"target": {"wdth": 3}, "draft": {}}', "describes no pair"),
     ],

@@ -8,19 +8,12 @@ from support import extras
 from support.run_script import call
 
 pytestmark = extras.needs("libtpu")
+SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
 
 
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"
-    done = call(
-        "compile_report",
-        "--plain",
-        "--config=configs/chinchilla.py:tiny",
-        "--topology=v5e:1x1",
-        "--slots=64",
-        "--acceptance=0.8",
-        f"--output={output}",
-    )
+    done = call("compile_report", *SMALL, "--slots=64", "--acceptance=0.8", f"--output={output}")
     assert not done.returncode, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
     document = json.loads(output.read_text(encoding="utf-8"))
@@ -32,14 +25,7 @@ def test_a_report_of_a_small_pair(tmp_path):
 
 def test_what_fits(tmp_path):
     output = tmp_path / "fits.json"
-    done = call(
-        "compile_report",
-        "--plain",
-        "--config=configs/chinchilla.py:tiny",
-        "--topology=v5e:1x1",
-        "--fits",
-        f"--output={output}",
-    )
+    done = call("compile_report", *SMALL, "--fits", f"--output={output}")
     assert not done.returncode, done.stderr
     for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
         assert (cell["share"] <= 0.98) == (cell["batch"] <= cell["most_rows"])
@@ -51,10 +37,7 @@ def test_what_fits(tmp_path):
         (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e, v7x)"),
         (["--config.mesh.data=3"], "data 3 does not divide the 16 devices of 'v4:2x2x4'"),
         (["--config.drafter=early_exit", "--config.exit_layer=80"], "from 1 to 79, for a target of 80 layers; got 80"),
-        (
-            ["--config.drafter=ngram"],
-            "a report is of a draft model, an early exit or a head; config.drafter is 'ngram'",
-        ),
+        (["--config.drafter=ngram"], "config.drafter is 'ngram'"),
         (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance=1.5 is no rate"),
         (["--output=/proc/none/report.json"], "--output=/proc/none/report.json cannot be written"),
     ],

@@ -55,10 +55,7 @@ def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
     "arguments, message",
     [
         ([TINY, "--config.draft_lenght=1"], "has no field 'draft_lenght'; did you mean draft_length"),
-        (
-            ["--config.target.width=7"],
-            "has no field 'target.width'; choose one of adaptive.acceptance, adaptive.costs_ms, ",
-        ),
+        (["--config.target.width=7"], "has no field 'target.width'; choose one of adaptive.acceptance, "),
         ([TINY, "--config.sampling=1"], "--config.sampling is a group of fields: set one of sampling.min_p"),
         ([TINY, "--config.draft_length=many"], "--config.draft_length=many: invalid literal"),
         (["--config=configs/trained.py"], "no file 'configs/trained.py'; did you mean configs/trained_pair.py"),

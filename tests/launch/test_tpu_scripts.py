@@ -109,7 +109,7 @@ def test_delete_leaves_neither_request_nor_node(cloud):
         (("--accelerator=v4-8", *NETWORK), ("--tunnel_through_iap",), ("--secret_env=HF_TOKEN",)),
     ],
 )
-def test_keep_running_is_create_setup_run_and_delete_with_its_flags(cloud, of_slice, connect, secret):
+def test_keep_running_is_create_setup_run_and_delete(cloud, of_slice, connect, secret):
     cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
 
     def commands(script, *arguments):

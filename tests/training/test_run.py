@@ -167,7 +167,6 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
     "content, message",
     [
         ("{", "is no JSON: Expecting property name"),
-        ("[]", "is no JSON object"),
         ("{}", "describes no model .KeyError: 'model'"),
         ('{"model": 3}', "describes no model .TypeError: 3 is no object"),
         ('{"model": {"wdth": 3}}', "describes no model .TypeError: .*'wdth'"),
