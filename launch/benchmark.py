@@ -19,20 +19,36 @@ and a bucket has no lock that would keep two apart.
 
 import shlex
 import sys
+import time
 import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from absl import flags
 from rich.console import Console
 
 from launch.lib import entry, hyper, price, tracing
-from launch.lib.cells import define_prompts, known_identity, parse_grid, read_prompts, run_cells, turned
+from launch.lib.cells import (
+    costs_of,
+    define_prompts,
+    identity_of,
+    known_identity,
+    make_cells,
+    parse_grid,
+    read_prompts,
+    turned,
+)
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
+from specsamp.analysis.grid import Cell
+from specsamp.analysis.workload import check_fits, decoders
+from specsamp.decoding.pair import Pair
+from specsamp.sampling.synthetic import LABEL
 
 _CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
 _GRID = flags.DEFINE_multi_string(
@@ -62,7 +78,7 @@ def main() -> None:
     points = hyper.product([*asked, parse_grid(_GRID.value)])
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
-    settings = turned(config, points)  # all are checked before weights are read
+    configs = turned(config, points)  # all are checked before weights are read
     if _POD.value:
         for point in points:
             print(pod_command(_POD.value, point, _CONFIG.text, sys.argv[1:]))
@@ -73,9 +89,45 @@ def main() -> None:
     experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
-    run_cells(config, settings, experiment, _OUTPUT.value, console, _AGAIN.value, _CHIP_HOUR.value, _TRACE.value)
+    measure(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
+
+
+def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
+    """Measures what --output does not hold yet, and shows one table of all the cells; of one alone, all of it."""
+    for cell in cells:
+        check_fits(pair, [cell.drafter], cell.workload)
+    output = _OUTPUT.value
+    results = grid.Results.open(output, identity, lambda text: console.print(text, style="yellow", soft_wrap=True))
+    made_up = any("synthetic_acceptance" in cell.key for cell in cells)
+    if made_up:
+        console.print("[bold red]SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not.[/]")
+    if there := sum(results.find(cell.key) is not None for cell in cells):
+        told = "replaced one by one" if _AGAIN.value else "not measured again (--again would)"
+        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
+    kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
+    start = time.perf_counter()
+    with entry.keeps(kept), entry.progress(console, "starting") as say:
+        measured = grid.measure_cells(pair, cells, results, again=_AGAIN.value, header=entry.header, progress=say)
+    if _TRACE.value and "result" in (found := results.find(cells[0].key)):
+        (cell,) = cells
+        sides = {"speculative": (cell.drafter, cell.rule)}
+        (decoder,) = decoders(pair, sides, cell.sampling, cell.workload, cell.draft_sampling).values()
+        traced = tracing.show_trace(decoder, _TRACE.value, console)
+        results.add({**found, "trace": traced.programs}, entry.header())
+    if not entry.is_first():
+        return
+    if measured:
+        console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
+    rows = [results.find(cell.key) for cell in cells]
+    title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
+    entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
+    entry.show(price.tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
+    if len(cells) == len(measured) == 1:
+        label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
+        entry.show(tables.result_tables(measured[0][1], label), console)
+    entry.say_written(output, console)
 
 
 def gather(console: Console) -> None:

@@ -1,31 +1,23 @@
-"""Turns a configuration and points of a sweep into cells, and measures them for launch/benchmark.py."""
+"""Turns a configuration and points of a sweep into cells for launch/benchmark.py, and files into prompts."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import json
-import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from absl import flags
-from rich.console import Console
 
-from launch.lib import entry, price, tracing
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
 from specsamp import machine, storage
-from specsamp.analysis import grid, tables
-from specsamp.analysis.grid import Cell, Results, describe
-from specsamp.analysis.trace import Trace
-from specsamp.analysis.workload import check_fits, decoders
+from specsamp.analysis.grid import Cell, describe
 from specsamp.decoding.checks import Prompt
-from specsamp.decoding.pair import Pair
-from specsamp.sampling.synthetic import LABEL
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.
@@ -157,69 +149,6 @@ def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, A
         "prompts": prompts,
         **known_identity(config),
     }
-
-
-def run_cells(
-    config: ExperimentConfig,
-    points: Sequence[ExperimentConfig],
-    experiment: Experiment,
-    output: str | None,
-    console: Console,
-    again: bool = False,
-    chip_hour: float | None = None,
-    trace: str | None = None,
-) -> None:
-    """Measures what ``output`` does not hold yet, and shows one table of all the points; of one alone, all of it.
-
-    Args:
-      points: the configuration, turned.
-      again: measures what it does hold, too.
-      chip_hour: dollars, to say what tokens cost.
-      trace: a folder, to profile the only cell into.
-    """
-    cells = make_cells(points, experiment)
-    for cell in cells:
-        check_fits(experiment.pair, [cell.drafter], cell.workload)
-
-    def say(text):
-        return console.print(text, style="yellow", soft_wrap=True)
-
-    results = Results.open(output, identity_of(config, experiment), say)
-    made_up = any("synthetic_acceptance" in cell.key for cell in cells)
-    if made_up:
-        console.print("[bold red]SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not.[/]")
-    there = sum(results.find(cell.key) is not None for cell in cells)
-    if there:
-        told = "replaced one by one" if again else "not measured again (--again would)"
-        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
-
-    kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
-    start = time.perf_counter()
-    with entry.keeps(kept), entry.progress(console, "starting") as say:
-        measured = grid.measure_cells(experiment.pair, cells, results, again=again, header=entry.header, progress=say)
-    if trace and "result" in results.find(cells[0].key):
-        traced = trace_cell(cells[0], experiment.pair, trace, console)
-        results.add({**results.find(cells[0].key), "trace": traced.programs}, entry.header())
-    if not entry.is_first():
-        return
-    if measured:
-        console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
-    rows = [results.find(cell.key) for cell in cells]
-    title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
-    entry.show(price.tables(costs_of(rows), price.chips_of(experiment.pair), chip_hour), console)
-    if len(cells) == len(measured) == 1:
-        rate = cells[0].key.get("synthetic_acceptance")
-        label = "" if rate is None else LABEL.format(rate=rate)
-        entry.show(tables.result_tables(measured[0][1], label), console)
-    entry.say_written(output, console)
-
-
-def trace_cell(cell: Cell, pair: Pair, folder: str, console: Console) -> Trace:
-    """Profiles a cell into a folder, and shows where its time went."""
-    contender = {"speculative": (cell.drafter, cell.rule)}
-    (decoder,) = decoders(pair, contender, cell.sampling, cell.workload, cell.draft_sampling).values()
-    return tracing.show_trace(decoder, folder, console)
 
 
 def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:

@@ -160,11 +160,6 @@ def random_pair(*documents: Document) -> Table:
     return Table(title="A round of a random pair", header=header, rows=rows)
 
 
-def best_lengths(grid: Document) -> Table:
-    """Returns the best K of every drafter, rule, batch and temperature."""
-    return grid_table("Best draft lengths", grid["cells"], best=True)
-
-
 def chinchilla(document: Document) -> Table:
     """Returns the programs of the paper's pair on 16 TPU v4 chips."""
     report = read_report(document["report"])
@@ -218,7 +213,7 @@ def public_pairs(*documents: Document) -> Table:
 TABLES = {
     "pair": Published(["pair"], trained),
     "int8_stored": Published(["pair"], stored),
-    "grid": Published(["python_pair_grid"], best_lengths),
+    "grid": Published(["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)),
     "draft_temperature": Published(["python_pair_grid"], draft_temperatures),
     "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
