@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import enum
 import functools
 import gc
 import json
@@ -89,17 +88,14 @@ class Results:
         Raises:
           ValueError: the file holds cells of another identity; the message says what differs.
         """
-        identity = json.loads(report.to_json(identity))
-        fresh = cls(path=path, document={"identity": identity, "cells": []})
-        state = check_output(path)
-        if state is Output.EMPTY:
-            return fresh
-        if state is Output.DAMAGED:
+        identity = report.as_json(identity)
+        document = check_output(path)
+        if document:
+            _check_same(path, document["identity"], identity)
+            return cls(path=path, document=document)
+        if document is not None:
             say(f"{path} is no JSON that can be read: set aside as {set_aside(path)}")
-            return fresh
-        document = read_document(path)
-        _check_same(path, document["identity"], identity)
-        return cls(path=path, document=document)
+        return cls(path=path, document={"identity": identity, "cells": []})
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -118,11 +114,11 @@ class Results:
           ValueError: the file has come to hold cells of another identity, or something else; it is left alone.
         """
         identity = self.document["identity"]
-        last = json.loads(report.to_json(cell))
+        last = report.as_json(cell)
 
         def keep(added):
             cells = {name_of(one["key"]): one for one in [*self.cells, *added, last]}  # of equal keys the last
-            self.document = json.loads(report.to_json(header)) | {"identity": identity, "cells": [*cells.values()]}
+            self.document = report.as_json(header) | {"identity": identity, "cells": [*cells.values()]}
 
         if self.path is None or jax.process_index():
             keep([])
@@ -132,42 +128,39 @@ class Results:
             report.write_json(self.path, self.document)
 
 
-class Output(enum.Enum):
-    """States of a file that cells are to be added to."""
-
-    EMPTY, DAMAGED, CELLS = range(3)
-
-
-def check_output(path: str | None, known: Mapping[str, Any] | None = None) -> Output:
-    """Returns what a file of cells holds, before anything is measured or read.
+def check_output(path: str | None, known: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Reads a file that cells are to be added to, before anything is measured.
 
     Args:
       known: the part of the identity that is known so far.
+
+    Returns:
+      What `read_document` does; None where nothing is there; an empty one where it is damaged JSON.
 
     Raises:
       ValueError: something else is there, or cells of another identity: they are left alone.
     """
     if path is None or jax.process_index():  # the first process writes, and says to all which cells are missing
-        return Output.EMPTY
+        return None
     if storage.is_stream(path) or not storage.place(path).exists():
-        return Output.EMPTY
+        return None
     storage.check_regular(path)
     if not (content := storage.place(path).read_bytes()).strip():
-        return Output.EMPTY
+        return None
     try:
         json.loads(content)
     except (ValueError, RecursionError) as error:
         if not os.fspath(path).endswith(".json"):
             raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
-        return Output.DAMAGED
+        return {}
     try:
-        identity = read_document(path)["identity"]
+        document = read_document(path)
     except ValueError as error:
         raise ValueError(f"{error}: it is left alone. Give another --output") from error
     if known is not None:
-        known = json.loads(report.to_json(known))
+        known, identity = report.as_json(known), document["identity"]
         _check_same(path, {name: identity[name] for name in known if name in identity}, known)
-    return Output.CELLS
+    return document
 
 
 def _check_same(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

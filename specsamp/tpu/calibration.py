@@ -48,7 +48,7 @@ ROUNDS_MS = {1: 16.3, 2: 18.2, 3: 20.3, 4: 22.8, 5: 25.0, 6: 27.1, 7: 28.5}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Band:
-    """An estimate in milliseconds; what it may be trusted for, `Calibration.chance` says."""
+    """An estimate in milliseconds; the module says what it may be trusted for."""
 
     least: float
     likely: float
@@ -86,11 +86,6 @@ class Calibration:
     error: float = math.nan  # of the logarithm: the worst where its layout was left out of the fit
     points: int = 0
     layouts: int = 0  # that were left out, one after another
-
-    @property
-    def chance(self) -> float:
-        """The chance that a new layout lies within the band, if it is like those that were left out."""
-        return self.layouts / (self.layouts + 1)
 
     def milliseconds(self, *works: Work) -> float:
         """Estimates the time of calls, one after another."""

@@ -78,32 +78,6 @@ def test_the_block_rule_of_two_mirrored_tokens(K):
     assert math.isclose(mirrored_block_survival(2 / 3, K).sum(), block, rel_tol=1e-4)
 
 
-def test_mirrored_tokens_are_no_bound_of_the_block_rule():
-    """Both positions have the rate 2/3: first a ratio that is nearly always the same, then one that is 0 or 3/2."""
-    rate, rare = 2 / 3, 0.01
-    first = ((1 - rare, (rate - rare) / (1 - rare)), (rare, (1 - rate + rare) / rare))  # chance, ratio
-    second = ((1 - rate, 0.0), (rate, 1 / rate))
-    for distribution in (first, second):
-        np.testing.assert_allclose(
-            [sum(p * r for p, r in distribution), sum(p * min(1, r) for p, r in distribution)], [1, rate]
-        )
-    both = sum(p * q * min(1, min(1, r) * s) for p, r in first for q, s in second)
-    assert both > mirrored_block_survival(rate, 2)[1] + 0.1
-
-
-def test_the_block_rule_against_drawn_blocks():
-    """c_i as the rule computes it, over drafts that were drawn; the token rule's survival is the control."""
-    rate, K, N = 0.7, 5, 400_000
-    drafted = np.random.default_rng(0).random((N, K)) < (2 - rate) / 2  # the token that the draft prefers
-    ratios = np.where(drafted, rate / (2 - rate), (2 - rate) / rate)
-    c, survival = np.ones(N), []
-    for i in range(K):
-        c = np.minimum(1, c * ratios[:, i])
-        survival.append(c.mean())
-    np.testing.assert_allclose(mirrored_block_survival(rate, K), survival, atol=5e-3)  # ten standard errors
-    assert abs(Profile.of_rate(rate).survival(K)[-1] - survival[-1]) > 0.05
-
-
 def simulate(by_position, exponents, batch, new_tokens, runs, seed=0):
     """Mean rounds of the slowest row, drawn token by token."""
     random = np.random.default_rng(seed)
