@@ -54,28 +54,23 @@ PROGRAMS = (
 )
 
 
-def prepare(options: Any) -> Any:
-    """Keeps arrays on the CPU where only the compiler is a TPU's."""
-    if options.compile:
-        jax.config.update("jax_platforms", "cpu")
-    return options
-
-
 def measure(options, key, say) -> dict[str, Any]:
     """Predicts the published rows, or compiles the programs of `PROGRAMS`."""
     if options.compile:
+        jax.config.update("jax_platforms", "cpu")  # arrays are kept there: only the compiler is a TPU's
         cells = [compiled(name, say) for name in PROGRAMS]
         return {"kind": "compiler estimate", "libtpu": version("libtpu"), "layers": LAYERS, "programs": cells}
-    checks = [check(row, band, by) for by in ("layout", "source") for row, band in held_out(by)]
+    found = [
+        (by, *pair) for by in ("layout", "source") for pair in held_out(by)
+    ]  # what of the row's own was not fitted
     others = [row for row in published() if row.kind not in ("step", "collective")]
-    checks += [check(row, calibrate().of_row(row), "kind") for row in others]
+    found += [("kind", row, calibrate().of_row(row)) for row in others]
+    checks = [
+        {"name": row.name, "source": row.source, "kind": row.kind, "layout": row.layout}
+        | {"left_out": left_out, "measured_ms": row.milliseconds, "forecast": forecast}
+        for left_out, row, forecast in found
+    ]
     return {"kind": "backtest", "calibration": calibrate(), "checks": checks}
-
-
-def check(row: Any, forecast: Band, left_out: str) -> Check:
-    """Returns a measurement beside its forecast; ``left_out`` says what of the row's own was not fitted."""
-    told = {name: getattr(row, name) for name in ("name", "source", "kind", "layout")}
-    return told | {"left_out": left_out, "measured_ms": row.milliseconds, "forecast": forecast}
 
 
 def compiled(name: Mapping[str, Any], say) -> dict[str, Any]:
@@ -152,13 +147,17 @@ def in_flight_table(document: Document) -> Table:
         name, us = cell["name"], cell["streaming_us"]
         sizes = parse(name["topology"])[1]
         chips = replica_axes(sizes, math.prod(sizes) // name["data"])
-        where = f"{name['topology']}, tensor {math.prod(chips)} x data {name['data']}"
-        taken = f"{fit.collective_us + hops(chips) * fit.hop_us:.0f}"
-        program = (f"{name['model']}, {name['weights']}", where, str(name["batch"]), str(len(us)))
-        rows.append((*program, taken, f"{min(us):.0f}", f"{np.median(us):.0f}"))
-    header = ("", "chips", "batch", "all-reduces of eight layers", "one takes, us, by the traces")
-    header = (*header, "in flight, us of streaming: least", "median")
-    return Table(title="What is prefetched while collectives run (compiler estimate)", header=header, rows=rows)
+        row = {
+            "": f"{name['model']}, {name['weights']}",
+            "chips": f"{name['topology']}, tensor {math.prod(chips)} x data {name['data']}",
+            "batch": name["batch"],
+            "all-reduces of eight layers": len(us),
+            "one takes, us, by the traces": f"{fit.collective_us + hops(chips) * fit.hop_us:.0f}",
+            "in flight, us of streaming: least": f"{min(us):.0f}",
+            "median": f"{np.median(us):.0f}",
+        }
+        rows.append(row)
+    return Table.of("What is prefetched while collectives run (compiler estimate)", rows)
 
 
 HOW = {"none": "plain", "model": "K = {}", "early_exit": "early exit, K = {}", "head": "head, K = {}"}
@@ -166,20 +165,16 @@ HOW = {"none": "plain", "model": "K = {}", "early_exit": "early exit, K = {}", "
 
 def frozen_table(document: Document, number: int) -> Table:
     """Returns the frozen forecasts of a batch of `forecasts.json`, a row for each pair and slice."""
-    batch, cells = document["batches"][number], {}
+    batch, rows = document["batches"][number], {}
     for one in batch["forecasts"]:
         setting = one["setting"]
         pair = setting["config"].rpartition(":")[2].removeprefix("configs/").removesuffix(".py")
         column = f"batch {setting['batch']}, {HOW[setting['drafter']].format(setting['draft_length'])}"
-        cells.setdefault(f"{pair}, {setting['topology']}", {})[column] = str(Band(**one["forecast"]))
-    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+        where = f"{pair}, {setting['topology']}"
+        rows.setdefault(where, {"ms of a round": where})[column] = Band(**one["forecast"])
     when = f"{batch['frozen']['date']} at commit `{batch['frozen']['commit'][:12]}`"
-    return Table(
-        title=f"Forecasts, frozen {when}",
-        header=("ms of a round", *columns),
-        rows=[(where, *(row.get(column, "") for column in columns)) for where, row in cells.items()],
-        note=f"Frozen {when}; bands promise {batch['chance']:.0%}; scored: 0 of {len(batch['forecasts'])}.",
-    )
+    note = f"Frozen {when}; bands promise {batch['chance']:.0%}; scored: 0 of {len(batch['forecasts'])}."
+    return Table.of(f"Forecasts, frozen {when}", [*rows.values()], note=note)
 
 
 def draw(document: Document) -> Any:
@@ -204,7 +199,6 @@ def draw(document: Document) -> Any:
 STUDY = Study(
     question="What are forecasts of milliseconds on TPUs worth?",
     options={"compile": Option(False, "Compile for a TPU what is prefetched while collectives run, and nothing else.")},
-    prepare=prepare,
     measure=measure,
     shown=lambda options: ["in_flight"] if options.compile else ["backtest_checks", "backtest", "tpu_backtest"],
     tables={

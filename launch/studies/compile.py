@@ -169,7 +169,7 @@ def training(
     model = TransformerLM(whole).first(min(layers, whole.num_layers))
     shape = dataclasses.replace(eagle3_of(model.config), **head)
     task, config = (
-        TrainHead(FeatureHead(shape), model, test_steps=test_steps, chunk=chunk),
+        TrainHead(head=FeatureHead(shape), target=model, test_steps=test_steps, chunk=chunk),
         TrainConfig(steps=10_000, batch=rows),
     )
     ids, at = jnp.arange(shape.draft_vocab_size), state_shardings(task, config, mesh)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import pathlib
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +35,6 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
 VOCABULARY, WIDTH = 32_000, 2048
-EVERY_SECONDS = 0.01
 
 
 def prepare(options) -> Any:
@@ -64,9 +63,8 @@ def read(options, checkpoint_folder: str, converted_folder: pathlib.Path) -> dic
         mesh = make_mesh(jax.device_count() // options.model, options.model)
         model = shard_model(model, Layout.tensor_parallel(mesh))
     jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the runtime's own memory is there before it counts
-    begin = resident()
-    with Peak() as reading:
-        params = read_params(checkpoint, model)
+    begin = held("VmRSS")
+    params, most, seconds = peak(lambda: read_params(checkpoint, model))
     local = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
     result = {
         "processes": jax.process_count(),
@@ -75,55 +73,37 @@ def read(options, checkpoint_folder: str, converted_folder: pathlib.Path) -> dic
         "parameters, MB": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6,
         "held by this process, MB": local / 1e6,
         "largest tensor, MB": largest / 1e6,
-        "reading: peak beside what is held, MB": reading.beside(begin + local),
-        "reading: seconds": round(reading.seconds, 1),
+        "reading: peak beside what is held, MB": (most - begin - local) / 1e6,
+        "reading: seconds": round(seconds, 1),
     }
     if options.convert:
-        with Peak() as writing:
-            write_converted(checkpoint, params, converted_folder)
+        _, of_writing, writing = peak(lambda: write_converted(checkpoint, params, converted_folder))
         del params
         again = open_checkpoint(converted_folder)
-        with Peak() as restoring:
-            restored = read_params(again, model)
+        _, of_restoring, restoring = peak(lambda: read_params(again, model))
         result |= {
-            "writing Orbax: peak beside what is held, MB": writing.beside(begin + local),
-            "reading Orbax: peak beside what is held, MB": restoring.beside(begin + local),
-            "Orbax: seconds": round(writing.seconds + restoring.seconds, 1),
+            "writing Orbax: peak beside what is held, MB": (of_writing - begin - local) / 1e6,
+            "reading Orbax: peak beside what is held, MB": (of_restoring - begin - local) / 1e6,
+            "Orbax: seconds": round(writing + restoring, 1),
         }
-        del restored
     return result
 
 
-class Peak:
-    """The most memory of this process, of any kind."""
-
-    def __enter__(self):
-        self._most, self._stop = resident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._start = time.perf_counter()
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._stop.wait(EVERY_SECONDS):
-            self._most = max(self._most, resident())
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.seconds = time.perf_counter() - self._start
-
-    def beside(self, held: float) -> float:
-        """Returns the highest memory in MB, over ``held`` bytes."""
-        return (self._most - held) / 1e6
+def peak(run: Callable[[], Any]) -> tuple[Any, float, float]:
+    """Returns what a function returns, the most bytes that this process held meanwhile, and the seconds it took."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    except OSError as error:
+        raise ValueError(f"this machine does not tell a process how much memory it takes ({error})") from error
+    start = time.perf_counter()
+    answer = run()
+    return answer, held("VmHWM"), time.perf_counter() - start
 
 
-def resident() -> float:
-    """Returns the bytes of memory of this process: its own, and of files that it has mapped."""
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return 1024 * float(line.split()[1])
-    raise ValueError("this machine does not tell a process how much memory it takes (/proc/self/status)")
+def held(name: str) -> float:
+    """Returns bytes of memory of this process, its own and of files that it has mapped: VmRSS now, VmHWM at the peak."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * float(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def make_checkpoint(folder: pathlib.Path, gigabytes: float) -> str:
