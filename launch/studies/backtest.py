@@ -60,9 +60,8 @@ def measure(options, key, say) -> dict[str, Any]:
         jax.config.update("jax_platforms", "cpu")  # arrays are kept there: only the compiler is a TPU's
         cells = [compiled(name, say) for name in PROGRAMS]
         return {"kind": "compiler estimate", "libtpu": version("libtpu"), "layers": LAYERS, "programs": cells}
-    found = [
-        (by, *pair) for by in ("layout", "source") for pair in held_out(by)
-    ]  # what of the row's own was not fitted
+    # What of a row's own was not fitted, the row, and its forecast.
+    found = [(by, *pair) for by in ("layout", "source") for pair in held_out(by)]
     others = [row for row in published() if row.kind not in ("step", "collective")]
     found += [("kind", row, calibrate().of_row(row)) for row in others]
     checks = [

@@ -46,36 +46,28 @@ RULES = (
     *(f"bounded:{budget}:ears:1" for budget in (0.003, 0.01, 0.03)),
     *(f"bounded:{budget}:typical" for budget in (0.01, 0.03)),
 )
+SAMPLINGS = {"1.0": {"temperature": 1.0, "top_p": 1.0}, "0.8/0.95": {"temperature": 0.8, "top_p": 0.95}}
 TABLES = ("lossy", "lossy_nucleus")
 Point = Mapping[str, Any]  # what a rule gained and cost
 
 
 def prepare(options: Any) -> Any:
-    """Returns the options with rules, distributions and the pair."""
+    """Returns the options with the rules and the pair."""
     config = options.config.value
     refuse(config, "draft_temperature", "synthetic_acceptance")
     rules = {word: make_rule(word) for word in options.rules}
     if next(iter(rules)) != "token" or PLAIN in rules:
         raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")
-    laws = []
-    for text in options.samplings:
-        heat, _, share = text.partition("/")
-        try:
-            laws.append({"temperature": float(heat), "top_p": float(share)})
-        except ValueError as error:
-            raise ValueError(f"--samplings has {text!r}: write a temperature and a top-p, such as 0.8/0.95") from error
-    if len(laws) > len(TABLES):
-        raise ValueError(f"--samplings={','.join(options.samplings)}: a file holds two, give others another --output")
     experiment = build(config)
     task = f"{len(rules)} rules, K = {experiment.drafter.K}, {options.prompts} prompts"
     entry.make_console().print(headline(experiment, task), markup=False)
     use_compilation_cache()
-    return types.SimpleNamespace(experiment=experiment, words=rules, laws=laws, prompts=options.prompts, config=config)
+    return types.SimpleNamespace(**vars(options) | {"config": config, "rules": rules}, experiment=experiment)
 
 
 def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
-    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "rules": list(options.words)}
+    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "rules": list(options.rules)}
     return {"config": options.config.to_dict(), **told, "prompts": options.prompts, **here()}
 
 
@@ -84,14 +76,14 @@ def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
     experiment, sampling = options.experiment, chain(temperature(key["temperature"]), top_p(key["top_p"]))
     work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompts)
     contenders = {PLAIN: (NoDrafter(), TokenRule())}
-    contenders |= {word: (experiment.drafter, rule) for word, rule in options.words.items()}
+    contenders |= {word: (experiment.drafter, rule) for word, rule in options.rules.items()}
     sides = decoders(experiment.pair, contenders, sampling, work)
     for word, side in sides.items():
         say(f"compiling: {word}")
         side.decode(0)
     timings = take_turns({word: side.decode for word, side in sides.items()}, work.repeats, say)
     plain = seconds(timings[PLAIN])
-    return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.words]
+    return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.rules]
 
 
 def point(side: Decoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
@@ -181,14 +173,14 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "rules": Option(RULES, "The rules, with commas between them; the first is the exact one."),
-        "samplings": Option(("1.0/1.0", "0.8/0.95"), "At most two distributions, as temperature and top-p."),
+        "samplings": Option(tuple(SAMPLINGS), "Distributions: temperature and top-p.", choices=tuple(SAMPLINGS)),
         "prompts": Option(16, "Decode the first so many held-out prompts.", least=1),
     },
     prepare=prepare,
-    cells=lambda options: options.laws,
+    cells=lambda options: [SAMPLINGS[word] for word in options.samplings],
     identity=identity,
     measure=measure,
     tables={name: Published(["python_lossy"], functools.partial(table, i)) for i, name in enumerate(TABLES)},
     figures={"python_lossy": Published(["python_lossy"], draw)},
-    shown=lambda options: [*TABLES[: len(options.laws)], "python_lossy"],
+    shown=lambda options: [*TABLES[: len(options.samplings)], "python_lossy"],
 )

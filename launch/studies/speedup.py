@@ -10,7 +10,6 @@ theory allows follows from the measured acceptance rate and the measured times o
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax
 from launch.lib.experiment import build, refuse
 from launch.lib.rules import RULES
 from launch.lib.shapes import looked_up_parameters
-from launch.lib.study import Document, Option, Published, Say, Study
+from launch.lib.study import Document, Option, Published, Study
 from launch.studies.compile_tables import forecast
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
@@ -53,9 +52,9 @@ def measure(options, key, say) -> dict[str, Any]:
         for rule in options.rule:
             jax.clear_caches()  # Linux allows a process 65,530 mappings, and a program takes several
             for K in options.draft_length:
-                progress = functools.partial(tell, say, f"{name}, {rule} rule, K = {K}")
+                say(f"{name}, {rule} rule, K = {K}")
                 drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
-                results.append((rule, benchmark(pair, drafter, RULES[rule](), warp, work, progress)))
+                results.append((rule, benchmark(pair, drafter, RULES[rule](), warp, work)))
         curves[name] = curve_of(results, work.repeats, greedy=name == "greedy")
     left_out = ("sampling", "rule", "draft_length")
     return {
@@ -67,11 +66,6 @@ def measure(options, key, say) -> dict[str, Any]:
         "curves": curves,
         "best_draft_length": {name: best_lengths(curve["points"], options.rule) for name, curve in curves.items()},
     }
-
-
-def tell(say: Say, where: str, text: str) -> None:
-    """Says what is going on, and where."""
-    say(f"{where}: {text}")
 
 
 def curve_of(results: list[tuple[str, Result]], prompts: int, greedy: bool) -> dict[str, Any]:
@@ -124,20 +118,21 @@ def table(document: Document) -> Table:
     rows = []
     for name, curve in document["curves"].items():
         for point in curve["points"]:
-            rule, costs, counts = point["rule"], point["costs"], point["acceptance"]
-            mark = "**" if document["best_draft_length"][name][rule] == point["draft_length"] else ""
-            label = f"{mark}{words(name)}, {rule} rule, K = {point['draft_length']}{mark}"
-            times = f"{curve['ms_per_token']['median']:.2f}", f"{point['ms_per_token']['median']:.2f}"
-            speedup = (
-                f"{mark}{ratio(point['speedup'])}{mark}",
-                f"{counts['rate']:.3f}",
-                f"{counts['emitted_per_round']:.2f}",
-            )
-            calls = [costs["draft_call"] / costs["target_step"], costs["score"] / costs["target_step"]]
-            rows.append((label, *times, *speedup, f"{calls[0]:.3f}", f"{calls[1]:.2f}", f"{point['efficiency']:.0%}"))
-    header = ("", "alone, ms per token", "with the draft", "speedup", "acceptance", "tokens per round")
-    header += ("draft call, in steps", "scoring, in steps", "of what theory allows")
-    return Table(title="Speedup by draft length and rule", header=header, rows=rows)
+            rule, K, costs = point["rule"], point["draft_length"], point["costs"]
+            mark = "**" if document["best_draft_length"][name][rule] == K else ""
+            row = {
+                "": f"{mark}{words(name)}, {rule} rule, K = {K}{mark}",
+                "alone, ms per token": f"{curve['ms_per_token']['median']:.2f}",
+                "with the draft": f"{point['ms_per_token']['median']:.2f}",
+                "speedup": f"{mark}{ratio(point['speedup'])}{mark}",
+                "acceptance": f"{point['acceptance']['rate']:.3f}",
+                "tokens per round": f"{point['acceptance']['emitted_per_round']:.2f}",
+                "draft call, in steps": f"{costs['draft_call'] / costs['target_step']:.3f}",
+                "scoring, in steps": f"{costs['score'] / costs['target_step']:.2f}",
+                "of what theory allows": f"{point['efficiency']:.0%}",
+            }
+            rows.append(row)
+    return Table.of("Speedup by draft length and rule", rows)
 
 
 def headline(speedup: Document, slices: Document) -> Table:
