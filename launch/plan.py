@@ -33,7 +33,7 @@ from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
 from specsamp.analysis.planner import AdaptiveForecast, Plan, make_plan, plan_adaptive
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.calibration import Band
+from specsamp.tpu.calibration import Band, Calibration
 from specsamp.tpu.costs import compiled_costs
 from specsamp.tpu.tables import basis
 from specsamp.tpu.topology import CHIPS, parse
@@ -236,8 +236,8 @@ def round_costs(cells: Sequence[Mapping[str, Any]]) -> Costs:
     if given[0]:
         return PerCall(*calls)
     if given[1]:
-        report = storage.read_json(_COMPILE_REPORT.value)["report"]
-        return compiled_costs(report, own_calibration(_CALIBRATION.value, report["topology"]))
+        report, own = compiled()
+        return compiled_costs(report, own)
     config = _CONFIG.value
     models, inside = known_models(config), config.word.inside
     if "target" not in models or "draft" not in models and not inside and config.word.planned:
@@ -267,7 +267,7 @@ def priced_chips(cells: Sequence[Mapping[str, Any]]) -> int:
     if _DEVICES.value is not None or _CHIP_HOUR.value is None:
         return _DEVICES.value or 1
     if _COMPILE_REPORT.value:
-        return math.prod(parse(storage.read_json(_COMPILE_REPORT.value)["report"]["topology"])[1])
+        return math.prod(parse(compiled()[0]["topology"])[1])
     known = {cell.get("environment", {}).get("devices") for cell in cells}
     if len(known) == 1 and None not in known:
         return known.pop()
@@ -309,7 +309,7 @@ def plan_table(plan: Plan, costs: Costs) -> report.Table:
         rows.append((*row, f"{block_mirrored(K):.2f}") if rate else row)
     notes = [
         "* is best; in brackets, 95% of what is left open by the counts behind the acceptance and the clocks behind the costs",
-        f". Milliseconds: {measured_by(costs)}" if costs.edges else "",
+        f". Milliseconds: {basis(costs.open, compiled()[1])}" if costs.edges else "",
         MIRRORED if rate else "",
         ROOFLINE if _CHIP.value else "",
         EXPERTS if isinstance(costs, Roofline) and costs.target.experts else "",
@@ -318,10 +318,10 @@ def plan_table(plan: Plan, costs: Costs) -> report.Table:
     return report.Table(title=f"Forecast: {where(plan)}", header=header, rows=rows, note="".join(notes))
 
 
-def measured_by(costs: Costs) -> str:
-    """Says what the bands of a compile report's milliseconds rest on."""
-    topology = storage.read_json(_COMPILE_REPORT.value)["report"]["topology"]
-    return basis(costs.open, own_calibration(_CALIBRATION.value, topology))
+def compiled() -> tuple[dict[str, Any], Calibration | None]:
+    """Returns the report of --compile_report, and the calibration of its slice that --calibration names."""
+    report = storage.read_json(_COMPILE_REPORT.value)["report"]
+    return report, own_calibration(_CALIBRATION.value, report["topology"])
 
 
 def block_mirrored(draft_length: int) -> float:

@@ -133,22 +133,6 @@ def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return fields
 
 
-def heeds(config: ConfigFlag, names: Iterable[str], what: str) -> None:
-    """Refuses a configuration without the fields that are needed, and fields on the command line that are not heeded.
-
-    Args:
-      names: of the fields that ``what`` reads, whole or in part.
-
-    Raises:
-      ValueError: with the first of either.
-    """
-    if missing := [name for name in names if name not in config.fields]:
-        raise ValueError(f"--config has no field {', '.join(missing)}: {what} needs a configuration that has")
-    for field in config.fields_set:
-        if field.partition(".")[0] not in names:
-            raise ValueError(f"--config.{field} would not be heeded: {what} reads {', '.join(names)}")
-
-
 def meant(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: the closest known ones, or all of them."""
     known = list(known)

@@ -12,7 +12,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from launch.lib.config import heeds
 from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models
 from launch.lib.study import Document, Published, Study
@@ -30,8 +29,12 @@ FIELDS = ("target", "draft", "rule", "sampling", "prompt_length", "max_new_token
 
 def measure(options, key, say) -> dict:
     """Compiles every point of the grid; the models differ in V alone."""
-    heeds(options.config, FIELDS, "this study")
     config = options.config.value
+    if config.target is None or config.draft is None:
+        raise ValueError("--config has no field target, draft: this study needs a configuration that has")
+    for field in options.config.fields_set:
+        if field.partition(".")[0] not in FIELDS:
+            raise ValueError(f"--config.{field} would not be heeded: this study reads {', '.join(FIELDS)}")
     models = {side: model.config for side, model in known_models(config).items()}
     slots, points = config.prompt_length + config.max_new_tokens, []
     for batch, K, vocab_size in GRID:
