@@ -103,8 +103,9 @@ def parts_of(checks: Sequence[Check]) -> dict[str, list[Check]]:
         "all steps, source left out, where fits remain": [c for c in sources if not c["band"].open],
         "all steps, source left out, where only a range remains": [c for c in sources if c["band"].open],
     }
-    kinds = dict.fromkeys(c["kind"] for c in others)
-    return parts | {f"not fitted: {kind}": [c for c in others if c["kind"] == kind] for kind in kinds}
+    for check in others:
+        parts.setdefault(f"not fitted: {check['kind']}", []).append(check)
+    return parts
 
 
 def summary(checks: Sequence[Check]) -> tuple[str, ...]:
@@ -130,11 +131,10 @@ def backtest_table(document: Document) -> Table:
 
 def checks_table(document: Document) -> Table:
     """Returns a row for each forecast."""
-    rows = [
-        (c["left_out"], c["source"], c["name"], f"{c['measured_ms']:g}", str(c["band"]))
-        + ("" if c["band"].covers(c["measured_ms"]) else "outside",)
-        for c in checks_of(document)
-    ]
+    rows = []
+    for c in checks_of(document):
+        ms, band = c["measured_ms"], c["band"]
+        rows.append((c["left_out"], c["source"], c["name"], f"{ms:g}", str(band), "" if band.covers(ms) else "outside"))
     header = ("left out", "", "", "published, ms", "forecast, ms", "band")
     return Table(title="Each forecast", header=header, rows=rows, left=3)
 
@@ -183,11 +183,11 @@ def draw(document: Document) -> Any:
     for colour, (label, (kind, chip)) in zip(COLOURS, SHOWN.items()):
         shown = [c for c in checks if c["kind"] == kind and c["layout"].startswith(chip)]
         likely, least, most = ([getattr(c["band"], name) for c in shown] for name in ("likely", "least", "most"))
-        bars, style = (np.subtract(likely, least), np.subtract(most, likely)), dict(markersize=3, elinewidth=0.7)
-        label = f"{label} ({len(shown)})"
-        axis.errorbar([c["measured_ms"] for c in shown], likely, bars, label=label, fmt="o", color=colour, **style)
+        look = {"label": f"{label} ({len(shown)})", "fmt": "o", "color": colour, "markersize": 3, "elinewidth": 0.7}
+        bars = np.subtract(likely, least), np.subtract(most, likely)
+        axis.errorbar([c["measured_ms"] for c in shown], likely, bars, **look)
     axis.plot([1, 100], [1, 100], color="black", linewidth=0.8)
-    axis.set(xscale="log", yscale="log")
+    axis.loglog()
     for one in (axis.xaxis, axis.yaxis):
         one.set_major_formatter(lambda ms, _: f"{ms:g}")
     axis.set_title("forecast, ms, of steps on TPUs", fontsize=10)

@@ -1,7 +1,7 @@
 """Draws committed results: figure 1 of Chen et al. with our curves, speedup against batch, and acceptance by task.
 
     python launch/study.py figures --results=notebooks/results --figures=runs
-    python launch/study.py figures --cells=runs/mine.json --batch=4 --rule=block --figures=runs
+    python launch/study.py figures --cells=runs/mine.json --batch=4 --figures=runs
     python launch/study.py figures --evaluations=runs/python.json,runs/humaneval.json --figures=runs
 
 Cells are those of launch/benchmark.py, evaluations those of launch/evaluate.py. Our curves are lines, with quartiles; the
@@ -43,14 +43,13 @@ def read(options) -> dict[str, Any]:
     documents = [grid.read_document(path) for path in options.evaluations or options.cells]
     if options.evaluations:
         return {"evaluations": documents}
-    asked = {name: getattr(options, name) for name in ("batch", "rule", "drafter", "draft_length")}
-    return asked | {"cells": [cell for document in documents for cell in document["cells"]]}
+    return {"batch": options.batch, "cells": [cell for document in documents for cell in document["cells"]]}
 
 
 def drafted(document: Document) -> list[Mapping[str, Any]]:
-    """Returns the measured cells with a draft, of the rule and the drafter that were asked for."""
-    wanted = {"rule": document.get("rule", "token"), "drafter": document.get("drafter", "model")}
-    cells = [cell for cell in document["cells"] if "result" in cell and wanted.items() <= cell["key"].items()]
+    """Returns the measured cells with a draft model and the token rule, by draft length."""
+    wanted = {"rule": "token", "drafter": "model"}.items()
+    cells = [cell for cell in document["cells"] if "result" in cell and wanted <= cell["key"].items()]
     return sorted((cell for cell in cells if cell["key"]["draft_length"]), key=lambda cell: cell["key"]["draft_length"])
 
 
@@ -69,14 +68,13 @@ def draw_paper(document: Document) -> Any:
     Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
 
     Raises:
-      ValueError: no cell has a draft at this batch, drafter and rule.
+      ValueError: no cell has a draft at this batch.
     """
     batch = document.get("batch", 1)
     cells = [cell for cell in drafted(document) if cell["key"]["batch"] == batch]
     groups = grouped([cell for cell in cells if cell["key"].get("draft_temperature") is None])
     if not groups:
-        asked = ", ".join(str(document.get(name)) for name in ("drafter", "rule"))
-        raise ValueError(f"no curve: no distribution has a draft at batch {batch}, drafter and rule {asked}")
+        raise ValueError(f"no curve: no distribution has a draft model at batch {batch} under the token rule")
     figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
     for number, (name, group) in enumerate(groups.items()):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
@@ -120,9 +118,7 @@ def draw_batches(document: Document) -> Any:
     Raises:
       ValueError: nothing was measured at two batch sizes.
     """
-    lengths = document.get("draft_length")
-    cells = [cell for cell in drafted(document) if not lengths or cell["key"]["draft_length"] in lengths]
-    groups = grouped(cells, "draft_length", "draft_temperature").values()
+    groups = grouped(drafted(document), "draft_length", "draft_temperature").values()
     groups = [sorted(group, key=lambda cell: cell["key"]["batch"]) for group in groups if len(group) > 1]
     if not groups:
         raise ValueError("no curve over batch sizes: nothing was measured at two of them")
@@ -183,9 +179,6 @@ STUDY = Study(
         "cells": Option(("notebooks/results/python_pair_grid.json",), "Draw the cells of these files."),
         "evaluations": Option((), "Draw acceptance by task of these files instead."),
         "batch": Option(1, "Draw the paper's figure at this batch size.", least=1),
-        "rule": Option("token", "Draw cells of this acceptance rule."),
-        "drafter": Option("model", "Draw cells of this drafter."),
-        "draft_length": Option((), "Draw these K in the figure by batch; by default all."),
     },
     measure=lambda document, key, say: document,
     tables=command_tables.TABLES,

@@ -69,7 +69,7 @@ def test_the_best_point_of_a_rule_is_bold():
     curve = speedup.curve_of(measured, 4, greedy=True)
     assert (curve["prompts"], curve["same_tokens"]) == (4, 3)
     assert speedup.curve_of(measured, 4, greedy=False)["same_tokens"] is None
-    best = speedup.best_lengths(curve["points"], ("token", "block"))
+    best = speedup.best_lengths(curve["points"])
     assert best == {"token": 4, "block": 2}
     shown = speedup.table(as_json({"curves": {"greedy": curve}, "best_draft_length": {"greedy": best}}))
     names = ["greedy, token rule, K = 2", "**greedy, token rule, K = 4**", "**greedy, block rule, K = 2**"]
