@@ -106,7 +106,7 @@ def content(kind: str, names: str) -> str:
     known = tables()
     if names not in known:
         raise ValueError(f"no study makes the table {names!r}: choose one of {', '.join(known)}")
-    return study.made(known[names], {name: study.read(name) for name in known[names].results}).to_markdown()
+    return study.made(known[names]).to_markdown()
 
 
 def source(name: str, document: Document) -> str:

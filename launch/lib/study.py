@@ -173,11 +173,9 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         raise ValueError("--figures: there is no matplotlib, which draws them: pip install -e .[figures]")
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)
-        documents = {name: read(name, folder) for name in results_of(study)}
-        entry.show([made(shown, documents) for shown in study.tables.values()], console)
+        entry.show([made(shown, folder) for shown in study.tables.values()], console)
         if options.figures:
-            drawn = {name: made(shown, documents) for name, shown in study.figures.items()}
-            _draw(drawn, options.figures, console)
+            _draw({name: made(shown, folder) for name, shown in study.figures.items()}, options.figures, console)
         return
     entry.check_output(options.output)
     if options.figures:
@@ -234,12 +232,6 @@ def here() -> dict[str, Any]:
     return {"machine": machine.facts(), "jax": jax.__version__}
 
 
-def results_of(study: Study) -> list[str]:
-    """Returns the names of the committed results that a study's tables and figures show."""
-    shown = [*study.tables.values(), *study.figures.values()]
-    return list(dict.fromkeys(name for each in shown for name in each.results))
-
-
 def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
     """Returns a result of a folder; "pair" is the record of the shipped pair."""
     return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
@@ -259,10 +251,10 @@ def law(key: Key) -> str:
     return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"
 
 
-def made(shown: Published, documents: Mapping[str, Document]) -> Any:
-    """Returns a table or a figure of the documents that it is made of."""
+def made(shown: Published, folder: pathlib.Path = RESULTS) -> Any:
+    """Returns a table or a figure of the results of a folder."""
     with entry.reading(", ".join(shown.results)):
-        return shown.make(*(documents[name] for name in shown.results))
+        return shown.make(*(read(name, folder) for name in shown.results))
 
 
 def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:
