@@ -43,7 +43,7 @@ DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
 def prepare(options: Any) -> Any:
     """Returns the options with the pair, after all checks."""
     config = options.config.value
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     Adaptive(lengths=options.lengths, costs_ms=[1.0] * len(options.lengths))  # refuses lengths that do not rise
     if options.lengths[0] != 0:
         raise ValueError(f"--lengths={','.join(map(str, options.lengths))} must begin with 0, plain decoding")

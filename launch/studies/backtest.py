@@ -34,8 +34,6 @@ from specsamp.tpu.topology import described_mesh, parse
 from specsamp.tpu.traffic import in_flight
 from specsamp.tpu.work import hops, replica_axes
 
-Check = Mapping[str, Any]  # a measurement beside its forecast
-
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
 COVERED = 0.9  # of the rows, what bands are measured by
 SHOWN = {  # in the figure, by kind and chip; the rest is of other programs than ours
@@ -86,13 +84,13 @@ def compiled(name: Mapping[str, Any], say) -> dict[str, Any]:
     return {"name": name, "bytes_in_flight": sizes, "streaming_us": us}
 
 
-def checks_of(document: Document) -> list[Check]:
+def checks_of(document: Document) -> list[Document]:
     """Reads the checks of a result, with their bands; older files say what follows from each beside it."""
     checks = [check.get("check", check) for check in document["checks"]]
     return [{**check, "band": Band(**check["forecast"])} for check in checks]
 
 
-def parts_of(checks: Sequence[Check]) -> dict[str, list[Check]]:
+def parts_of(checks: Sequence[Document]) -> dict[str, list[Document]]:
     """Returns the checks of both ways of leaving out, of Llama 3.1 70B on v5e-16, and of each kind that is not fitted."""
     layouts, sources, others = ([c for c in checks if c["left_out"] == by] for by in ("layout", "source", "kind"))
     parts = {
@@ -108,7 +106,7 @@ def parts_of(checks: Sequence[Check]) -> dict[str, list[Check]]:
     return parts
 
 
-def summary(checks: Sequence[Check]) -> tuple[str, ...]:
+def summary(checks: Sequence[Document]) -> tuple[str, ...]:
     """Returns how forecasts did: rows, median and worst error, how many bands hold, and what nine of ten would need."""
     bands = [(check["band"], check["measured_ms"]) for check in checks]
     errors = [] if any(band.open for band, _ in bands) else [abs(band.likely / ms - 1) for band, ms in bands]

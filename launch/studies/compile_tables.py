@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from launch.lib.estimates import EMITTED, K, estimated, forecast
 from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
@@ -12,18 +13,9 @@ from specsamp.checkpoints.published import published_config
 from specsamp.tpu.calibration import Band, estimate, ratio
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
-from specsamp.tpu.work import Work, calls_of_round
+from specsamp.tpu.work import Work
 
-K = 4
-EMITTED = sum(0.8**i for i in range(K + 1))  # tokens of a round at an acceptance rate of 0.8
 DOTS = {"marker": "o", "markersize": 3}
-
-
-def estimated(facts: Document, topology: str, draft_step: Document | None = None) -> Band:
-    """Returns the calibrated milliseconds of a program; one with a draft step is a round."""
-    work = Work(**facts["work"])
-    calls = (work,) if draft_step is None else calls_of_round(work, Work(**draft_step["work"]), K)
-    return estimate(topology.partition(":")[0], *calls)
 
 
 def memory_of(facts: Document, topology: str) -> str:
@@ -71,13 +63,6 @@ def complements(document: Document) -> Table:
             row[f"{label}: speedup at 0.8"] = faster(ratio(alone, round_ / EMITTED))
         rows.append(row)
     return table("Int8, fewer kv heads and drafting", rows, left=3)
-
-
-def forecast(document: Document, topology: str, batch: int) -> tuple[Band, Band]:
-    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8, top-p, token rule, K = 4."""
-    programs = {tuple(name.values()): answer["programs"] for name, answer in answers(document)}[topology, batch]
-    drafted = estimated(programs["round, top-p, token"], topology, programs["draft step"])
-    return estimated(programs["target step"], topology) / batch, drafted / EMITTED / batch
 
 
 def slices(document: Document) -> Table:

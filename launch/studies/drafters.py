@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.lib.drafters import lookup_and_model
+from launch.lib.estimates import costs_of_drafters
 from launch.lib.study import Document, Key, Option, Published, Study, answers, here, law
-from launch.studies.compile_tables import estimated
 from specsamp import chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.benchmark import Result, benchmark
@@ -46,7 +46,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
-from specsamp.tpu.costs import banded_costs
 from specsamp.training.source import open_target
 
 CHIP_TARGET, CHIPS = "Llama 3.1 8B", "v5e:2x2"  # of the forecast
@@ -165,17 +164,8 @@ def voting(held_out: Document, repeated: Document) -> Table:
 
 
 def on_chips(document: Document, compiled: Document) -> Table:
-    """Returns what the acceptance of a draft model and of heads would be worth on a chip.
-
-    A round was compiled for one K; costs in between lie on the line from a step of the target to it, those beyond on its
-    continuation. Any head is taken to cost what EAGLE-3's does.
-    """
-    costs, alike, rows = {}, {}, []
-    for name, answer in answers(compiled):
-        if (name["target"], name["topology"]) == (CHIP_TARGET, CHIPS):
-            step, draft_step, round_ = (answer["programs"][part] for part in ("target step", "draft step", "round"))
-            bands = [estimated(step, CHIPS), estimated(round_, CHIPS, draft_step)]
-            costs[name["drafter"]] = banded_costs((0, round_["work"]["calls"] - 1), bands, batch=1)
+    """Returns what the acceptance of a draft model and of heads would be worth on a chip; heads cost what EAGLE-3's does."""
+    costs, alike, rows = costs_of_drafters(compiled, CHIP_TARGET, CHIPS), {}, []
     for cell in (cell for cell in document["cells"] if "result" in cell):
         key = cell["key"]
         alike.setdefault((key["drafter"], key["temperature"], key["top_p"]), []).append(cell)

@@ -30,15 +30,10 @@ from specsamp.training.task import Distill
 BATCH = 8
 
 
-def prepare(options) -> Any:
-    """Refuses a study of no run."""
-    if options.run is None:
-        raise ValueError("--run: name the folder of the head's training run")
-    return options
-
-
 def measure(options, key, say) -> dict[str, Any]:
     """Measures the head and the pair's draft model on the same held-out windows."""
+    if options.run is None:
+        raise ValueError("--run: name the folder of the head's training run")
     trained, pair = open_trained_head(options.run), load_pair(options.pair, draft="head")
     drafting = load_pair(options.pair)
     config = trained.run_config()
@@ -50,7 +45,8 @@ def measure(options, key, say) -> dict[str, Any]:
     say("measuring on held-out text")
     most = pair.head.config.max_tokens or options.positions
     task = TrainHead(head=pair.head, target=target, test_steps=min(most, options.positions))
-    params = {name: leaf for name, leaf in pair.draft_params.items() if name in trainable(task)}
+    trainable = jax.eval_shape(task.init, jax.random.key(0))
+    params = {name: leaf for name, leaf in pair.draft_params.items() if name in trainable}
     teacher = task.teacher(pair.target_params, pair.draft_params.get("draft_ids"))
     head = evaluate(task, params, teacher, rows, BATCH, warps=COMPARED_DISTRIBUTIONS)
     model = Distill(TransformerLM(drafting.draft.config), target)
@@ -63,11 +59,6 @@ def measure(options, key, say) -> dict[str, Any]:
         "curve": history(trained.folder, trained.step)["curve"],
         "held_out": {"files": len(corpus.held_out), "windows": len(rows), "head": head, "draft_model": draft},
     }
-
-
-def trainable(task: TrainHead) -> dict:
-    """Returns the shapes of what a task trains."""
-    return jax.eval_shape(task.init, jax.random.key(0))
 
 
 def table(document: Document) -> Table:
@@ -99,7 +90,6 @@ STUDY = Study(
         "positions": Option(5, "Measure so many positions of a draft.", least=1),
         "windows": Option(64, "Measure on so many held-out windows.", least=1),
     },
-    prepare=prepare,
     measure=measure,
     tables={"head": Published(["python_head"], table)},
 )

@@ -54,7 +54,7 @@ Point = Mapping[str, Any]  # what a rule gained and cost
 def prepare(options: Any) -> Any:
     """Returns the options with the rules and the pair."""
     config = options.config.value
-    refuse(config, "draft_temperature", "synthetic_acceptance")
+    refuse(config)
     rules = {word: make_rule(word) for word in options.rules}
     if next(iter(rules)) != "token" or PLAIN in rules:
         raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")

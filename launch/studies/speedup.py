@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
+from launch.lib.estimates import forecast
 from launch.lib.experiment import build, refuse
 from launch.lib.rules import RULES
 from launch.lib.shapes import looked_up_parameters
 from launch.lib.study import Document, Option, Published, Study
-from launch.studies.compile_tables import forecast
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.report import Table
@@ -32,17 +32,12 @@ from specsamp.tpu.tables import faster
 DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
 
 
-def prepare(options) -> Any:
-    """Refuses what has no curve."""
-    refuse(options.config.value, "draft_temperature", "synthetic_acceptance")
-    if not options.config.value.word.drafts:
-        raise ValueError("--config.drafter: without a drafter there is no curve")
-    return options
-
-
 def measure(options, key, say) -> dict[str, Any]:
     """Measures every rule and K with every distribution."""
     config = options.config.value
+    refuse(config)
+    if not config.word.drafts:
+        raise ValueError("--config.drafter: without a drafter there is no curve")
     experiment = build(config)
     pair, work = experiment.pair, experiment.workload
     work = dataclasses.replace(work, repeats=work.repeats * options.passes)
@@ -194,7 +189,6 @@ STUDY = Study(
         "rule": Option(("token", "block"), "Acceptance rules to measure.", choices=sorted(RULES)),
         "passes": Option(3, "How often each side decodes every prompt.", least=1),
     },
-    prepare=prepare,
     measure=measure,
     tables={
         "speedup": Published(["python_pair_speedup"], table),

@@ -37,15 +37,10 @@ from specsamp.models.transformer import TransformerLM
 VOCABULARY, WIDTH = 32_000, 2048
 
 
-def prepare(options) -> Any:
-    """Refuses a number of devices that the machine's cannot be divided into."""
-    if jax.device_count() % options.model:
-        raise ValueError(f"--model={options.model} does not divide the {jax.device_count()} devices")
-    return options
-
-
 def measure(options, key, say) -> dict[str, Any]:
     """Reads a checkpoint; with --convert it is also written as an Orbax folder, and that is read."""
+    if jax.device_count() % options.model:
+        raise ValueError(f"--model={options.model} does not divide the {jax.device_count()} devices")
     with tempfile.TemporaryDirectory() as folder:
         say("making a checkpoint")
         made = pathlib.Path(folder) / "synthetic"
@@ -147,7 +142,6 @@ OPTIONS = {
 STUDY = Study(
     question="How much host memory does reading a checkpoint take?",
     options=OPTIONS,
-    prepare=prepare,
     measure=measure,
     tables={"streaming": Published(["streaming_3gb", "streaming_3gb_int8"], table)},
     shown=lambda options: ["streaming"],
