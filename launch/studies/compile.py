@@ -241,9 +241,9 @@ STUDY = Study(
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu"), "jax": jax.__version__},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
     tables={name: Published([f"compile_{name}"], getattr(tables, name)) for name in TABLES} | REPORTS,
-    figures={
-        "compile_shapes": Published(["compile_shapes"], tables.draw_shapes),
-        "compile_scoring": Published(["compile_scoring"], tables.draw_scoring),
-    },
-    shown=lambda options: ["head_training" if options.grid == "training" else options.grid, f"compile_{options.grid}"],
+    figures={f"compile_{grid}": Published([f"compile_{grid}"], draw) for grid, draw in tables.FIGURES.items()},
+    shown=lambda options: [
+        "head_training" if options.grid == "training" else options.grid,
+        *[f"compile_{options.grid}"] * (options.grid in tables.FIGURES),
+    ],
 )

@@ -207,3 +207,6 @@ def draw_scoring(document: Document) -> Any:
     axis.set_title("scoring call over a step of two tokens\n(calibrated compiler estimate)", fontsize=10)
     axis.legend(fontsize=7, frameon=False)
     return figure
+
+
+FIGURES = {"shapes": draw_shapes, "scoring": draw_scoring}

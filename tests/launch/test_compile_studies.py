@@ -40,6 +40,7 @@ def test_what_the_runner_writes_has_the_same_table(grid):
     written = [{"key": cell["name"], "seconds": 1.0, "result": cell} for cell in document["cells"]]
     written.append({"key": written[0]["key"], "out_of_memory": "of this machine, while it compiled"})
     assert STUDY.tables[grid].make({"cells": written}) == STUDY.tables[grid].make(document)
+    assert {*STUDY.shown(types.SimpleNamespace(grid=grid))} <= {*STUDY.tables, *STUDY.figures}
 
 
 def test_what_the_runner_writes_of_training_has_the_same_table():
