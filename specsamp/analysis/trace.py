@@ -313,11 +313,32 @@ def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> 
 def scopes_of(text: str) -> dict[str, Scope]:
     """Returns the scope of each operation of a compiled program that the compiler named one for, by the operation's name.
 
+    A product that the compiler wrote anew, such as one of a single row on a CPU, has no name: it belongs to what reads it,
+    or where that is another phase, to what it reads.
+
     Args:
       text: ``compiled.as_text()``.
     """
-    named = re.finditer(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*\bop_name="([^"]*)"', text, re.MULTILINE)
-    return {match[1]: scope_of(match[2]) for match in named}
+    scopes, readers, products = {}, {}, {}
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*)", line)
+        if match is None:
+            continue
+        name, right = match.groups()
+        operands = re.findall(r"%([\w.\-]+)", right)
+        named = re.search(r'\bop_name="([^"]*)"', right)
+        if named is not None:
+            scopes[name] = scope_of(named[1])
+            for operand in operands:
+                readers.setdefault(operand, scopes[name])
+        elif " dot(" in right:
+            products[name] = operands
+    for name, operands in products.items():
+        before = next((scopes[operand] for operand in operands if scopes.get(operand)), ())
+        after = readers.get(name, before)
+        if before or after:
+            scopes[name] = after if after[:1] == before[:1] or not before else before
+    return scopes
 
 
 def scope_of(op_name: str) -> Scope:

@@ -91,6 +91,8 @@ def test_operations_without_a_name_are_left_to_what_they_run_in():
 """
     scopes = trace.scopes_of(text)
     assert scopes == {"dot.1": ("draft", "mlp"), "fusion": ()}
+    read = trace.scopes_of("  %dot.4 = f32[2]{0} dot(%a, %b)\n" + text.replace("dot(%a, %b)", "add(%dot.4, %b)"))
+    assert read == scopes | {"dot.4": ("draft", "mlp")}  # a product without a name is of what reads it
     events = [
         ("jit_f", "fusion", 0, 10),
         ("jit_f", "copy.3", 2, 4),
