@@ -11,18 +11,7 @@ import pytest
 import specsamp
 
 PACKAGE = pathlib.Path(specsamp.__file__).parent
-ORDER = (
-    "sampling",
-    "models",
-    "decoding",
-    "mesh",
-    "checkpoints",
-    "training",
-    "serving",
-    "analysis",
-    "evaluation",
-    "tpu",
-)
+ORDER = tuple("sampling models decoding mesh checkpoints training serving analysis evaluation tpu".split())
 
 
 def test_folders_are_those_of_the_readme():

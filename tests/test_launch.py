@@ -140,13 +140,8 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
     fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
     with jax.disable_jit():
-        done = call(
-            "benchmark",
-            "--config=configs/random_pair.py:tiny",
-            f"--output={output}",
-            "--plain",
-            *(f"--config.{name}={value}" for name, value in fields.items()),
-        )
+        turned = (f"--config.{name}={value}" for name, value in fields.items())
+        done = call("benchmark", f"--config={TINY}", f"--output={output}", "--plain", *turned)
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path) == ["result.json"]
     document = json.loads(output.read_text(encoding="utf-8"))

@@ -28,12 +28,8 @@ from support.weights import drawn_params
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("public") / "model"
-    export(
-        place,
-        CONFIG,
-        random_params(CONFIG),
-        JsonTokenizer.from_tokenizer(train_tokenizer(["some text"] * 3, 300), eos=EOS),
-    )
+    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["some text"] * 3, 300), eos=EOS)
+    export(place, CONFIG, random_params(CONFIG), tokenizer)
     return place
 
 
@@ -65,14 +61,8 @@ def test_a_head_is_checked(folder, head, tmp_path):
     (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
     common = [f"--config=configs/hf.py:{folder},{head}", "--config.hugging_face.dtype=float32", "--plain"]
     common += ["--config.draft_length=2", "--config.sampling.temperature=0", f"--prompts={tmp_path / 'prompts.txt'}"]
-    done = call(
-        "doctor",
-        "--look_at=head",
-        *common,
-        "--config.drafter=head",
-        "--tokens=8",
-        f"--output={tmp_path / 'check.json'}",
-    )
+    common += ["--config.drafter=head", "--tokens=8", f"--output={tmp_path / 'check.json'}"]
+    done = call("doctor", "--look_at=head", *common)
     assert done.returncode == 1, done.stderr
     assert "as configured" in done.stdout and "THE HEAD DOES NOT FIT" in done.stdout
     document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
@@ -99,11 +89,8 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
     texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
     assert texts == ["user: some text", "user: someassistant: text"]
     said = capsys.readouterr().err
-    assert (
-        "the head is accepted with" in said
-        and "THE HEAD DOES NOT FIT" in said
-        and "launch/doctor.py --look_at=head" in said
-    )
+    assert "the head is accepted with" in said and "THE HEAD DOES NOT FIT" in said
+    assert "launch/doctor.py --look_at=head" in said
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):

@@ -125,11 +125,7 @@ def test_families_without_windows_have_full_attention_only(name):
         ("gemma3", dict(num_hidden_layers=2.0), "num_hidden_layers = 2.0; a positive integer is wanted"),
         ("llama2", dict(rope_theta=float("inf"), rope_parameters=None), "rotary_base must be positive; got inf"),
         ("llama2", dict(rope_scaling=dict(rope_type="linear", factor="2")), "factor = '2'"),
-        (
-            "llama2",
-            dict(rope_scaling=LLAMA3, original_max_position_embeddings="8192"),
-            "original_max_position_embeddings = '8192'",
-        ),
+        ("llama2", dict(rope_scaling=LLAMA3, original_max_position_embeddings="8192"), "embeddings = '8192'"),
     ],
     ids=str,
 )

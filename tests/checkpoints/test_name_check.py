@@ -94,14 +94,8 @@ def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_pat
     assert "2 names, of which 0 would not load" in done.stdout
     assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [None, None]
     hub.gated.add("some/draft")
-    done = call(
-        "doctor",
-        "--look_at=names",
-        "--pair=some/target,some/draft",
-        "--pair=some/target,some/head",
-        "--head",
-        "--plain",
-    )
+    more = ("--pair=some/target,some/head", "--head", "--plain")
+    done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", *more)
     assert done.returncode == 1 and "does not load" in done.stdout and "gated: accept its licence" in done.stdout
     assert "4 names, of which 1" in done.stdout and "some/head" in done.stdout
 

@@ -41,13 +41,8 @@ def params():
 def original(params, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs") / "mine"
     tokenizer = train_tokenizer(["def f(x): return x  # é"] * 3, 300).to_str()
-    save_pair(
-        folder,
-        target=(TARGET, params["target"]),
-        draft=(DRAFT, params["draft"]),
-        tokenizer_json=tokenizer,
-        provenance={"of": "a test"},
-    )
+    sides = dict(target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]))
+    save_pair(folder, **sides, tokenizer_json=tokenizer, provenance={"of": "a test"})
     return folder
 
 

@@ -90,16 +90,14 @@ def test_a_reduced_vocabulary_in_numbers():
     distribution_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
     np.testing.assert_allclose(np.exp(distribution_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
     target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
-    accepted = [
-        TokenRule().acceptance(
-            Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV),
-            target,
-        )
+    num_drafted_B = jnp.ones(1, int)
+    drafts = [
+        Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=num_drafted_B, log_probs_BRV=distribution_BRV)
         for token in (0, 2)
     ]
-    np.testing.assert_allclose(0.6 * accepted[0] + 0.4 * accepted[1], [[0.6]], atol=1e-6)
-    draft = Draft(tokens_BK=jnp.zeros((1, 1), int), num_drafted_B=jnp.ones(1, int), log_probs_BRV=distribution_BRV)
-    residual = TokenRule().residual(draft, target, jnp.zeros(1, int))
+    first, second = (TokenRule().acceptance(draft, target) for draft in drafts)
+    np.testing.assert_allclose(0.6 * first + 0.4 * second, [[0.6]], atol=1e-6)
+    residual = TokenRule().residual(drafts[0], target, jnp.zeros(1, int))
     np.testing.assert_allclose(residual / residual.sum(), [[0, 0.75, 0, 0.25]], atol=1e-6)
 
 

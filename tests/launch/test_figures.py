@@ -23,18 +23,8 @@ def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pac
     def clock(ms):
         return SPREAD(pace * ms)
 
-    key = {
-        "draft_length": K,
-        "drafter": drafter if K else "none",
-        "rule": rule,
-        "batch": batch,
-        "temperature": temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "draft_temperature": None,
-        **changes,
-    }
+    key = {"draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch}
+    key |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes}
 
     def side(ms, rounds):
         return {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}

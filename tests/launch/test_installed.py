@@ -106,17 +106,12 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
     pair = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--plain", "--config.max_new_tokens=4"]
     short = [*pair, "--config.draft_length=1", "--config.sampling.top_p=1.0"]
+    cells_json = tmp_path / "cells.json"
     told = run_each(
         site,
         [
             ["demo", *short, "--passes=1"],
-            [
-                "benchmark",
-                *pair,
-                "--config.draft_length=0",
-                "--config.repeats=1",
-                f"--output={tmp_path / 'cells.json'}",
-            ],
+            ["benchmark", *pair, *"--config.draft_length=0 --config.repeats=1".split(), f"--output={cells_json}"],
             ["audit", *short, "--prompt_count=2", "--checks=acceptance"],
             ["chat", *short],
             ["evaluate", *short, "--task=python", "--problems=2", "--samples=1", "--blocks=1", "--methods=plain"],
@@ -125,7 +120,7 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     )
     assert "greedy, speculative = autoregressive: 1 of 1 prompts, 4 tokens" in told["demo"]
     assert "1 of 1 checks passed" in told["audit"] and "4 tokens, " in told["chat"]
-    cells = json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))
+    cells = json.loads(cells_json.read_text(encoding="utf-8"))
     assert cells["environment"]["commit"] == "not a checkout" and len(cells["cells"]) == 1
     assert "plain" in told["evaluate"]
 

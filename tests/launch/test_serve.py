@@ -39,15 +39,8 @@ def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(WebServer, "run", run)
-    options = [
-        "--port=0",
-        "--rows=1",
-        "--context=24",
-        "--model=mine",
-        "--warps=penalties,min_p",
-        "--config.draft_length=0",
-    ]
-    done = call("serve", f"--config=configs/trained_pair.py:{tmp_path}", *options)
+    options = "--port=0 --rows=1 --context=24 --model=mine --warps=penalties,min_p --config.draft_length=0"
+    done = call("serve", f"--config=configs/trained_pair.py:{tmp_path}", *options.split())
     assert done.returncode == 130
     assert done.stderr.endswith("interrupted; 0 texts were being written and were ended\n")
     assert "1 rows, 24 tokens of prompt and text, sampling by temperature, penalties, min_p" in done.stdout
@@ -94,10 +87,8 @@ def test_a_port_that_somebody_has(never):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = call("serve", f"--port={port}")
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"--host=127.0.0.1 --port={port}: Address already in use; choose others\n",
-    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"--host=127.0.0.1 --port={port}: Address already in use" in done.stderr
 
 
 def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):

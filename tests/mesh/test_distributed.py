@@ -41,17 +41,13 @@ def start(scenario, folder, count=2, present=None, **environment):
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     env = os.environ | paths | PATIENT | environment
     command = [sys.executable, str(WORKER), scenario, str(folder), str(free_port())]
-    return [
-        subprocess.Popen(
-            [*command, str(count), f"--process_id={index}"],
-            cwd=ROOT,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for index in (range(count) if present is None else present)
-    ]
+    ids = range(count) if present is None else present
+    return [begin([*command, str(count), f"--process_id={index}"], ROOT, env) for index in ids]
+
+
+def begin(command, folder, env):
+    told = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, cwd=folder, env=env, **told)
 
 
 def finish(jobs, timeout=1800):
@@ -98,12 +94,7 @@ def test_each_process_reads_its_half_of_a_public_checkpoint(worked):
     "scenario, survivor, message",
     [
         ("die", 0, "specsamp: the runtime ended process 0 of 2: most likely another process died"),
-        pytest.param(
-            "coordinator_dies",
-            1,
-            "specsamp: the runtime ended process 1 of 2: most likely another process died",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("coordinator_dies", 1, "specsamp: the runtime ended process 1 of 2", marks=pytest.mark.slow),
         pytest.param("die_caught", 0, "a computation failed", marks=pytest.mark.slow),
     ],
 )
@@ -119,9 +110,8 @@ def test_a_process_that_waits_for_the_others_in_vain_says_so_last(tmp_path):
     (alone,) = start("nothing", tmp_path, present=[0], SPECSAMP_CONNECT_SECONDS="3")
     output, _ = alone.communicate(timeout=1800)
     last = output.splitlines()[-1]
-    assert alone.returncode == 1 and re.fullmatch(
-        r"specsamp: not all 2 .* reached 127.0.0.1:\d+ within 3 seconds", last
-    )
+    assert alone.returncode == 1
+    assert re.fullmatch(r"specsamp: not all 2 .* reached 127.0.0.1:\d+ within 3 seconds", last)
 
 
 def test_other_code_is_refused_by_everybody(tmp_path):
@@ -191,31 +181,12 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
 def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
     """An entry point as two processes with 8 devices together, each in its folder; returns what each printed."""
     port = free_port()
-    env = (
-        dict(os.environ)
-        | {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-        }
-        | PATIENT
-    )
-
-    jobs = [
-        subprocess.Popen(
-            [
-                *(sys.executable, f"{ROOT}/launch/{script}.py", *map(str, arguments)),
-                *(f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"),
-            ],
-            cwd=folder,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for index, folder in enumerate(folders)
-    ]
+    four = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    env = os.environ | PATIENT | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": four}
+    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, f"{ROOT}/launch/{script}.py", *map(str, arguments)]
+    command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+    jobs = [begin([*command, f"--process_id={index}"], folder, env) for index, folder in enumerate(folders)]
     codes, outputs = finish(jobs, timeout)
     assert codes == [code] * 2, "\n".join(outputs)
     return outputs
@@ -233,13 +204,8 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     output = tmp_path / "result.json"
     fields = {"mesh.model": 4, "mesh.data": 2, "repeats": 1, "target.num_layers": 1, "draft_length": 2}
     fields |= {"drafter": "ngram", "max_new_tokens": 12, "target.positions": "rotary"}
-    printed = launch(
-        "benchmark",
-        "--config=configs/chinchilla.py:tiny,batch=2",
-        f"--output={output}",
-        "--plain",
-        *(f"--config.{name}={value}" for name, value in fields.items()),
-    )
+    flags = ["--config=configs/chinchilla.py:tiny,batch=2", f"--output={output}", "--plain"]
+    printed = launch("benchmark", *flags, *(f"--config.{name}={value}" for name, value in fields.items()))
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
@@ -256,15 +222,8 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
     """The first process keeps the texts, and tells the other what is to be decoded."""
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     results = []
-    flags = (
-        "--task=python",
-        f"--source={tmp_path / 'pair'}",
-        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
-        "--samples=2",
-        "--blocks=1",
-        "--methods=token",
-        "--config.max_new_tokens=6",
-    )
+    flags = "--task=python --samples=2 --blocks=1 --methods=token --config.max_new_tokens=6".split()
+    flags += [f"--source={tmp_path / 'pair'}", f"--config=configs/trained_pair.py:{tmp_path / 'pair'}"]
     for how in (launch, launch_alone):
         output = tmp_path / f"{how.__name__}.json"
         how("evaluate", *flags, f"--output={output}", "--config.mesh.data=4", "--config.mesh.model=2")
@@ -281,19 +240,9 @@ def small(tmp_path_factory):
     for i in range(12):
         functions = (f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
         (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
-    fields = {
-        "train.steps": 6,
-        "train.warmup_steps": 2,
-        "model.vocab_size": 300,
-        "model.num_layers": 1,
-        "intervals.log": 1,
-        "compute_dtype": "float32",
-        "data.folder": folder,
-        "data.pattern": "*.py",
-        "data.held_out": 0.3,
-        "data.held_out_windows": 8,
-        "data.length": 32,
-    }
+    fields = {"train.steps": 6, "train.warmup_steps": 2, "intervals.log": 1, "compute_dtype": "float32"}
+    fields |= {"model.vocab_size": 300, "model.num_layers": 1, "data.folder": folder, "data.pattern": "*.py"}
+    fields |= {"data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 32}
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
 

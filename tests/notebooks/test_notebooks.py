@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,11 +10,11 @@ import sys
 import pytest
 
 from support import extras
+from support.run_script import FIXED, ROOT
 
 jupytext = pytest.importorskip("jupytext")
 pytestmark = extras.needs("matplotlib")
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
 LIBRARIES = {"specsamp", "jax", "numpy", "matplotlib", "ml_collections", "rich"} | sys.stdlib_module_names
 LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong into git
@@ -55,16 +54,9 @@ def test_runs(script, tmp_path, tmp_path_factory):
         text = text.replace(size, smaller)
     copy = tmp_path_factory.mktemp("notebook") / script.name
     copy.write_text(text, encoding="utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "MPLBACKEND": "Agg",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, copy], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
-    )
+    environment = os.environ | FIXED | {"MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"}
+    how = dict(cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run([sys.executable, copy], **how)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -126,11 +126,7 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message):
         ({"messages": [{"role": "user"}]}, "messages[0].content", "got None"),
         ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content", "got 5"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "must be a text"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "got .*image_url",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
         ({"messages": [*HI, HI[0] | {"tool_calls": []}]}, "messages[1].tool_calls", "unknown field"),
         ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs = true gives those of the text.* got 3"),

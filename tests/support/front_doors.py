@@ -183,14 +183,8 @@ def by_benchmark(pair, options):
     return [[one.rounds, one.texts, one.from_draft, [_counts(row) for row in one.rows]] for one in found]
 
 
-DOORS = {
-    "generate": by_generate,
-    "stream": by_stream,
-    "queue": by_queue,
-    "conversation": by_conversation,
-    "service": by_service,
-    "benchmark": by_benchmark,
-}
+DOORS = (by_generate, by_stream, by_queue, by_conversation, by_service, by_benchmark)
+DOORS = {door.__name__.removeprefix("by_"): door for door in DOORS}
 
 
 def cases(doors: list[str], chosen: list[str]) -> list[tuple[str, str, str]]:

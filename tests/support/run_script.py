@@ -1,10 +1,9 @@
-"""Launch scripts as a user runs them: in a process of their own."""
+"""Launch scripts as a user runs them, but in this process."""
 
 import contextlib
 import importlib
 import io
 import json
-import os
 import pathlib
 import runpy
 import subprocess
@@ -24,20 +23,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
-def run(script, *arguments, **environment):
-    """Runs ``launch/{script}.py`` on CPU devices."""
-    return subprocess.run(
-        [sys.executable, f"launch/{script}.py", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env={**os.environ, **FIXED, **environment},
-    )
-
-
 def call(script, *arguments):
-    """Does what `run` does, but in this process, where JAX is imported already: a matter of milliseconds.
+    """Runs ``launch/{script}.py`` in this process, where JAX is imported already: a matter of milliseconds.
 
     A traceback that a user would see is an exception here.
     """

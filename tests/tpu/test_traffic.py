@@ -107,6 +107,7 @@ def fused(name, *lines):
     return f"%{name} (a: f32[1000,1000], b: f32[1,1000], c: s32[]) -> f32[] {{\n{inner}}}\n"
 
 
+MADE = "%z = f32[1000,1000]{1,0} broadcast(%c), dimensions={}"
 UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
 
 
@@ -119,15 +120,7 @@ UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
         # What is updated is used further: all of it is read.
         ([UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"], "f32[1000]{0}", 4_000_000, 4_000),
         # Not in place: what is updated is made here, and written whole.
-        (
-            [
-                "%z = f32[1000,1000]{1,0} broadcast(%c), dimensions={}",
-                "ROOT %u = f32[1000,1000]{1,0} dynamic-update-slice(%z, %b, %c, %c)",
-            ],
-            "f32[1000,1000]{1,0}",
-            0,
-            4_000_000,
-        ),
+        ([MADE, f"ROOT {UPDATE}".replace("%a", "%z")], "f32[1000,1000]{1,0}", 0, 4_000_000),
     ],
 )
 def test_updates_in_a_fusion(inner, result, read, written):

@@ -170,15 +170,12 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
         ("{}", "describes no model .KeyError: 'model'"),
         ('{"model": 3}', "describes no model .TypeError: 3 is no object"),
         ('{"model": {"wdth": 3}}', "describes no model .TypeError: .*'wdth'"),
-        (
-            '{"model": {"vocab_size": 9, "width": 0, "num_layers": 1, "num_heads": 1}}',
-            "describes no model .ValueError: width",
-        ),
+        ('{"model": {"vocab_size": 9, "width": 0, "num_layers": 1, "num_heads": 1}}', ".ValueError: width"),
     ],
 )
 def test_a_damaged_run_json_is_named(tmp_path, content, message):
     (tmp_path / "run.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{tmp_path}/run.json {message}.*--workdir"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/run.json .*{message}.*--workdir"):
         source.open_trained(tmp_path)
     if "JSON" in message:  # what it says is compared when it is resumed
         with pytest.raises(ValueError, match=message):
