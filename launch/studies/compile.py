@@ -41,7 +41,6 @@ from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding import data_shards
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
-from specsamp.models.compiling import is_out_of_memory
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.cache import Kernels
@@ -162,7 +161,7 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
 def training(
     target: str, topology: str, data: int, rows: int, length: int, layers: int, test_steps: int, chunk: int, **head: int
 ) -> dict[str, Any]:
-    """Returns the memory of a device in a step of launch/train.py, with AdamW, or why it is not enough."""
+    """Returns the memory of a device in a step of launch/train.py, with AdamW."""
     if target not in CONFIGS:
         raise ValueError(f"--change=target={target}: its shape is not known here; choose one of {', '.join(CONFIGS)}")
     whole, mesh, (chip, _) = published_config(target), described_mesh(topology, data), parse(topology)
@@ -179,21 +178,8 @@ def training(
     replicated, by_row = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, data_shards.DATA)))
     tokens = jax.ShapeDtypeStruct((1, rows, length + 1), jnp.int32, sharding=by_row)
     step = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(at, replicated))
-    memory, problem = None, None
-    try:
-        memory = Memory.of(step.lower(task, config, state, teacher, tokens).compile(), chip.hbm_bytes // chip.devices)
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        problem = str(error).splitlines()[0]
-    return {
-        "target": {"name": target, "config": model.config},
-        "head": shape,
-        "task": {name: getattr(task, name) for name in ("objective", "test_steps", "decay", "chunk")},
-        "train": {"rows": rows, "length": length},
-        "memory": memory,
-        "out_of_memory": problem,
-    }
+    made = step.lower(task, config, state, teacher, tokens).compile()
+    return {"head": shape, "memory": Memory.of(made, chip.hbm_bytes // chip.devices)}
 
 
 def placed(shapes: Any, shardings: Any) -> Any:

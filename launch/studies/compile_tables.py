@@ -144,13 +144,18 @@ def heads(document: Document) -> Table:
 
 def head_training(document: Document) -> Table:
     """Returns the memory of a training step of a head, per device."""
+    if "memory" in document:  # an older file: one answer, which holds its key
+        target, task = document["target"], document["task"]
+        key = {"target": target["name"], "layers": target["config"]["num_layers"], "test_steps": task["test_steps"]}
+        document = {"cells": [{"key": key | document["train"], "result": document}]}
     rows = []
-    for cell in [document] if "memory" in document else [answer for _, answer in answers(document)]:
-        memory, train, target = cell["memory"], cell["train"], cell["target"]
+    for cell in document["cells"]:
+        key, memory = cell["key"], cell["result"]["memory"] if "result" in cell else None
+        layers = published_config(key["target"]).num_layers
         row = {
-            "layers of the target": f"{target['config']['num_layers']} of {published_config(target['name']).num_layers}",
-            "steps of the test": cell["task"]["test_steps"],
-            "rows x tokens": f"{train['rows']} x {train['length']}",
+            "layers of the target": f"{min(key['layers'], layers)} of {layers}",
+            "steps of the test": key["test_steps"],
+            "rows x tokens": f"{key['rows']} x {key['length']}",
         }
         if memory:
             row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "code")}
