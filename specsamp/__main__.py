@@ -15,15 +15,15 @@ PACKAGE = pathlib.Path(__file__).parent
 COPY = PACKAGE / "checkout"  # of launch and configs, see setup.py
 USAGE = "usage: specsamp COMMAND [--FLAG=VALUE ...]; specsamp COMMAND --help says more"
 NOW = {  # commands of before, and what does the same today
-    "sweep": "benchmark --sweep",
-    "export-pair": "export --target=RUN --draft=RUN",
-    "export-head": "export --run=RUN",
-    "export-hugging-face": "export --run=RUN",
-    "convert": "export --checkpoint=NAME",
-    "check-head": "doctor --look_at=head",
-    "check-names": "doctor --look_at=names",
-    "score-forecasts": "calibrate",
-    "set-repository": "nothing: notebooks/README.md has the line of sed",
+    "sweep": "use benchmark --sweep",
+    "export-pair": "use export --target=RUN --draft=RUN",
+    "export-head": "use export --run=RUN",
+    "export-hugging-face": "use export --run=RUN",
+    "convert": "use export --checkpoint=NAME",
+    "check-head": "use doctor --look_at=head",
+    "check-names": "use doctor --look_at=names",
+    "score-forecasts": "calibrate shows forecasts beside what it measures",
+    "set-repository": "a line of sed in notebooks/README.md does it",
 }
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0].replace("_", "-")
     if name not in known:
-        today = f"it is now {NOW[name]}" if name in NOW else f"choose one of {', '.join(known)}"
+        today = NOW.get(name, f"choose one of {', '.join(known)}")
         print(f"no command {arguments[0]!r}: {today}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(folder().parent))

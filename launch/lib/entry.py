@@ -131,7 +131,7 @@ def _parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
     rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
     try:
         left = flags.FLAGS([arguments[0], *rest])
-    except (TypeError, AttributeError, KeyError) as error:
+    except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"--config.FIELD=VALUE: {error}") from error
     if len(left) > 1:
         raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")

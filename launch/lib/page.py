@@ -20,7 +20,8 @@ from launch.lib.study import RESULTS, Document, Published
 from specsamp import storage
 
 PAGES = (CHECKOUT / "README.md", RESULTS / "README.md")
-MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
+OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 
 # Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
 MOVED: Mapping[str, str] = {
@@ -62,6 +63,8 @@ def write() -> list[pathlib.Path]:
     Raises:
       ValueError: a mark that no study makes, or a result that no mark shows.
     """
+    if not all(path.is_file() for path in PAGES):
+        raise ValueError("--page fills the pages of a checkout, and this is none: run it in a clone")
     texts = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
     if lost := {path.stem for path in RESULTS.glob("*.json")} - shown(texts.values()):
         raise ValueError(f"no mark of a page shows {', '.join(sorted(lost))}: add <!-- files: {min(lost)} -->")
@@ -74,8 +77,14 @@ def filled(text: str) -> str:
     """Returns a page whose marks are filled anew.
 
     Raises:
-      ValueError: a mark names a table or a result that does not exist.
+      ValueError: a mark names a table or a result that does not exist, is misspelt or has no end.
     """
+    whole = [line for mark in MARK.finditer(text) for line in OPENED.findall(mark[0])]
+    if len(whole) < len(all_marks := OPENED.findall(text)):
+        wrong = next(line for line in all_marks if all_marks.count(line) > whole.count(line))
+        raise ValueError(
+            f"{wrong} is misspelt or has no other end: write <!-- table: NAME -->, and <!-- end --> below it"
+        )
     return MARK.sub(lambda mark: mark[1] + content(mark[2], mark[3]) + "\n" + mark[5], text)
 
 

@@ -21,6 +21,7 @@ import jax
 from absl import flags
 from rich.console import Console
 
+import specsamp
 from launch.lib import entry
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
 from launch.lib.fields import ExperimentConfig
@@ -31,7 +32,20 @@ from specsamp.analysis.report import Table
 STUDIES = pathlib.Path(__file__).parents[1] / "studies"
 RESULTS = CHECKOUT / "notebooks/results"
 NUMBERS = {int: "whole numbers", float: "numbers"}
-PAIR = CHECKOUT / "specsamp/checkpoints/assets/python/pair.json"
+PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.json"
+
+BEFORE = {  # studies that have another name, or are a question of another study
+    "refill": "serving --ask=batches",
+    "scheduling": "serving --ask=arrivals",
+    "serve_load": "serving --ask=endpoint",
+    "one_round": "rounds",
+    "head_training": "heads",
+    "int8_error": "int8",
+    "int8_speed": "int8 --ask=speed",
+    "compile_study": "compile",
+    "compare_transformers": "transformers",
+    "in_flight": "backtest --compile",
+}
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
 Key = Mapping[str, Any]  # what tells a cell from the others of its file
@@ -140,6 +154,8 @@ def load(name: str) -> Study:
     Raises:
       ValueError: there is none; the message names the closest.
     """
+    if name in BEFORE:
+        raise ValueError(f"no study {name!r}: it is {BEFORE[name]} now")
     if name not in names():
         raise ValueError(f"no study {name!r}{meant(name, names())}")
     return importlib.import_module(f"launch.studies.{name}").STUDY
@@ -196,11 +212,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     """Returns the document with all cells, of which those that the output lacks are measured now."""
 
     if study.cells is None:
-        with entry.progress(console, "starting") as say:
-            document = entry.header() | study.measure(prepared, {}, say)
-        if options.output and entry.is_first():
-            report.write_json(options.output, document)
-        return report.as_json(document)
+        return _alone(study, prepared, options, console)
     results = grid.Results.open(
         options.output, study.identity(prepared), lambda text: console.print(text, style="yellow")
     )
@@ -225,6 +237,32 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     order = {grid.name_of(key): number for number, key in enumerate(keys)}
     asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
     return results.document | {"cells": sorted(asked, key=lambda cell: order[grid.name_of(cell["key"])])}
+
+
+def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+    """Returns the one result of a study without cells: that of the output, if the same was asked for there.
+
+    Raises:
+      ValueError: the output holds something else; it is left alone.
+    """
+    given = {name: value for name, value in vars(options).items() if name in study.options}
+    if options.config is not None:
+        given["config"] = options.config.value.to_dict()
+    asked = report.as_json({"study": study.measure.__module__.rpartition(".")[2], "options": given})
+    path = options.output
+    if path and entry.is_first() and storage.is_regular_file(path) and storage.place(path).read_bytes().strip():
+        there = storage.read_json(path)
+        if different := [name for name, value in asked.items() if there.get(name) != value]:
+            told = ", ".join(different)
+            raise ValueError(f"{path} holds the result of another {told}: it is left alone. Give another --output")
+        if not options.again:
+            console.print(f"the result is in {path} already (--again measures anew)", soft_wrap=True)
+            return there
+    with entry.progress(console, "starting") as say:
+        document = entry.header() | asked | study.measure(prepared, {}, say)
+    if path and entry.is_first():
+        report.write_json(path, document)
+    return report.as_json(document)
 
 
 def here() -> dict[str, Any]:

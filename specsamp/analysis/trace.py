@@ -174,7 +174,7 @@ def split_round(
     runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
     measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))
     shares = measured.pop("shares")
-    if not shares[0]:
+    if not all(shares):
         return None
     ms = {name: np.array(times) for name, times in measured.items()}
     ms |= {name: np.array([one[name] for one in shares]) * ms["round"] for name in shares[0]}

@@ -103,9 +103,7 @@ class Workload:
 
     def __post_init__(self):
         for name in ("batch", "prompt_length", "max_new_tokens", "repeats", "seed"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
+            checks.integer(name, getattr(self, name), *((0, 2**32) if name == "seed" else (1,)))
         lengths = [len(prompt) for prompt in self.prompts]
         if lengths and not 1 <= min(lengths) <= max(lengths) <= self.prompt_length:
             raise ValueError(

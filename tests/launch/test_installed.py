@@ -129,4 +129,4 @@ def test_an_unknown_command_is_refused_with_those_there_are(capsys):
     assert main(["serf"]) == 2
     assert "no command 'serf': choose one of audit, benchmark," in capsys.readouterr().err
     assert main(["check_head", "--plain"]) == 2
-    assert "no command 'check_head': it is now doctor --look_at=head" in capsys.readouterr().err
+    assert "no command 'check_head': use doctor --look_at=head" in capsys.readouterr().err

@@ -31,6 +31,20 @@ def test_a_mark_that_nothing_fills_is_refused():
         page.filled("<!-- table: nothing -->\n<!-- end -->")
 
 
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("<!-- table: memory-x -->\n<!-- end -->", "memory-x"),
+        ("<!-- table: memory -->\nprose", "table: memory"),
+        ("<!-- table: memory -->\nprose\n<!-- table: memory -->\n<!-- end -->", "table: memory"),
+        ("prose\n<!-- end -->", "<!-- end -->"),
+    ],
+)
+def test_marks_that_are_misspelt_or_have_no_end_are_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        page.filled(text)
+
+
 def test_the_main_readme_takes_the_time_of_a_coffee_and_its_links_lead_somewhere():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
     for file in PAGES:

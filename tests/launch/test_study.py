@@ -42,10 +42,16 @@ def run(capsys):
         shown=lambda options: ["times"],
     )
 
-    def run(*arguments):
+    def alone(options, key, say):
+        measured.append(options.scale)
+        return {"ms": options.scale}
+
+    one = Study(question="How long alone?", options={"scale": Option(1.0, "Multiplies.")}, measure=alone)
+
+    def run(*arguments, of=STUDY):
         measured.clear()
         with only_shared_flags():
-            status = study.status_of(STUDY, ["study.py times", "--plain", *map(str, arguments)])
+            status = study.status_of(one if of == "one" else of, ["study.py times", "--plain", *map(str, arguments)])
             flags.FLAGS.unparse_flags()
         shown = capsys.readouterr()
         return status, list(measured), shown.out, shown.err
@@ -76,6 +82,22 @@ def test_a_file_of_another_identity_is_refused_and_left_alone(run, tmp_path):
     before = output.read_bytes()
     status, measured, _, err = run("--scale=2", f"--output={output}")
     assert (status, measured) == (2, []) and "scale was 1.0, is 2.0" in err and output.read_bytes() == before
+
+
+def test_a_single_result_is_measured_once_and_replaces_nothing_else(run, tmp_path):
+    output = tmp_path / "alone.json"
+    assert run(f"--output={output}", of="one")[:2] == (0, [1.0])
+    status, measured, out, _ = run(f"--output={output}", of="one")
+    assert (status, measured) == (0, []) and "--again" in out
+    assert run(f"--output={output}", "--again", of="one")[:2] == (0, [1.0])
+    for content, told in (('{"study": "other"}', "another study, options"), ("[1]", "alone.json"), ("{", "alone.json")):
+        output.write_text(content)
+        status, measured, _, err = run(f"--output={output}", of="one")
+        assert (status, measured, output.read_text()) == (2, [], content) and told in err
+    output.unlink()
+    run(f"--output={output}", of="one")
+    status, measured, _, err = run(f"--output={output}", "--scale=2", of="one")
+    assert (status, measured) == (2, []) and "another options" in err
 
 
 def test_results_are_shown_without_measuring(run, tmp_path):
