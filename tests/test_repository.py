@@ -1,4 +1,4 @@
-"""What git holds stays small: a clone is fetched by everybody who tries the package."""
+"""The files in git stay small: everybody who tries the package fetches a clone."""
 
 import pathlib
 import subprocess

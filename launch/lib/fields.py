@@ -38,7 +38,7 @@ INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
-    """What of a pair is decoded in int8: none, target, draft or both."""
+    """Says which sides of a pair are decoded in int8: none, target, draft or both."""
 
     weights: str = "none"
     caches: str = "none"
@@ -68,7 +68,7 @@ class ModelFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingFields:
-    """How texts are sampled; a temperature of 0 is greedy."""
+    """Holds the numbers of the sampling distribution; a temperature of 0 is greedy."""
 
     temperature: float
     top_k: int = 0  # 0 is off

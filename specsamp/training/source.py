@@ -1,4 +1,4 @@
-"""Where the parameters come from that a training begins with, or that a draft or a head learns from.
+"""Loads the parameters that a training begins with, or that a draft or a head learns from.
 
     open_trained(folder)         the model of a run
     open_trained_head(folder)    the head of a run

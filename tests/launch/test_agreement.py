@@ -129,7 +129,7 @@ def test_what_is_accepted_of_the_other_half_stays_unknown(monkeypatch):
 
 
 def stepped(rows):
-    """From eight rows on products take twice as long, as some kernels do."""
+    """Makes products take twice as long from eight rows on, as some kernels do."""
     return (1.0 + 0.02 * rows) * (2 if rows >= 8 else 1)
 
 

@@ -43,7 +43,7 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
 
 
 def test_a_run_shows_what_it_asked(measured):
-    """With --compile the programs, otherwise the forecasts; the frozen ones are no result of a run."""
+    """Returns the tables of the compiled programs with --compile, otherwise those of the forecasts."""
     asked = [backtest.STUDY.shown(types.SimpleNamespace(compile=compiling)) for compiling in (False, True)]
     assert asked == [["backtest_checks", "backtest", "tpu_backtest"], ["in_flight"]]
     rows = backtest.checks_table(measured).rows

@@ -87,7 +87,7 @@ def test_shapes_of_drafts_have_as_many_parameters():
 
 @extras.needs("matplotlib")
 def test_figures_show_what_fits():
-    """Of shapes a line with all collectives added and one with all hidden, and a point of the paper."""
+    """Draws shapes as a line with all collectives added and one with all hidden, and a point of the paper."""
     assert len(tables.draw_shapes(committed("shapes")).axes[0].lines) == 2 * 4 + 1
     document = committed("scoring")
     unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}

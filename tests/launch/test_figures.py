@@ -1,4 +1,4 @@
-"""What the figures show, from cells that are made up, and what the study of figures refuses."""
+"""Figures show what made-up cells say, and the study of figures refuses the rest."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What audits know about drafters: the model that drafted tokens are sampled from, and drafters of other models.
+"""Tells audits about drafters: the model that drafted tokens are sampled from, and drafters of other models.
 
 Each function has an answer for the package's drafters. An audit of another drafter leaves out the checks that need one,
 unless its class is registered: ``reader.register(MyDrafter)``, ``with_target_as_draft.register(MyDrafter)``.
