@@ -4,8 +4,9 @@ A template is a Jinja program by the author of a checkpoint. It runs in the sand
 filters and functions that it has in transformers. A program that still fills the memory or runs for hours is ended by
 the limits of the operating system on this process.
 
-Each line of the input is a JSON list, the program and its variables. Each line of the output is a JSON object: the
-"text" that the program wrote, or the "error" that it ended with.
+The first line of the output is "ready". Then each line of the input is a JSON list, the program and its variables;
+each line of the output is a JSON object, the "text" that the program wrote or the "error" that it ended with. Where
+the memory does not do for such a line, this process ends with the status 3.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ import sys
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+OUT_OF_MEMORY = 3
 
 
 class Generation(jinja2.ext.Extension):
@@ -65,11 +68,16 @@ def render(source, variables):
 def main(seconds, size):
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory; there the time is the only limit
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
-        answer = json.dumps(render(*json.loads(line)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+    print("ready", flush=True)
+    sys.stderr = None  # nobody reads it any more
+    try:
+        for line in sys.stdin:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            answer = json.dumps(render(*json.loads(line)))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            print(answer, flush=True)
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

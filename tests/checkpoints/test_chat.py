@@ -1,16 +1,20 @@
 """Chat templates: goldens written by hand from the public formats, and programs that are refused."""
 
 import json
+import os
 import pathlib
 import shutil
+import signal
+import subprocess
 import sys
+import threading
 
 import pytest
 from etils import epath
 
 from specsamp import Pair, generate
 from specsamp.checkpoints import chat
-from specsamp.checkpoints.chat import ChatTemplate, NoTemplateLibrary, knows_conversations, read_chat_template
+from specsamp.checkpoints.chat import CannotRender, ChatTemplate, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.checks import encode
@@ -128,7 +132,7 @@ def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
     assert knows_conversations(tokenizer)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(NoTemplateLibrary, match="pip install jinja2"):
+    with pytest.raises(CannotRender, match="pip install jinja2"):
         knows_conversations(tokenizer)
 
 
@@ -136,7 +140,7 @@ def test_limits_are_those_of_one_conversation(short):
     """A conversation does not pay for those before it; after one that was ended, the next is written."""
     source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
     assert [template(source).render([ASK] * 6) for _ in range(12)] == ["."] * 12
-    with pytest.raises(ValueError, match="here.json .* more than 0.2 seconds"):
+    with pytest.raises(ValueError, match="here.json .* it takes more than 0.2 seconds$"):
         template(source).render([ASK] * 5_000)
     assert template(source).render([ASK]) == "."
 
@@ -147,6 +151,111 @@ def test_an_interrupted_conversation_does_not_answer_the_next(monkeypatch):
         patch.setattr(chat.json, "loads", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             template("interrupted").render([ASK])
+    assert template("next").render([ASK]) == "next"
+
+
+FORKED = """
+import os
+from specsamp.checkpoints import chat
+
+template = chat.ChatTemplate(path="here.json", source="{{ messages[0].content }}")
+
+def texts(name):
+    asked = [f"{name} {i}" for i in range(100)]
+    return asked == [template.render([{"role": "user", "content": text}]) for text in asked]
+
+assert texts("before")
+(process,) = chat._idle
+child = os.fork()
+is_right = texts("child" if child == 0 else "parent")
+if child == 0:
+    raise SystemExit(not is_right)
+status = os.waitpid(child, 0)[1]
+print(is_right, status, chat._idle == [process], process.poll())
+"""
+
+
+def test_a_forked_program_has_a_process_of_its_own():
+    """Answers crossed between the conversations of parent and child; the child's end ended the parent's process."""
+    made = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    assert made.stdout == "True 0 True None\n", made.stdout + made.stderr
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """A process of a template that was rendered; by the clock, the next one has 0.4 seconds more than MAX_SECONDS."""
+    monkeypatch.setattr(chat, "_idle", [])
+    template("first").render([ASK])
+    monkeypatch.setattr(chat, "MORE_SECONDS", 0.4, raising=False)
+    yield chat._idle[0]
+    chat._end_idle()
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_process_that_ended_while_idle_is_replaced(idle, monkeypatch, is_noticed):
+    idle.kill()
+    os.waitid(os.P_PID, idle.pid, os.WEXITED | os.WNOWAIT)
+    if not is_noticed:  # it ends after the look at it
+        monkeypatch.setattr(idle, "poll", lambda: None)
+    assert template("next").render([ASK]) == "next"
+
+
+def test_a_process_that_does_not_start_is_no_limit_of_the_template(monkeypatch, tmp_path):
+    """A pair that talks would be served as one that completes."""
+    (tmp_path / "jinja2.py").write_text("import no_such_library\n", encoding="utf-8")
+    monkeypatch.setattr(chat, "_idle", [])
+    monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="not start, with status 1: .*no_such_library"):
+        patch.syspath_prepend(tmp_path)
+        knows_conversations(ByteTokenizer())
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="does not start: .*/no/python"):
+        patch.setattr(sys, "executable", "/no/python")
+        knows_conversations(ByteTokenizer())
+
+
+def test_memory_that_does_not_do_for_the_answer_is_told():
+    with pytest.raises(ValueError, match="here.json .* it takes more than 268,435,456 bytes of memory$"):
+        template("{{ messages[0].content * 45_000_000 }}").render([ASK | {"content": "é"}])  # six bytes each in JSON
+
+
+def test_a_slow_template_does_not_block_the_others(idle, monkeypatch):
+    monkeypatch.setattr(chat, "MORE_SECONDS", 5.0, raising=False)
+    os.kill(idle.pid, signal.SIGSTOP)
+    slow = threading.Thread(target=template("slow").render, args=([ASK],))
+    slow.start()
+    while chat._idle:  # until it has the process
+        pass
+    timer = threading.Timer(5, os.kill, (idle.pid, signal.SIGCONT))
+    timer.start()
+    try:
+        assert template("quick").render([ASK]) == "quick"
+        assert slow.is_alive()
+    finally:
+        timer.cancel()
+        os.kill(idle.pid, signal.SIGCONT)
+        slow.join()
+
+
+def test_templates_end_by_the_clock(idle, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
+    os.kill(idle.pid, signal.SIGSTOP)
+    rescue = threading.Timer(10, idle.kill)
+    rescue.start()
+    with pytest.raises(ValueError, match="not done in 0.5 seconds by the clock"):
+        template("stopped").render([ASK])
+    rescue.cancel()
+    assert template("next").render([ASK]) == "next"
+
+
+def test_where_no_process_is_free_a_conversation_is_refused(idle, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
+    for _ in range(chat.PROCESSES):
+        chat._free.acquire()
+    try:
+        with pytest.raises(CannotRender, match="^4 other conversations .* 0.5 seconds: try again later$"):
+            template("fifth").render([ASK])
+    finally:
+        chat._free.release(chat.PROCESSES)
     assert template("next").render([ASK]) == "next"
 
 
