@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from specsamp.checkpoints.chat import CannotRender
 from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
 from specsamp.serving.openai_requests import MAX_SEED, ApiError, GenerationRequest, parse_body, read_request
@@ -135,6 +136,8 @@ class _Endpoint:
             )
         except TooLong as error:  # which clients look for, to shorten a conversation
             raise ApiError(str(error), code="context_length_exceeded") from error
+        except CannotRender as error:  # this server cannot, or is too busy to
+            raise ApiError(str(error), status=503) from error
         except (ValueError, RecursionError) as error:
             raise ApiError(str(error)) from error
         except Busy as busy:

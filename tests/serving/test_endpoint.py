@@ -17,7 +17,20 @@ if extras.is_here("openai"):
 if extras.is_here("starlette"):
     from specsamp.serving.endpoint import make_app
 
-from support.services import CONTEXT, ROWS, WAITING, Gate, alone, make_service, post, request, serving, wait_until
+from specsamp.checkpoints.chat import CannotRender
+from support.services import (
+    CONTEXT,
+    ROWS,
+    WAITING,
+    ChattyBytes,
+    Gate,
+    alone,
+    make_service,
+    post,
+    request,
+    serving,
+    wait_until,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "sk-right"
@@ -144,6 +157,18 @@ def test_a_chat(client):
 def test_what_the_template_refuses(client):
     with pytest.raises(openai.BadRequestError, match="the chat template takes users only"):
         client.chat.completions.create(model="bytes", messages=[{"role": "system", "content": "Be brief."}])
+
+
+def test_a_template_that_cannot_be_rendered_here_is_no_mistake_of_the_client(client, monkeypatch):
+    def fail(self, messages):
+        raise CannotRender("no process")
+
+    monkeypatch.setattr(ChattyBytes, "encode_chat", fail)
+    with pytest.raises(openai.APIStatusError, match="no process") as found:
+        client.with_options(max_retries=0).chat.completions.create(
+            model="bytes", messages=[{"role": "user", "content": "a"}]
+        )
+    assert found.value.status_code == 503
 
 
 def test_two_clients_of_different_temperature_at_once(client):
