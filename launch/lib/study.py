@@ -122,7 +122,8 @@ class Study:
       config: the default of --config, for a study of a configuration; its value is ``options.config``.
       prepare: checks the options and loads what all cells share, before anything is written. What it returns is
         handed to the functions below; by default the options themselves.
-      cells: lists the keys of the cells. None: the study has one result, whose fields are the document's.
+      cells: lists the keys of the cells. None: the study has one result, whose fields are the document's; it is
+        measured once for the same options, and anew with --again.
       identity: says what all cells of a file share; a file of another identity is refused.
       measure: returns the result of a cell as JSON (dataclasses allowed); the key is {} where ``cells`` is None.
       tables: the tables of committed results, by the names that pages have them under.
@@ -210,7 +211,6 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
 
 def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
     """Returns the document with all cells, of which those that the output lacks are measured now."""
-
     if study.cells is None:
         return _alone(study, prepared, options, console)
     results = grid.Results.open(

@@ -66,10 +66,9 @@ def next_state(
         memories = loop.target.init_cache(*tokens_BS.shape), loop.drafter.init(*tokens_BS.shape)
     else:
         memories = state.cache, state.drafter_state
-        if (
-            state.adaptive_state is not None and state.adaptive_state.seen_B is not None
-        ):  # the drafter may know less than the target
-            start_B = jnp.minimum(start_B, jnp.maximum(state.adaptive_state.seen_B, 0))
+        adaptive = state.adaptive_state
+        if adaptive is not None and adaptive.seen_B is not None:  # a paused drafter has read less than the target
+            start_B = jnp.minimum(start_B, jnp.maximum(adaptive.seen_B, 0))
 
     def read_chunk(index: Array, memories: tuple[Any, Any]) -> tuple[Any, Any]:
         at_B = start_B + index * chunk

@@ -232,7 +232,7 @@ def share_covered(checks, drift=CLOCK_DRIFT, width=1.0):
 
 
 def test_bands_of_95_percent_hold_95_percent_of_what_was_measured_on_other_prompts():
-    """With the controls: without the drift of clocks they did not, and bands half as wide do not."""
+    """Has two controls: bands without the drift of clocks cover too little, and so do bands half as wide."""
     curves = committed_checks()
     checks = [check for curve in curves for check in curve]
     assert len(checks) == 52 and share_covered(checks) >= 0.95

@@ -14,7 +14,7 @@ def test_calibrate_says_what_it_would_do_on_a_slice():
 
 
 def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
-    """On one device, with short loops."""
+    """Runs on one device, with short loops."""
     from launch.lib import experiment
     from specsamp.analysis.workload import Quartiles
     from specsamp.tpu import own
@@ -37,7 +37,7 @@ def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
 
 
 def test_a_step_stands_beside_the_forecast_from_published_measurements():
-    """On a TPU; a step as quick as its weights are streamed lies within, one ten times as slow outside."""
+    """Stands in for a TPU: a step as quick as its weights are streamed lies within, one ten times as slow outside."""
     from specsamp.tpu.calibration import estimate
     from specsamp.tpu.work import Work
 

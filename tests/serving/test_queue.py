@@ -20,6 +20,7 @@ from specsamp import (
     temperature,
     top_p,
 )
+from specsamp.decoding.job import Job
 from specsamp.decoding.loop import Loop
 from support.extras import slow_but
 from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
@@ -257,3 +258,24 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
 def test_numbers_that_make_no_queue(options, message):
     with pytest.raises(ValueError, match=message):
         queue(**options)
+
+
+@pytest.mark.parametrize(
+    "last, calls",
+    [([9], [4, 4]), (list(range(20)), [4, 1, 1, 1, 1])],  # of one bucket; the last prompt is of another
+)
+def test_prompts_of_a_bucket_are_read_together(last, calls, monkeypatch):
+    """Four rows that are free at once take four prompts by one call, and the texts are those of single calls."""
+    counted, read = [], Job.read
+
+    def count(job, prompts, *arguments):
+        counted.append(len(prompts))
+        return read(job, prompts, *arguments)
+
+    prompts = [[index % 12] for index in range(7)] + [[token % 12 for token in last]]
+    monkeypatch.setattr(Job, "read", count)
+    together = by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
+    assert counted[1:] == calls, "the first call makes the state"
+    monkeypatch.setattr("specsamp.serving.queue.TOGETHER", 1)
+    assert by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0)))) == together
+    assert counted[len(calls) + 2 :] == [1] * 8
