@@ -32,11 +32,11 @@ from absl import flags
 
 from launch.lib import entry, price
 from launch.lib.command_tables import evaluation_tables
-from launch.lib.config import ConfigFlag, choose
+from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
-from specsamp import machine, storage
+from specsamp import machine, storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
@@ -194,7 +194,7 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
         rule, *others = word.split("/")
         if len(others) > 2 or (rule == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
             raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
-        choose("method", rule.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
+        validate.choice("method", rule.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
         point = dict(zip(("drafter", "draft_length"), [*others[:1], *map(int, others[1:])]))
         own = config.turned(point | WAYS.get(rule, {"rule": rule}))
         if _REQUIRE_EXACT.value:

@@ -38,20 +38,20 @@ def turned(**fields):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        (dict(rule="lucky"), "no rule 'lucky': choose one of token, block, coupled"),
+        (dict(rule="lucky"), "rule must be one of token, block, coupled.*got 'lucky'"),
         (
             dict(drafter="lm"),
-            "no drafter 'lm': choose one of model, beam, head, early_exit, ngram, chosen, voting, none",
+            "drafter must be one of model, beam, head, early_exit, ngram, chosen, voting, none.*got 'lm'",
         ),
         (dict(drafter="early_exit"), "exit_layer must be an integer >= 1 .*; got None"),
-        (dict(target__preset="gpt"), "no preset 'gpt': choose one of .*target_38m"),
+        (dict(target__preset="gpt"), "preset must be one of .*target_38m.*got 'gpt'"),
         (dict(target__positions="absolute"), "positions must be one of .*'absolute'"),
         (dict(sampling__top_p=1.5), "top_p must lie in"),
         (dict(sampling__temperature=-1.0), "temperature must be >= 0"),
         (dict(draft_length=-1), "draft_length .*-1"),
-        (dict(adaptive__stop="surprise"), "no adaptive.stop 'surprise': choose one of none, entropy, confidence"),
+        (dict(adaptive__stop="surprise"), "adaptive.stop must be one of none, entropy, confidence.*got 'surprise'"),
         (dict(adaptive__lengths=(0, 4)), "2 lengths need costs_ms"),
-        (dict(int8__weights="all"), "no int8.weights 'all': choose one of none, target, draft, both"),
+        (dict(int8__weights="all"), "int8.weights must be one of none, target, draft, both.*got 'all'"),
         (dict(repeats=0), "repeats must be an integer >= 1 .*got 0"),
     ],
 )
@@ -158,7 +158,7 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     "arguments, message",
     [
         (["--grid=draft_lenght=1"], "'draft_lenght' makes another pair"),
-        (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be a chance"),
+        (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be from 0 to 1"),
         (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
         (["--config.attention=kernel"], "attention 'kernel' is for TPUs, and this is a cpu: choose plain"),
         (["--config.attention=flash"], "attention must be one of plain, kernel; got 'flash'"),

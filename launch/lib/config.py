@@ -18,7 +18,7 @@ import inspect
 import pathlib
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from absl import flags
@@ -140,14 +140,3 @@ def meant(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {' or '.join(close)}?"
     return f"; choose one of {', '.join(known)}"
-
-
-def choose(what: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Returns ``known[name]``.
-
-    Raises:
-      ValueError: there is no such name; the message lists those there are.
-    """
-    if name not in known:
-        raise ValueError(f"no {what} {name!r}: choose one of {', '.join(known)}")
-    return known[name]

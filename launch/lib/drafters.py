@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from launch.lib.config import choose
+from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.checks import check_lengths
 from specsamp.decoding.drafter import Drafter
@@ -99,7 +99,7 @@ class AdaptiveFields:
     least: float = 0.3
 
     def __post_init__(self):
-        choose("adaptive.stop", self.stop, STOPS)
+        validate.choice("adaptive.stop", self.stop, STOPS)
 
     @property
     def is_off(self) -> bool:

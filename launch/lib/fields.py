@@ -11,12 +11,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from launch.lib.config import choose, load_config
+from launch.lib.config import load_config
 from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
 from launch.lib.rules import make_rule
+from specsamp import validate
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.checks import Prompt, integer
+from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.models import config as models
@@ -50,7 +51,9 @@ class Int8Fields:
     def sides(self) -> Int8:
         """Returns the sides of both; raises ValueError for an unknown word."""
         words = {"weights": self.weights, "caches": self.caches}
-        return Int8(**{name: choose(f"int8.{name}", word, INT8_SIDES) for name, word in words.items()})
+        return Int8(
+            **{name: INT8_SIDES[validate.choice(f"int8.{name}", word, INT8_SIDES)] for name, word in words.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ModelFields:
     def model(self, **decoding: str | None) -> TransformerLM:
         """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
         changes = {name: value for name, value in self.fields if value is not None} | decoding
-        preset = choose("preset", changes.pop("preset", None), PRESETS)
+        preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
         return TransformerLM.for_backend(preset(**changes))
 
 
@@ -150,11 +153,11 @@ class ExperimentConfig:
     checkpoints: CheckpointFields | None = None
 
     def __post_init__(self):
-        choose("drafter", self.drafter, DRAFTERS)
+        validate.choice("drafter", self.drafter, DRAFTERS)
         if self.word.takes:
-            integer(self.word.takes, self.own_number, 1)
-        integer("draft_length", self.draft_length, 0)
-        integer("seed", self.seed, 0, 2**32)
+            validate.integer(self.word.takes, self.own_number, 1)
+        validate.integer("draft_length", self.draft_length, 0)
+        validate.integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range
         if self.draft_temperature is not None:
             temperature(self.draft_temperature)

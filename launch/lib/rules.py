@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from launch.lib.config import choose
+from specsamp import validate
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -31,7 +31,7 @@ def make_rule(word: str) -> Rule:
       ValueError: it names none, or a constant is none or out of range.
     """
     name, *constants = str(word).split(":")
-    rule = choose("rule", name, RULES | LOSSY)
+    rule = (RULES | LOSSY)[validate.choice("rule", name, RULES | LOSSY)]
     if name == BOUNDED:
         if len(constants) < 2:
             raise ValueError(f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0")

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding.results import RowStats
 
 NORMAL_95 = 1.96  # standard errors on either side of a 95% interval
@@ -60,7 +61,7 @@ def mirrored_block_survival(alpha: float, draft_length: int) -> np.ndarray:
     ratio is ``alpha / (2 - alpha)`` with chance ``(2 - alpha) / 2``, otherwise its inverse. This is an example, not an
     upper bound. The first i values do not depend on ``draft_length``.
     """
-    alpha = _chance("the acceptance rate", alpha)
+    alpha = validate.number("the acceptance rate", alpha, 0, 1)
     if alpha in (0.0, 1.0):
         return np.full(draft_length, alpha)
     down, factor = (2 - alpha) / 2, alpha / (2 - alpha)
@@ -130,7 +131,7 @@ class Profile:
     @classmethod
     def of_rate(cls, rate: float, num_verified: int = 0) -> Profile:
         """Makes a profile with one chance at all positions, counted on ``num_verified`` tokens (0: known exactly)."""
-        rate = _chance("the acceptance rate", rate)
+        rate = validate.number("the acceptance rate", rate, 0, 1)
         return cls(by_position=(rate,), beyond=rate, num_verified=(num_verified,) if num_verified else ())
 
     @classmethod
@@ -138,7 +139,9 @@ class Profile:
         """Makes a profile from chances given that all before were accepted; the last one holds for all later ones."""
         if not by_position:
             raise ValueError("the acceptance by position is empty: give at least one chance")
-        chances = tuple(_chance(f"the acceptance at position {i + 1}", x) for i, x in enumerate(by_position))
+        chances = tuple(
+            validate.number(f"the acceptance at position {i + 1}", x, 0, 1) for i, x in enumerate(by_position)
+        )
         return cls(by_position=chances, beyond=chances[-1])
 
     @classmethod
@@ -312,9 +315,3 @@ def _text_exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, .
     rates_TE = verified_TK @ chances_K[:, None] ** tried_E / verified_T[:, None]
     found = [np.interp(rate, rates_E[::-1], tried_E[::-1]) for rate, rates_E in zip(rate_T, rates_TE)]
     return tuple(np.where(chance_variance_T > 0, found, 1.0).tolist())
-
-
-def _chance(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a chance, in [0, 1]; got {value!r}")
-    return float(value)

@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from specsamp import validate
 from specsamp.analysis.costs import Costs
 from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
-from specsamp.decoding.checks import Prompt, choose_drafter, encode, integer, limits
+from specsamp.decoding.checks import Prompt, choose_drafter, encode, limits
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
@@ -167,14 +168,14 @@ def time_lengths(
             "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
         )
     token_lists = tuple(map(tuple, encode(pair, prompts)))
-    lengths = sorted({0, *(integer("a draft length", K, 0) for K in draft_lengths)})
-    budget = integer("max_new_tokens", max_new_tokens, 1)
-    rows = len(token_lists) * integer("num_samples", num_samples, 1)
+    lengths = sorted({0, *(validate.integer("a draft length", K, 0) for K in draft_lengths)})
+    budget = validate.integer("max_new_tokens", max_new_tokens, 1)
+    rows = len(token_lists) * validate.integer("num_samples", num_samples, 1)
     workload = Workload(
         batch=-(-rows // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
         prompt_length=max(map(len, token_lists)),
         max_new_tokens=min(budget, LONGEST_TEXT),
-        repeats=integer("repeats", repeats, 1),
+        repeats=validate.integer("repeats", repeats, 1),
         seed=seed,
         prompts=token_lists,
     )

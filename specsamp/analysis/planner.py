@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import validate
 from specsamp.analysis.acceptance import Interval, Profile, Profiles
 from specsamp.analysis.costs import Costs
 from specsamp.analysis.draft_length import cost_table
@@ -88,12 +89,12 @@ def make_plan(
     Raises:
       ValueError: a number out of range, or costs that do not reach that far.
     """
-    lengths = sorted({0, *(_count("a draft length", K, 0) for K in draft_lengths)})
+    lengths = sorted({0, *(validate.integer("a draft length", K, 0) for K in draft_lengths)})
     if lengths[-1] > LONGEST:
         raise ValueError(f"a draft length must be at most {LONGEST}; got {lengths[-1]}")
-    batch = _count("batch", batch, 1)
+    batch = validate.integer("batch", batch, 1)
     if new_tokens is not None:
-        new_tokens = _count("new_tokens", new_tokens, 1)
+        new_tokens = validate.integer("new_tokens", new_tokens, 1)
     plain_ms = costs.round_ms(0, batch, context) / batch
     cases = costs.edges or (costs,)
     forecasts = []
@@ -148,12 +149,6 @@ def slowest_row(survival_TK: np.ndarray, batch: int, new_tokens: int) -> float:
         rounds_R += running_R
     shares = np.arange(DRAWS + 1) / DRAWS
     return float(np.sort(rounds_R) @ np.diff(shares**batch))
-
-
-def _count(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
-    return int(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

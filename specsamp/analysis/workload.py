@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
@@ -103,7 +104,7 @@ class Workload:
 
     def __post_init__(self):
         for name in ("batch", "prompt_length", "max_new_tokens", "repeats", "seed"):
-            checks.integer(name, getattr(self, name), *((0, 2**32) if name == "seed" else (1,)))
+            validate.integer(name, getattr(self, name), *((0, 2**32) if name == "seed" else (1,)))
         lengths = [len(prompt) for prompt in self.prompts]
         if lengths and not 1 <= min(lengths) <= max(lengths) <= self.prompt_length:
             raise ValueError(

@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.warp import check_number, register_warp
+from specsamp import validate
+from specsamp.sampling.warp import register_warp
 
 Array = jax.Array
 
@@ -75,8 +76,8 @@ class Entropy(Stop):
     weight: float = 0.2  # above 0
 
     def check(self) -> None:
-        check_number("Entropy's least", self.least, 0, 1)
-        check_number("Entropy's weight", self.weight, 0, math.inf, is_open=True)
+        validate.number("Entropy's least", self.least, 0, 1)
+        validate.number("Entropy's weight", self.weight, 0, math.inf, above=True)
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
         probs_BV = jnp.exp(log_probs_BV)
@@ -91,7 +92,7 @@ class Confidence(Stop):
     least: float = 0.3  # in [0, 1]
 
     def check(self) -> None:
-        check_number("Confidence's least", self.least, 0, 1)
+        validate.number("Confidence's least", self.least, 0, 1)
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
         return log_prob_B >= jnp.log(self.least)
@@ -162,11 +163,11 @@ class Adaptive:
             self.stop.check()
         if self.usual is not None and (self.costs_ms is None or self.usual not in self.lengths):
             raise ValueError(f"usual must be one of the lengths {self.lengths}, beside costs_ms; got {self.usual!r}")
-        check_number("acceptance", self.acceptance, 0, 1)
-        check_number("trust", self.trust, 0, math.inf, is_open=True)
-        check_number("decay", self.decay, 0, 1)
+        validate.number("acceptance", self.acceptance, 0, 1)
+        validate.number("trust", self.trust, 0, math.inf, above=True)
+        validate.number("decay", self.decay, 0, 1)
         if self.margin is not None:
-            check_number("margin", self.margin, 0, math.inf)
+            validate.number("margin", self.margin, 0, math.inf)
         is_whole = isinstance(self.pause, (int, np.integer)) and not isinstance(self.pause, bool)
         if self.pause is not None and not (is_whole and 1 <= self.pause < 2**20):
             raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
@@ -331,7 +332,7 @@ def _check_costs(costs_ms: tuple[float, ...] | None, lengths: tuple[int, ...]) -
     if len(costs_ms) != len(lengths):
         raise ValueError(f"{len(costs_ms)} costs_ms for {len(lengths)} lengths {lengths!r}: give one for each")
     for index, cost in enumerate(costs_ms):
-        check_number(f"costs_ms[{index}]", cost, 0, math.inf, is_open=True)
+        validate.number(f"costs_ms[{index}]", cost, 0, math.inf, above=True)
     for index, (one, other) in enumerate(zip(costs_ms, costs_ms[1:])):
         if other < one:
             raise ValueError(

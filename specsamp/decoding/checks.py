@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import os
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 import jax
-import numpy as np
 
+from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
@@ -30,24 +28,6 @@ MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and s
 TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
-
-
-def integer(name: str, value: Any, least: int, limit: int = 2**31) -> int:
-    """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, (bool, np.bool_)) or not least <= number < limit:
-        raise ValueError(f"{name} must be an integer >= {least} and below {limit}; got {value!r}")
-    return number
-
-
-def integers(name: str, values: Any, least: int, limit: int = 2**31) -> list[int]:
-    """Returns each of ``values``, as `integer` gives it."""
-    if isinstance(values, str) or not hasattr(values, "__len__"):
-        raise ValueError(f"{name} must be a list; got {values!r}")
-    return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
 
 
 def make_method(
@@ -123,7 +103,7 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
             "prompts), which measures and says why, and pass its answer"
         )
     if draft_length is not None:
-        draft_length = integer("draft_length (0 decodes autoregressively)", draft_length, 0)
+        draft_length = validate.integer("draft_length (0 decodes autoregressively)", draft_length, 0)
     if drafter is None:
         if draft_length == 0:
             return NoDrafter()
@@ -135,7 +115,7 @@ def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None
         hash(drafter)
     except TypeError as error:
         raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
-    K = integer("the drafter's K", drafter.K, 0)
+    K = validate.integer("the drafter's K", drafter.K, 0)
     if draft_length is not None and draft_length > K:
         raise ValueError(f"draft_length {draft_length} exceeds the drafter's K = {K}: make the drafter with a larger K")
     if draft_length not in (None, K):
@@ -193,18 +173,18 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
             tokens = pair.tokenizer.encode_chat(prompt) if is_conversation else list(prompt)
         if len(tokens) == 0:
             raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
-        token_lists.append(integers(f"prompt {index}", tokens, 0, pair.target.vocab_size))
+        token_lists.append(validate.integers(f"prompt {index}", tokens, 0, pair.target.vocab_size))
     return token_lists
 
 
 def limits(pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]) -> list[int]:
     """Returns the length at which each prompt's budget ends."""
     if hasattr(max_new_tokens, "__len__") and not isinstance(max_new_tokens, str):
-        budgets = integers("max_new_tokens", max_new_tokens, 1)
+        budgets = validate.integers("max_new_tokens", max_new_tokens, 1)
         if len(budgets) != len(lengths):
             raise ValueError(f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per prompt")
     else:
-        budgets = [integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
+        budgets = [validate.integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
     for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
         for index, (length, budget) in enumerate(zip(lengths, budgets)):
             if positions is not None and length + budget > positions:
@@ -212,7 +192,7 @@ def limits(pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens:
                     f"prompt {index} has {length} tokens and a budget of {budget}, together {length + budget}, more "
                     f"than the {name}'s {positions} positions: shorten the prompt or lower max_new_tokens"
                 )
-    return [integer("prompt and max_new_tokens together", n + m, 1) for n, m in zip(lengths, budgets)]
+    return [validate.integer("prompt and max_new_tokens together", n + m, 1) for n, m in zip(lengths, budgets)]
 
 
 def memory(loop: Loop, *, rows: int, slots: int) -> None:
@@ -255,7 +235,7 @@ def stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
     special token, stands for the token.
     """
     if stop is None and pair.stop is not None:
-        return Stops(frozenset(integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
+        return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
     if stop is None:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
         return Stops() if eos is None else Stops(frozenset([eos]))
@@ -264,7 +244,7 @@ def stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
     ids, texts = [], []
     for entry in stop:
         if not isinstance(entry, str):
-            ids.append(integer("a stop id", entry, 0, pair.target.vocab_size))
+            ids.append(validate.integer("a stop id", entry, 0, pair.target.vocab_size))
             continue
         if pair.tokenizer is None:
             raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
@@ -275,5 +255,5 @@ def stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
         if token is None or entry in written:
             texts.append(entry)
         if token is not None and (entry not in written or entry == written):  # it ends the row without a delay
-            ids.append(integer("a stop id", token, 0, pair.target.vocab_size))
+            ids.append(validate.integer("a stop id", token, 0, pair.target.vocab_size))
     return Stops(frozenset(ids), tuple(texts))

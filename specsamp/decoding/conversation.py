@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
@@ -83,7 +84,7 @@ class Conversation:
         known = (pair.target.max_positions, self._method.drafter.max_positions)
         positions = min((one for one in known if one is not None), default=None)
         default = DEFAULT_MAX_TOKENS if positions is None else min(positions, DEFAULT_MAX_TOKENS)
-        self.max_tokens = default if max_tokens is None else checks.integer("max_tokens", max_tokens, 2)
+        self.max_tokens = default if max_tokens is None else validate.integer("max_tokens", max_tokens, 2)
         if positions is not None and self.max_tokens > positions:
             raise ValueError(f"max_tokens = {max_tokens}, but the models have {positions} positions: lower it")
         loop = self._method.loop(pair)
@@ -102,8 +103,8 @@ class Conversation:
         Raises:
           ValueError: before anything is decoded: the text and its continuation are longer than ``max_tokens``.
         """
-        max_new_tokens = checks.integer("max_new_tokens", max_new_tokens, 1)
-        rounds_per_chunk = checks.integer("rounds_per_chunk", rounds_per_chunk, 1)
+        max_new_tokens = validate.integer("max_new_tokens", max_new_tokens, 1)
+        rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
         job = Job.create(
             self._pair,
             [text],

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import jax
 from absl import logging
 
+from specsamp import validate
 from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
@@ -129,7 +130,7 @@ def stream(
     The loop stays on the device for ``rounds_per_chunk`` rounds; a row's last chunk says how it ended.
     Text that is not yet complete (half of a multi-byte character) is held back.
     """
-    rounds_per_chunk = checks.integer("rounds_per_chunk", rounds_per_chunk, 1)
+    rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
     use_compilation_cache()
     method = checks.make_method(
         pair,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from specsamp import validate
 from specsamp.decoding import batch_rows, checks
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
@@ -80,9 +81,9 @@ class Job:
         token_lists = checks.encode(pair, prompts)
         lengths = [len(tokens) for tokens in token_lists]
         limits = checks.limits(pair, method.drafter, lengths, max_new_tokens)
-        num_samples = checks.integer("num_samples", num_samples, 1)
-        seed = checks.integer("seed", seed, 0, 2**32)
-        ids = range(len(lengths)) if prompt_ids is None else checks.integers("prompt_ids", prompt_ids, 0)
+        num_samples = validate.integer("num_samples", num_samples, 1)
+        seed = validate.integer("seed", seed, 0, 2**32)
+        ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
         if len(ids) != len(lengths):
             raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
         stops = checks.stops(pair, stop)

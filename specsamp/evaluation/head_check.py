@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.checks import Prompt, encode, integer
+from specsamp import validate
+from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
 from specsamp.decoding.generate import generate
@@ -131,7 +132,7 @@ def check_head(
     """
     if pair.head is None:
         raise ValueError("the pair has no head that could be checked")
-    K = integer("K", K, 1)
+    K = validate.integer("K", K, 1)
     texts = [text for text in texts if len(text) >= K + 2]
     if not texts:
         raise ValueError(f"all texts are shorter than {K + 2} tokens, which a draft of {K} takes: give longer ones")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from specsamp import validate
 from specsamp.evaluation import humaneval, isolation, python_syntax, spec_bench, xsum
 from specsamp.evaluation.task import Task
 
@@ -33,8 +34,7 @@ def load_task(name: str, source: str | None = None, *, insist: bool = False) -> 
         runs programs that this machine does not isolate.
       FileNotFoundError: there is no such source.
     """
-    if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}: choose one of {', '.join(TASKS)}")
+    validate.choice("task", name, TASKS)
     if source is None and name in WITHOUT_SOURCE:
         raise ValueError(f"the task {name} has no source of its own: name its question.jsonl")
     given = () if source is None else (source,)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.models.experts_config import ExpertsConfig
 from specsamp.models.positions import Rotary, RotaryScaling
 
@@ -120,8 +121,7 @@ class TransformerConfig:
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
         choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {getattr(self, name)!r}")
+            validate.choice(name, getattr(self, name), known)
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
         self._check_switches()
@@ -133,8 +133,8 @@ class TransformerConfig:
             if not (isinstance(value, (int, float)) and 0 < value < math.inf or name in optional and value is None):
                 raise ValueError(f"{name} must be positive{', or None' * (name in optional)}; got {value!r}")
         for field in dataclasses.fields(self):
-            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
-                raise ValueError(f"{field.name} must be True or False; got {getattr(self, field.name)!r}")
+            if isinstance(field.default, bool):
+                validate.switch(field.name, getattr(self, field.name))
         if self.num_real_tokens is not None and self.num_real_tokens > self.vocab_size:
             raise ValueError(
                 f"num_real_tokens {self.num_real_tokens} exceeds vocab_size {self.vocab_size}, padding included"

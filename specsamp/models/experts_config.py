@@ -8,6 +8,8 @@ import math
 
 import numpy as np
 
+from specsamp import validate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -27,8 +29,7 @@ class ExpertsConfig:
                 raise ValueError(f"{name} of experts must be a positive integer; got {value!r}")
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"a token cannot have {self.experts_per_token} experts of {self.num_experts}")
-        if not isinstance(self.normalised, bool):
-            raise ValueError(f"normalised must be True or False; got {self.normalised!r}")
+        validate.switch("normalised", self.normalised)
         if not all(isinstance(layer, int) and layer >= 0 for layer in self.dense_layers):
             raise ValueError(f"dense_layers must be numbers of layers; got {self.dense_layers!r}")
 

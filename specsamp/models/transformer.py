@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp import validate
 from specsamp.models.cache import KVCache, LayerCache, TransformerCache, TransposedKVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
@@ -46,8 +47,7 @@ class TransformerLM(LayeredModel):
     over: MeshLayout | None = None
 
     def __post_init__(self):
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {self.layout!r}")
+        validate.choice("layout", self.layout, LAYOUTS)
         if self.layout == "cpu" and self.kernels is not None:
             raise ValueError("layout 'cpu' has no kernels: leave kernels=None, or layout='default'")
 

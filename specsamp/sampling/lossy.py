@@ -27,9 +27,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.sampling.rejection import BlockRule, RejectionRule, TokenRule, at_rows, log_ratios
 from specsamp.sampling.rules import Draft, Meter
-from specsamp.sampling.warp import check_number
 
 Array = jax.Array
 
@@ -110,7 +110,7 @@ class EARS(LossyTokenRule):
     with_excluded: bool = False
 
     def __post_init__(self):
-        check_number("EARS's beta", self.beta, 0, 1)
+        validate.number("EARS's beta", self.beta, 0, 1)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
         """Returns the probability that each token is accepted, ``[..., V]``."""
@@ -133,7 +133,7 @@ class Lenience(LossyTokenRule):
     lenience: float = 0.5
 
     def __post_init__(self):
-        check_number("Lenience's lenience", self.lenience, 0, 1, is_open=True)
+        validate.number("Lenience's lenience", self.lenience, 0, 1, above=True)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
         """Returns the probability that each token is accepted, ``[..., V]``."""
@@ -159,8 +159,8 @@ class Typical(LossyTokenRule):
     delta: float = 0.3
 
     def __post_init__(self):
-        check_number("Typical's epsilon", self.epsilon, 0, 1, is_open=True)
-        check_number("Typical's delta", self.delta, 0, 1, is_open=True)
+        validate.number("Typical's epsilon", self.epsilon, 0, 1, above=True)
+        validate.number("Typical's delta", self.delta, 0, 1, above=True)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
         """Returns 1 for each token that is accepted, else 0, ``[..., V]``."""
@@ -192,7 +192,7 @@ class Bounded(LossyTokenRule):
     tv_per_token: float = 0.01
 
     def __post_init__(self):
-        check_number("Bounded's tv_per_token", self.tv_per_token, 0, 1)
+        validate.number("Bounded's tv_per_token", self.tv_per_token, 0, 1)
         if not isinstance(self.rule, LossyTokenRule) or isinstance(self.rule, Bounded):
             raise ValueError(
                 f"Bounded takes a lossy rule that goes token by token, such as EARS(0.3), Lenience(0.5) or Typical(); "
@@ -239,7 +239,7 @@ class JointThreshold(RejectionRule):
     metered = True
 
     def __post_init__(self):
-        check_number("JointThreshold's tau", self.tau, 0, 1, is_open=True)
+        validate.number("JointThreshold's tau", self.tau, 0, 1, above=True)
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns 1 for each prefix whose ratio exceeds tau, else 0, ``[B, K]``; 0 where nothing was drafted."""

@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.sampling.rng import Purpose, RoundKeys
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict
 
@@ -31,8 +32,7 @@ class SyntheticAcceptance:
     draft_independent = False
 
     def __post_init__(self):
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"synthetic_acceptance must be a chance, in [0, 1]; got {self.rate!r}")
+        validate.number("synthetic_acceptance", self.rate, 0, 1)
 
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0

@@ -26,7 +26,6 @@ there are bits and never sorts the vocabulary, which is slow everywhere and a tr
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -278,14 +277,6 @@ def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any
     if not np.all(valid(given)):  # NaN compares false, so it is refused as well
         raise ValueError(f"{name} {requirement}; got {value!r}")
     return np.minimum(given, np.iinfo(dtype).max).astype(dtype) if dtype == np.int32 else given.astype(dtype)
-
-
-def check_number(name: str, value: float, least: float, most: float, *, is_open: bool = False) -> None:
-    """Raises ValueError unless ``value`` is a finite number from ``least`` to ``most``; ``is_open``: above ``least``."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most or (is_open and value == least):
-        above = f"above {least:g}" if is_open else f"from {least:g}"
-        raise ValueError(f"{name} must be {above}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
 
 
 def per_row(value: Array, logits: Array) -> Array:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 
+from specsamp import validate
 from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.checks import Prompt
@@ -76,9 +77,9 @@ def generate_many(
       ValueError: before compilation, naming the value and the fix; or the log is of another call.
     """
     use_compilation_cache()
-    rows, refill = checks.integer("rows", rows, 1), checks.integer("refill", refill, 1)
+    rows, refill = validate.integer("rows", rows, 1), validate.integer("refill", refill, 1)
     if rounds_per_slice is not None:
-        rounds_per_slice = checks.integer("rounds_per_slice", rounds_per_slice, 1)
+        rounds_per_slice = validate.integer("rounds_per_slice", rounds_per_slice, 1)
     method = checks.make_method(
         pair,
         draft_length=draft_length,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from specsamp import validate
 from specsamp.decoding import checks
 from specsamp.decoding.generate import use_compilation_cache
 from specsamp.decoding.job import SLOTS_MULTIPLE, Job, bucket
@@ -81,13 +82,13 @@ class Service:
         if jax.process_count() > 1:
             raise ValueError("a service is one process's: leave out --distributed and --coordinator")
         use_compilation_cache()
-        rows = checks.integer("rows", rows, 1)
-        max_waiting = checks.integer("max_waiting", max_waiting, 0)
-        self._rounds = checks.integer("rounds_per_slice", rounds_per_slice, 1)
+        rows = validate.integer("rows", rows, 1)
+        max_waiting = validate.integer("max_waiting", max_waiting, 0)
+        self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
         known = (pair.target.max_positions, method.drafter.max_positions)
         positions = min((one for one in known if one is not None), default=None)
         default = DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
-        self.context = default if context is None else checks.integer("context", context, 2)
+        self.context = default if context is None else validate.integer("context", context, 2)
         if positions is not None and self.context > positions:
             raise ValueError(f"context = {context}, but the models have {positions} positions: lower it")
         self._pair, self._method = pair, method
@@ -164,7 +165,7 @@ class Service:
           Busy: too many texts wait already.
           Failed: the service is closed.
         """
-        num_samples = checks.integer("num_samples", num_samples, 1)
+        num_samples = validate.integer("num_samples", num_samples, 1)
         if len(stop) > MAX_STOPS:
             raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
         count = len(prompts) * num_samples
@@ -208,7 +209,7 @@ class Service:
         prompts, budgets = checks.encode(self._pair, prompts), []
         for index, tokens in enumerate(prompts):
             room = self.context - len(tokens)
-            budget = room if max_new_tokens is None else checks.integer("max_tokens", max_new_tokens, 1)
+            budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
             if room < max(budget, 1):
                 raise TooLong(
                     f"prompt {index} has {len(tokens)} tokens, and {max(budget, 1)} more are asked for: beyond the "

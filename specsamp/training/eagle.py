@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from specsamp import validate
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.products import contract, soft_cap
@@ -125,8 +126,7 @@ class TrainHead:
     drafts = True
 
     def __post_init__(self):
-        if self.objective not in DIVERGENCES:
-            raise ValueError(f"no objective {self.objective!r}: choose one of {', '.join(DIVERGENCES)}")
+        validate.choice("objective", self.objective, DIVERGENCES)
         if self.test_steps < 1:
             raise ValueError(f"test_time.test_steps must be >= 1; got {self.test_steps}")
         most = self.head.config.max_tokens

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import log_probs
 from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
@@ -104,8 +105,7 @@ class LayerSkip:
 
     def __post_init__(self):
         for name, known in (("weighting", WEIGHTINGS), ("curriculum", CURRICULA)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"layer_skip.{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+            validate.choice(f"layer_skip.{name}", getattr(self, name), known)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"layer_skip.dropout must be in [0, 1); got {self.dropout}")
         if not 0 <= self.exit_scale < float("inf"):

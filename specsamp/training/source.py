@@ -25,7 +25,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specsamp import storage
+from specsamp import storage, validate
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.pair import load_pair, pair_folder
@@ -252,8 +252,7 @@ def make_head(
     """
     fields = dict(fields)
     kind = fields.pop("kind")
-    if kind not in HEADS:
-        raise ValueError(f"no head {kind!r}: choose one of {', '.join(HEADS)}")
+    validate.choice("head", kind, HEADS)
     size = fields.pop("draft_vocab_size", 0) or None
     if not fields.get("hidden_layers"):
         fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)

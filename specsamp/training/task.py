@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
+from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, log_probs
 from specsamp.training.objective import DIVERGENCES, cross_entropy, greedy_agreement, overlap
@@ -98,8 +99,7 @@ class Distill:
 
     def __post_init__(self):
         known = (*DIVERGENCES, "cross_entropy")
-        if self.objective not in known:
-            raise ValueError(f"no objective {self.objective!r}: choose one of {', '.join(known)}")
+        validate.choice("objective", self.objective, known)
         if not 0 <= self.text_share <= 1:
             raise ValueError(f"text_share must be in [0, 1]; got {self.text_share}")
         if self.model.vocab_size != self.target.vocab_size:

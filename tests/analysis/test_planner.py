@@ -333,9 +333,9 @@ def test_a_rate_that_was_counted_has_a_band():
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan"), "0.5", True])
 def test_impossible_acceptance_rates(rate):
     for make in (Profile.of_rate, lambda rate: mirrored_block_survival(rate, 2)):
-        with pytest.raises(ValueError, match=r"the acceptance rate must be a chance, in \[0, 1\]; got"):
+        with pytest.raises(ValueError, match=r"the acceptance rate must be from 0 to 1; got"):
             make(rate)
-    with pytest.raises(ValueError, match="the acceptance at position 2 must be a chance"):
+    with pytest.raises(ValueError, match="the acceptance at position 2 must be from 0 to 1"):
         Profile.of_positions((0.5, rate))
 
 
@@ -347,13 +347,13 @@ def test_histograms_that_are_none(counts):
 
 def test_numbers_out_of_range():
     profile, costs = Profile.of_rate(0.5), PerCall(1, 0.1)
-    with pytest.raises(ValueError, match="a draft length must be an integer >= 0; got -1"):
+    with pytest.raises(ValueError, match="a draft length must be an integer >= 0 .*got -1"):
         make_plan(profile, costs, draft_lengths=(1, -1))
     with pytest.raises(ValueError, match="a draft length must be at most 1024; got 20000"):
         make_plan(profile, costs, draft_lengths=range(20_001))
-    with pytest.raises(ValueError, match="batch must be an integer >= 1; got 0"):
+    with pytest.raises(ValueError, match="batch must be an integer >= 1 .*got 0"):
         make_plan(profile, costs, batch=0)
-    with pytest.raises(ValueError, match="new_tokens must be an integer >= 1; got 0"):
+    with pytest.raises(ValueError, match="new_tokens must be an integer >= 1 .*got 0"):
         make_plan(profile, costs, new_tokens=0)
     with pytest.raises(ValueError, match="verified .* times cannot have accepted"):
         Profile.of_histogram((1, 2, 3), reached=(6, 2))

@@ -139,7 +139,7 @@ def test_there_is_no_such_file_or_task(tmp_path):
         load_task("humaneval", "no.jsonl")
     with pytest.raises(ValueError, match="no regular file"):
         load_task("humaneval", str(tmp_path))
-    with pytest.raises(ValueError, match="no task 'chess': choose one of humaneval, xsum"):
+    with pytest.raises(ValueError, match="task must be one of humaneval, xsum.*got 'chess'"):
         load_task("chess")
     with pytest.raises(ValueError, match="spec_bench has no source of its own"):
         load_task("spec_bench")

@@ -59,9 +59,9 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--methods=slow"], "no method 'slow': choose one of token, block, coupled, plain, always"),
+        (["--methods=slow"], "got 'slow'"),
         (["--methods=plain,ears:0.3", "--require_exact"], "exactness is required, but EARS(beta=0.3"),
-        (["--methods=token/eagle"], "no drafter 'eagle'"),
+        (["--methods=token/eagle"], "got 'eagle'"),
         (["--methods=token/model/x"], "write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K"),
         (["--methods=token/model/0"], "draft at least one token"),
         (["--config=configs/hf.py:llama-8b-eagle3"], "python is completed and not answered"),

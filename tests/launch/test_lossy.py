@@ -36,7 +36,7 @@ def test_a_word_names_a_rule(word, rule):
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("lucky", "no rule 'lucky'"),
+        ("lucky", "rule must be one of .*got 'lucky'"),
         ("token:1", "rule 'token:1': token takes no constants after colons"),
         ("ears:0.3:0.4", "rule 'ears:0.3:0.4': ears takes 1 constants after colons"),
         ("ears:much", "rule 'ears:much': 'much' is no number"),

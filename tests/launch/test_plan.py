@@ -43,7 +43,7 @@ def test_forecasts(arguments, found):
     "arguments, message",
     [
         ((RATE, *CALLS, "--chip_hour=3"), "--chip_hour needs --devices: how many chips take these milliseconds"),
-        (("--acceptance=1.5", *CALLS), "the acceptance rate must be a chance, in [0, 1]; got 1.5"),
+        (("--acceptance=1.5", *CALLS), "the acceptance rate must be from 0 to 1; got 1.5"),
         (("--histogram=3,x", *CALLS), "--histogram=3,x: invalid literal"),
         ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),
         ((RATE, "--target_ms=nan", "--draft_ms=1"), "calls take time: target nan ms"),

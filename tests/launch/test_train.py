@@ -158,7 +158,7 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path,
         ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
         ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
-        ({"objective": "kl"}, "no objective 'kl': choose one of forward_kl, reverse_kl, total_variation"),
+        ({"objective": "kl"}, "objective must be one of forward_kl, reverse_kl, total_variation.*got 'kl'"),
         ({"init": "other"}, r"the model in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
     with pytest.raises(ValueError, match="head is the run of a head, which is no model: launch/export.py reads it"):
         open_trained(tmp_path / "head")
-    with pytest.raises(ValueError, match="no head 'medium': choose one of eagle3, medusa, mtp"):
+    with pytest.raises(ValueError, match="head must be one of eagle3, medusa, mtp.*got 'medium'"):
         train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
     with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
         train.start(

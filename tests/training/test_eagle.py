@@ -190,7 +190,7 @@ def trained_target():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"objective": "cross_entropy"}, "no objective 'cross_entropy': choose one of forward_kl, .*lk_hybrid"),
+        ({"objective": "cross_entropy"}, "objective must be one of forward_kl, .*lk_hybrid.*got 'cross_entropy'"),
         ({"test_steps": 0}, "test_steps must be >= 1; got 0"),
         ({"decay": 0.0}, r"decay must be in \(0, 1\]; got 0.0"),
         ({"chunk": 0}, "chunk must be >= 1 position, or None; got 0"),

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specsamp import validate
 from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import MeshLayout
@@ -75,8 +76,7 @@ def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None
       ValueError: an unknown word, or "kernel" where there is no TPU.
     """
     backend = backend or jax.default_backend()
-    if attention not in ATTENTION:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}; got {attention!r}")
+    validate.choice("attention", attention, ATTENTION)
     if attention == "kernel" and backend != "tpu":
         raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose plain")
     return Kernels() if attention == "kernel" else None

@@ -1,0 +1,62 @@
+"""Checks of single values that users give; every message names the field, what it must be and the value."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
+    """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)) or not least <= number < limit:
+        raise ValueError(f"{name} must be an integer >= {least} and below {limit}; got {value!r}")
+    return number
+
+
+def integers(name: str, values: Any, least: int = 0, limit: int = 2**31) -> list[int]:
+    """Returns each element of a list, as `integer` gives it; raises ValueError for what is no list."""
+    if isinstance(values, str) or not hasattr(values, "__len__"):
+        raise ValueError(f"{name} must be a list; got {values!r}")
+    return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
+
+
+def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
+    """Returns ``value`` as a finite float in [least, most]; with ``above``, in (least, most].
+
+    Raises:
+      ValueError: it is none; booleans and texts are none.
+    """
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not least <= value <= most or (above and value == least):
+        low = f"above {least:g}" if above else f"from {least:g}"
+        raise ValueError(f"{name} must be {low}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
+    return float(value)
+
+
+def switch(name: str, value: Any) -> bool:
+    """Returns ``value``, which must be True or False; raises ValueError for anything else, such as a text."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}")
+    return value
+
+
+def choice(name: str, value: T, known: Iterable[Any]) -> T:
+    """Returns ``value``, which must be among ``known``; raises ValueError with all that are."""
+    known = list(known)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")
+    return value
