@@ -18,7 +18,7 @@ from launch.lib.study import Document, Published, Study
 from specsamp.analysis.report import Table
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
-from specsamp.decoding.state import Request, Weights
+from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp
 
@@ -60,7 +60,7 @@ def loop_memory(loop: Loop, sampling: Warp, batch: int, slots: int, draft: Trans
         return Weights(target=loop.target.fit_slots(target, slots), draft=loop.drafter.fit_slots(draft_weights, slots))
 
     weights = jax.eval_shape(prepare)
-    request = jax.eval_shape(lambda: Request.create(sampling=sampling, limits=[slots] * batch))
+    request = jax.eval_shape(lambda: RequestBatch.create(sampling=sampling, limits=[slots] * batch))
     prompt = jax.ShapeDtypeStruct((batch, min(16, slots)), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     state = jax.eval_shape(lambda *arguments: loop.prefill(*arguments, slots=slots), weights, request, *prompt)
     state = dataclasses.replace(state, request=None)

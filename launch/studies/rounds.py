@@ -20,7 +20,7 @@ from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.job import Job
 from specsamp.decoding.loop import decode_window
-from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.sampling.rules import TargetDistributions
 
 TEMPERATURE, TOP_P = 0.8, 0.95
@@ -55,7 +55,7 @@ def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, 
 
 
 @jax.jit(static_argnames="loop")
-def ahead(loop: Loop, weights: Weights, request: Request, state: DecodeState):
+def ahead(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeState):
     """Returns what the next round will draft, the chance of each token to be kept, and the verdict: noise is addressed."""
     draft, _, cache = loop.draft(weights, request, state)
     output = loop.score(weights, state, draft, cache)

@@ -33,7 +33,7 @@ from etils import epath
 from specsamp import storage
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Decoder, Quartiles, matrices_of, product_timer, take_turns
-from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 
 Array = jax.Array
 
@@ -211,11 +211,11 @@ class Profiled:
         self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
         self.most = rounds_within(decoder)
 
-        def prefill(weights: Weights, request: Request, tokens_BP: Array, lengths_B: Array) -> DecodeState:
+        def prefill(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
             state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
             return dataclasses.replace(state, request=None)
 
-        def decode(weights: Weights, request: Request, state: DecodeState, rounds: Array) -> DecodeState:
+        def decode(weights: Weights, request: RequestBatch, state: DecodeState, rounds: Array) -> DecodeState:
             return dataclasses.replace(loop.run_request(weights, request, state, rounds), request=None)
 
         options = dict(loop.compiler_options) or None

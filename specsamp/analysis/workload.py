@@ -27,7 +27,7 @@ from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.mesh.distributed import gather_objects
 from specsamp.models import compiling
 from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
@@ -161,11 +161,11 @@ class Decoder:
     slots: int
     adaptive: Adaptive | None = None  # the draft length, where it is not always the drafter's K
 
-    def request(self, repeat: int) -> Request:
+    def request(self, repeat: int) -> RequestBatch:
         """Returns the request of one repeat; no token stops a row."""
         work = self.workload
         _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
-        return Request.create(
+        return RequestBatch.create(
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
             limits=lengths_B + work.max_new_tokens,

@@ -240,7 +240,7 @@ class AdaptiveState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthPolicy:
-    """`Adaptive` with its defaults filled in and one number per row, as `Request` holds it."""
+    """`Adaptive` with its defaults filled in and one number per row, as `RequestBatch` holds it."""
 
     lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})

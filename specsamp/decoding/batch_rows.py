@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.state import DecodeState, Finish, Request
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch
 
 Array = jax.Array
 
@@ -68,7 +68,7 @@ def _end(finish_B: Array, is_ended_B: Array) -> Array:
     return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(jnp.int32)
 
 
-def fit_request(new: Request, old: Request) -> Request:
+def fit_request(new: RequestBatch, old: RequestBatch) -> RequestBatch:
     """Returns ``new`` with as many columns of stop ids as ``old``, whose columns it overwrites.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.state import DecodeState, Finish, Request, Stats
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats
 from specsamp.decoding.tokens import write_tokens
 from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
 from specsamp.sampling.warp import Warp, is_stateless
@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 def append(
-    request: Request, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
+    request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
 ) -> DecodeState:
     """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits."""
     tokens_BT = verdict.tokens_BT

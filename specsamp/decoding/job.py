@@ -21,7 +21,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats, RowText
-from specsamp.decoding.state import DecodeState, Finish, Request, Weights
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Weights
 from specsamp.decoding.stops import Stops
 from specsamp.decoding.text import Continuation
 from specsamp.sampling.warp import Warp
@@ -44,7 +44,7 @@ class Job:
     loop: Loop
     weights: Weights
     prompts: tuple[tuple[int, ...], ...]  # token ids
-    request: Request  # one row for each sample of each prompt
+    request: RequestBatch  # one row for each sample of each prompt
     slots: int
     num_samples: int
     stops: Stops
@@ -95,7 +95,7 @@ class Job:
             budget = max(limit - length for limit, length in zip(limits, lengths))
             slots = _slots(pair, loop, _padded_length(pair, lengths), budget)
         checks.memory(loop, rows=(len(lengths) * num_samples if batch is None else batch) + spare, slots=slots)
-        request = Request.create(
+        request = RequestBatch.create(
             sampling=method.sampling,
             draft_sampling=method.draft_sampling,
             limits=limits,
@@ -133,7 +133,7 @@ class Job:
             self.num_samples,
         )
 
-    def read(self, prompts: Sequence[Sequence[int]], request: Request, num_samples: int = 1) -> DecodeState:
+    def read(self, prompts: Sequence[Sequence[int]], request: RequestBatch, num_samples: int = 1) -> DecodeState:
         """Reads some prompts, padded to the bucket of the longest, for the rows of ``request``."""
         lengths = [len(tokens) for tokens in prompts]
         tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, lengths), self.slots)), np.int32)

@@ -31,7 +31,7 @@ from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
 from specsamp.decoding.prefill import first_state, next_state
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models import compiling
 from specsamp.models.interface import LanguageModel, Output, check_logits
@@ -80,7 +80,7 @@ class Loop:
     def prefill(
         self,
         weights: Weights,
-        request: Request,
+        request: RequestBatch,
         tokens_BP: Array,
         lengths_B: Array,
         *,
@@ -107,7 +107,7 @@ class Loop:
     def extend(
         self,
         weights: Weights,
-        request: Request,
+        request: RequestBatch,
         state: DecodeState | None,
         tokens_BS: Array,
         start_B: Array,
@@ -154,7 +154,7 @@ class Loop:
     def run_request(
         self,
         weights: Weights,
-        request: Request,
+        request: RequestBatch,
         state: DecodeState,
         max_rounds: Array | int,
         min_running: Array | int = 1,
@@ -166,7 +166,7 @@ class Loop:
     def _run(
         self,
         weights: Weights,
-        request: Request,
+        request: RequestBatch,
         state: DecodeState,
         max_rounds: Array | int,
         min_running: Array | int = 1,
@@ -207,7 +207,7 @@ class Loop:
         """Returns the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.extract`."""
         return batch_rows.extract(state, at, self.shards)
 
-    def round(self, weights: Weights, request: Request, state: DecodeState) -> DecodeState:
+    def round(self, weights: Weights, request: RequestBatch, state: DecodeState) -> DecodeState:
         """Runs one round for all rows."""
         prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
         with jax.named_scope("draft"):
@@ -223,7 +223,7 @@ class Loop:
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
             return self.commit(request, state, draft, verdict, output)
 
-    def draft(self, weights: Weights, request: Request, state: DecodeState) -> tuple[Draft, Any, Any]:
+    def draft(self, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[Draft, Any, Any]:
         """Asks the drafter; the rule owns the noise it draws with."""
         sampler = Sampler(
             warp=request.draft_sampling,
@@ -281,18 +281,18 @@ class Loop:
             output, logits_BTV=cut(output.logits_BTV), hidden=tuple(cut(hidden) for hidden in output.hidden)
         )
 
-    def verify(self, request: Request, state: DecodeState, draft: Draft, output: Output) -> Verdict:
+    def verify(self, request: RequestBatch, state: DecodeState, draft: Draft, output: Output) -> Verdict:
         """Applies the rule to the warped distributions."""
         target = _target_distributions(request, state, draft, output)
         return self.rule.verify(draft, target, self._keys(request, state))
 
     def commit(
-        self, request: Request, state: DecodeState, draft: Draft, verdict: Verdict, output: Output
+        self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, output: Output
     ) -> DecodeState:
         """Appends what was emitted, see `specsamp.decoding.commit.append`."""
         return append(request, state, draft, verdict, _target_distributions(request, state, draft, output))
 
-    def _keys(self, request: Request, state: DecodeState) -> RoundKeys:
+    def _keys(self, request: RequestBatch, state: DecodeState) -> RoundKeys:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
 
 
@@ -301,7 +301,9 @@ def decode_window() -> int:
     return 2 if jax.default_backend() == "tpu" else 1
 
 
-def _target_distributions(request: Request, state: DecodeState, draft: Draft, output: Output) -> TargetDistributions:
+def _target_distributions(
+    request: RequestBatch, state: DecodeState, draft: Draft, output: Output
+) -> TargetDistributions:
     return TargetDistributions(
         logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
     )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import hooks_of
-from specsamp.decoding.state import DecodeState, Finish, Request, Stats, Weights
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import check_logits
 from specsamp.sampling.rules import Meter
@@ -23,7 +23,7 @@ Array = jax.Array
 def first_state(
     loop: Loop,
     weights: Weights,
-    request: Request,
+    request: RequestBatch,
     tokens_BP: Array,
     lengths_B: Array,
     *,
@@ -49,7 +49,7 @@ def first_state(
 def next_state(
     loop: Loop,
     weights: Weights,
-    request: Request,
+    request: RequestBatch,
     state: DecodeState | None,
     tokens_BS: Array,
     start_B: Array,
@@ -81,7 +81,7 @@ def next_state(
 
 
 def _begin(
-    loop: Loop, request: Request, tokens_BS: Array, lengths_B: Array, cache: Any, drafter_state: Any
+    loop: Loop, request: RequestBatch, tokens_BS: Array, lengths_B: Array, cache: Any, drafter_state: Any
 ) -> DecodeState:
     """Returns the state of rows of which nothing has been emitted yet."""
     batch, adaptive = len(lengths_B), request.adaptive

@@ -57,7 +57,7 @@ class Weights:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class RequestBatch:
     """Sampling, noise, budget and stop tokens of each row: data, so that changing them compiles nothing.
 
     Constant during the loop; every leaf leads with the rows.
@@ -84,7 +84,7 @@ class Request:
         num_tokens: int | None = None,
         adaptive: Adaptive | None = None,
         batch: int | None = None,
-    ) -> Request:
+    ) -> RequestBatch:
         """Builds the request of some prompts, ``num_samples`` rows for each in a row.
 
         Args:
@@ -127,7 +127,7 @@ class Request:
             adaptive=None if adaptive is None else adaptive.for_rows(count * num_samples, batch),
         )
 
-    def with_idle_rows(self, count: int) -> Request:
+    def with_idle_rows(self, count: int) -> RequestBatch:
         """Appends ``count`` rows like the last one but without a budget: they are finished from the beginning."""
 
         def repeat_last(x: Any) -> Any:
@@ -185,7 +185,7 @@ class DecodeState:
     cache: Any  # the target's
     drafter_state: Any
     stats: Stats
-    request: Request | None = None  # None only inside the loop, which closes over it
+    request: RequestBatch | None = None  # None only inside the loop, which closes over it
     # int32, at the first token that a round emitted: 1 + the tokens it had drafted; elsewhere 0.
     rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import DecodeState, Request, Weights
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import Output
 from specsamp.sampling.rules import Draft, Verdict
@@ -29,7 +29,9 @@ Array = jax.Array
 _Carry = tuple[Array, DecodeState]  # rounds so far, state
 
 
-def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: Callable[[_Carry], Array]) -> _Carry:
+def run(
+    loop: Loop, weights: Weights, request: RequestBatch, carry: _Carry, goes_on: Callable[[_Carry], Array]
+) -> _Carry:
     """Runs rounds while ``goes_on``, each as wide as the longest draft of the running rows on all shards."""
     widths = request.adaptive.widths
 
@@ -53,7 +55,7 @@ def run(loop: Loop, weights: Weights, request: Request, carry: _Carry, goes_on: 
     return jax.lax.while_loop(goes_on, turn, (carry[0], _limit(loop, carry[1])))
 
 
-def _round(loop: Loop, weights: Weights, request: Request, carry: _Carry, *, width: int) -> _Carry:
+def _round(loop: Loop, weights: Weights, request: RequestBatch, carry: _Carry, *, width: int) -> _Carry:
     rounds, state = carry
     after = dataclasses.replace(loop, drafter=with_length(loop.drafter, width)).round(weights, request, state)
     if width and after.adaptive_state.seen_B is not None:  # a draft covers all but the last two tokens

@@ -23,7 +23,7 @@ from specsamp.decoding import batch_rows
 from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.job import Job, bucket, to_host, written
 from specsamp.decoding.results import RowText
-from specsamp.decoding.state import DecodeState, Finish, Request
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch
 from specsamp.serving.host_rows import to_device_memory, to_host_memory
 from specsamp.serving.schedule import Schedule, Ticket
 
@@ -292,7 +292,7 @@ class Batch:
             return waiting
         return [ticket for ticket in waiting if ticket.shard in (None, shard)]
 
-    def _request(self, tickets: Sequence[Ticket | None]) -> Request:
+    def _request(self, tickets: Sequence[Ticket | None]) -> RequestBatch:
         """Returns what is asked of some rows; of None, nothing."""
         asked = [(self._job, None) if ticket is None else (ticket.job, ticket.row) for ticket in tickets]
         parts = []
@@ -304,12 +304,12 @@ class Batch:
 
 
 @jax.jit
-def _rows_of(request: Request, index_N: jax.Array) -> Request:
+def _rows_of(request: RequestBatch, index_N: jax.Array) -> RequestBatch:
     """Returns some rows of a request; `NOWHERE` is a row without a budget. Uncompiled, this takes a millisecond."""
     rows = jax.tree.map(lambda leaf: leaf[jnp.maximum(index_N, 0)], request)
     return dataclasses.replace(rows, limits_B=jnp.where(index_N == NOWHERE, 0, rows.limits_B))
 
 
 @jax.jit
-def _concatenated(parts: Sequence[Request]) -> Request:
+def _concatenated(parts: Sequence[RequestBatch]) -> RequestBatch:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

@@ -21,7 +21,7 @@ from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.state import Request, Weights
+from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.mesh.sharded_head import shard_head
@@ -132,7 +132,7 @@ class Programs:
         )
         weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
         request = self._by_rows(
-            jax.eval_shape(lambda: Request.create(sampling=self.sampling, limits=[self.slots] * self.batch))
+            jax.eval_shape(lambda: RequestBatch.create(sampling=self.sampling, limits=[self.slots] * self.batch))
         )
         # Sharded models ask for the devices of their mesh even where only shapes are wanted.
         bare = dataclasses.replace(

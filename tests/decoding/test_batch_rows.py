@@ -9,7 +9,7 @@ import pytest
 
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Finish, Request, Weights
+from specsamp.decoding.state import Finish, RequestBatch, Weights
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import Chain, Warp, chain, greedy, register_warp, temperature
@@ -26,7 +26,7 @@ def prefill(ids, slots=SLOTS, loop=LOOP, **options):
     """The state of some of the prompts, each with its own id."""
     prompts = [PROMPTS[i] for i in ids]
     lengths = np.array([len(prompt) for prompt in prompts])
-    request = Request.create(sampling=SAMPLING, limits=lengths + BUDGET, prompt_ids=ids)
+    request = RequestBatch.create(sampling=SAMPLING, limits=lengths + BUDGET, prompt_ids=ids)
     padded = np.ones((len(prompts), 4), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt

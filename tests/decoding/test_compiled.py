@@ -18,7 +18,7 @@ from specsamp.decoding.drafters import (
     VotingDrafter,
 )
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.state import Request, Weights
+from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import draft_1m, target_38m
 from specsamp.models.transformer import TransformerLM
@@ -58,7 +58,7 @@ def compiled_run(
     if combine is not None:
         drafter = combine((NgramDrafter(K), drafter))
     loop = Loop(target=target, drafter=drafter, rule=rule)
-    request = Request.create(
+    request = RequestBatch.create(
         sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch, adaptive=adaptive
     )
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]

@@ -11,7 +11,7 @@ from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Request, Weights
+from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -116,7 +116,7 @@ def table_loop(drafter=FeatureDrafter, layer=0, K=3, **options):
 def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1, **options):
     prompts = [PROMPTS_READ[i] for i in ids]
     lengths = np.array([len(prompt) for prompt in prompts])
-    request = Request.create(sampling=TABLE, limits=lengths + budget, prompt_ids=ids, num_samples=samples)
+    request = RequestBatch.create(sampling=TABLE, limits=lengths + budget, prompt_ids=ids, num_samples=samples)
     tokens_BP = np.ones((len(prompts), 5), np.int32)
     for row, prompt in zip(tokens_BP, prompts):
         row[: len(prompt)] = prompt

@@ -13,7 +13,7 @@ from specsamp.decoding import batch_rows
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Request
+from specsamp.decoding.state import RequestBatch
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
@@ -65,7 +65,7 @@ def setting(pair):
 
 def prefill(loop, weights, first, rows=ROWS):
     ids = np.arange(first, first + rows)
-    request = Request.create(sampling=chain(temperature(1.0)), limits=[3 + BUDGET] * rows, prompt_ids=ids)
+    request = RequestBatch.create(sampling=chain(temperature(1.0)), limits=[3 + BUDGET] * rows, prompt_ids=ids)
     tokens_BP = jnp.asarray(np.stack([(ids * 7 + i) % 64 for i in range(4)], axis=1), jnp.int32)
     return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS, chunk=2)
 

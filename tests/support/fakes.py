@@ -12,7 +12,7 @@ import scipy.stats
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Request, Weights
+from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.warp import log_probs
 
@@ -179,7 +179,7 @@ def decode(
     def repeat(x):
         return np.repeat(np.asarray(x, np.int32), samples)
 
-    request = Request.create(
+    request = RequestBatch.create(
         sampling=sampling,
         draft_sampling=draft_sampling,
         limits=lengths + budgets,
