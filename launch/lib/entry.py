@@ -19,7 +19,7 @@ import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,17 @@ def define_output() -> flags.FlagHolder:
     """Defines --output."""
     help = "Write the result as JSON to this file, local or gs://; by default nothing is written."
     return flags.DEFINE_string("output", None, help)
+
+
+def refuse_flags(names: Iterable[str], why: str) -> None:
+    """Refuses flags that have no effect beside the rest of the command line.
+
+    Raises:
+      ValueError: one is set; ``why`` ends the message.
+    """
+    for name in sorted(names):
+        if flags.FLAGS[name].present:
+            raise ValueError(f"--{name} has no effect: {why}")
 
 
 def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:

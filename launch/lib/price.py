@@ -38,11 +38,7 @@ def tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | Non
     """
     if chip_hour is None:
         return []
-    cells = [(name, f"{ms:.3g}", f"{dollars_per_million(ms, chips, chip_hour):.3g}") for name, ms in rows]
+    # A million tokens take ms / 3.6 hours.
+    cells = [(name, f"{ms:.3g}", f"{ms / 3.6 * chips * chip_hour:.3g}") for name, ms in rows]
     note = f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and never idle; prefill is not counted"
     return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
-
-
-def dollars_per_million(ms_per_token: float, chips: int, chip_hour: float) -> float:
-    """Returns dollars: a million tokens at so many milliseconds take ``ms_per_token / 3.6`` hours."""
-    return ms_per_token / 3.6 * chips * chip_hour
