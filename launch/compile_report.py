@@ -170,7 +170,7 @@ def models_of(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
     """Returns the model with the attention that ``config.attention`` has on a TPU."""
     kernels = choose_kernels(config.attention, backend="tpu")
-    return dataclasses.replace(model, layout="default", kernels=kernels)
+    return dataclasses.replace(model, weight_order="default", kernels=kernels)
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:

@@ -7,7 +7,7 @@ Error: each held-out prompt of a pair is read in one call. The weights of the sh
 with int8 weights changes nothing more; random weights of the shape of configs/random_pair.py:38m were never rounded.
 
 Speed: all settings of a model take turns; a sample is several calls in one program, as the loop has them. One setting
-widens int8 matrices whole, as XLA does on CPUs; `specsamp.models.cpu_layout` widens them block by block.
+widens int8 matrices whole, as XLA does on CPUs; `specsamp.models.cpu_weights` widens them block by block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention, as a Linen module. What is remembered, and how scores are made from it, is its cache's matter.
 
-Weights keep one layout for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
-With any other the TPU compiler lays weights out again for a loop that uses them at different T. (What a CPU
-prefers is in `specsamp.models.cpu_layout`.)
+Weights keep one order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
+With any other order the TPU compiler lays weights out again for a loop that uses them at different T. (The order for
+CPUs is in `specsamp.models.cpu_weights`.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory of a model between calls: a cache for each layer, and all of them together.
 
-Attention asks the cache of its layer, see `LayerCache`: layout, precision and kernels are the cache's own matter.
+Attention calls the `LayerCache` of its layer, which alone knows the order of axes, the precision and the kernels.
 Caches are separate arrays because one stacked over layers is copied in and out of a loop. Taking tokens
 back moves lengths only; stale slots are masked by position and overwritten later.
 """

@@ -97,7 +97,7 @@ class Int8Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Blocks(Int8Weight):
-    """An int8 matrix whose product widens a block at a time, see `specsamp.models.cpu_layout`."""
+    """An int8 matrix whose product widens a block at a time, see `specsamp.models.cpu_weights`."""
 
 
 def is_int8(x: Any) -> bool:

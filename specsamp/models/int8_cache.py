@@ -26,7 +26,7 @@ SLOTS_OF_SCALES = 3
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8KVCache:
-    """A `LayerCache` in int8, of either layout of a model; scales ``[B, M, 1, S]`` are float32.
+    """A `LayerCache` in int8, for either weight order; scales ``[B, M, 1, S]`` are float32.
 
     What writes keys and values is ``write``, as for a `KVCache`.
     """

@@ -15,7 +15,7 @@ from specsamp import validate
 from specsamp.models.cache import KVCache, LayerCache, TransformerCache, TransposedKVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
-from specsamp.models.cpu_layout import UNEMBEDDING, CPUDecoder, to_cpu_layout
+from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
@@ -27,7 +27,7 @@ from specsamp.models.products import full_precision
 
 Array = jax.Array
 
-LAYOUTS = ("default", "cpu")
+WEIGHT_ORDERS = ("default", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +35,25 @@ class TransformerLM(LayeredModel):
     """A `LayeredModel`. Hashable and static; parameters and weights travel beside it.
 
     Attributes:
-      layout: of decode-time weights and caches: "default", head-major as the parameters are, what a TPU wants and
-        what can be split over a mesh; or "cpu", see `specsamp.models.cpu_layout`. Results are the same.
+      weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for
+        TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results are the same.
       kernels: of attention over the caches, for TPUs; None: the plain form, for all backends.
-      over: how weights lie over a mesh, for layers with experts; None: they are on one device.
+      layout: of the weights over a mesh, for layers with experts; None: one device.
     """
 
     config: TransformerConfig
-    layout: str = "default"
+    weight_order: str = "default"
     kernels: Kernels | None = None
-    over: MeshLayout | None = None
+    layout: MeshLayout | None = None
 
     def __post_init__(self):
-        validate.choice("layout", self.layout, LAYOUTS)
-        if self.layout == "cpu" and self.kernels is not None:
-            raise ValueError("layout 'cpu' has no kernels: leave kernels=None, or layout='default'")
+        validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
+        if self.weight_order == "cpu" and self.kernels is not None:
+            raise ValueError("weight_order 'cpu' has no kernels: leave kernels=None, or weight_order='default'")
 
     @classmethod
     def for_backend(cls, config: TransformerConfig) -> TransformerLM:
-        """Builds the model with the layout of the default backend, without kernels."""
+        """Builds the model with the weight order of the default backend, without kernels."""
         on_cpu = jax.default_backend() == "cpu" and config.dtype == "float32"
         return cls(config, "cpu" if on_cpu else "default")
 
@@ -98,7 +98,7 @@ class TransformerLM(LayeredModel):
         """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]`` float32."""
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
         with full_precision(self.config.dtype):
-            return Decoder(self.config, self.over).apply(
+            return Decoder(self.config, self.layout).apply(
                 {"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers
             )
 
@@ -118,19 +118,19 @@ class TransformerLM(LayeredModel):
             return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[2]
 
         with full_precision(self.config.dtype):
-            return Decoder(self.config, self.over).apply({"params": params}, method=run)
+            return Decoder(self.config, self.layout).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
         """Returns what final norm and output make of a stream, logits ``[B, T, V]`` float32, for training."""
         with full_precision(self.config.dtype):
-            return Decoder(self.config, self.over).apply({"params": params}, x_BTD, method="unembed")
+            return Decoder(self.config, self.layout).apply({"params": params}, x_BTD, method="unembed")
 
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:
         """Casts or quantises parameters and lays them out; see `fit_slots` for what depends on slots."""
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
-        return {"params": to_cpu_layout(weights) if self.layout == "cpu" else weights, "relative_keys": None}
+        return {"params": to_cpu_order(weights) if self.weight_order == "cpu" else weights, "relative_keys": None}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Folds the projections of relative positions into tables for caches of ``slots`` slots, once.
@@ -146,24 +146,24 @@ class TransformerLM(LayeredModel):
                 # Compiled, so that nothing is made whole on a device that holds a part of the weight.
                 table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             table = table.astype(self.config.compute_dtype)
-            tables.append(table.swapaxes(1, 2) if self.layout == "cpu" else table)
+            tables.append(table.swapaxes(1, 2) if self.weight_order == "cpu" else table)
             params[f"layer_{i}"] = dict(params[f"layer_{i}"]) | {"attention": attention}
         return {"params": params, "relative_keys": tuple(tables)}
 
     def for_mesh(self, layout: MeshLayout) -> TransformerLM:
-        """Returns the model in the default layout: heads side by side in one matrix cannot be split."""
+        """Returns the model in the default weight order: heads side by side in one matrix cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
-        over = None if self.config.experts is None else layout
-        return dataclasses.replace(self, layout="default", kernels=kernels, over=over)
+        of_experts = None if self.config.experts is None else layout
+        return dataclasses.replace(self, weight_order="default", kernels=kernels, layout=of_experts)
 
     def weight_axes(self) -> Any:
         """Returns the logical axis names of `fit_slots`'s result, as a tree of `PartitionSpec`.
 
         Raises:
-          ValueError: the layout is that of a CPU, whose axes hold several things.
+          ValueError: the weight order is that of a CPU, where an axis holds several things.
         """
-        if self.layout == "cpu":
-            raise ValueError("weights of layout 'cpu' cannot be split over a mesh: use TransformerLM(config)")
+        if self.weight_order == "cpu":
+            raise ValueError("weights in the order 'cpu' cannot be split over a mesh: use TransformerLM(config)")
         params = self.param_axes()
         if self.config.positions != "relative":
             return {"params": params, "relative_keys": None}
@@ -266,18 +266,18 @@ class TransformerLM(LayeredModel):
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         """Returns the compiler options of programs that call this model, see `specsamp.models.compiling`."""
-        return few_rows_on_cpu() if self.layout == "cpu" and self.config.dtype == "float32" else ()
+        return few_rows_on_cpu() if self.weight_order == "cpu" and self.config.dtype == "float32" else ()
 
     @property
     def _cache_class(self) -> type[KVCache] | type[TransposedKVCache] | type[Int8KVCache]:
         if self.config.cache_dtype == "int8":
             return Int8KVCache
-        return TransposedKVCache if self.layout == "cpu" else KVCache
+        return TransposedKVCache if self.weight_order == "cpu" else KVCache
 
     def _with_kernels(self, cache: LayerCache) -> LayerCache:
         return cache if self.kernels is None else self.kernels.wrap(cache, self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        decoder = (CPUDecoder if self.layout == "cpu" else Decoder)(self.config, self.over)
+        decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(self.config, self.layout)
         with full_precision(self.config.dtype):
             return decoder.apply({"params": weights["params"]}, *arguments, method=method)

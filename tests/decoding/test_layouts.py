@@ -1,4 +1,4 @@
-"""A real pair, both layouts, n-gram memory: ragged prompts, many rows, samples and streams agree."""
+"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows, samples and streams agree."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.weights import drawn_params
 
 SAMPLING = chain(temperature(0.8), top_p(0.9))
@@ -31,7 +31,7 @@ def make_pair(layout):
 
 @pytest.fixture(scope="module")
 def pairs():
-    return {layout: make_pair(layout) for layout in LAYOUTS}
+    return {layout: make_pair(layout) for layout in WEIGHT_ORDERS}
 
 
 ROWS = MAX_UNROLLED_ROWS + 3
@@ -39,7 +39,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i i
 
 
 def test_layouts_rows_and_streams_agree(pairs):
-    """Ragged rows, more than are written one by one, in both layouts, each alone, and as a stream."""
+    """Ragged rows, more than are written one by one, in both weight orders, each alone, and as a stream."""
     texts = {
         layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
         for layout, pair in pairs.items()
@@ -82,4 +82,4 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     by_name = Loop.run(self=side.loop, weights=side.weights, state=side.prefill(0), max_rounds=9)
     np.testing.assert_array_equal(inside, by_name.tokens_BS)
     np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
-    assert dataclasses.replace(side.loop.target, layout="default").compiler_options == ()
+    assert dataclasses.replace(side.loop.target, weight_order="default").compiler_options == ()

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import chinchilla_70b, draft_4b, tiny
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 
 
 def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
@@ -101,12 +101,12 @@ def test_the_pair_of_the_paper_is_split_over_sixteen_devices():
 
 
 @pytest.mark.parametrize("positions", ["relative", "rotary"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_axes_have_the_structure_of_what_they_name(positions, layout):
-    model = TransformerLM(tiny(positions=positions, ngram_rows=16), layout)
+@pytest.mark.parametrize("weight_order", WEIGHT_ORDERS)
+def test_axes_have_the_structure_of_what_they_name(positions, weight_order):
+    model = TransformerLM(tiny(positions=positions, ngram_rows=16), weight_order)
     named = [(model.cache_axes(), jax.eval_shape(lambda: model.init_cache(2, 16)))]
-    if layout == "cpu":
-        with pytest.raises(ValueError, match="weights of layout 'cpu' cannot be split"):
+    if weight_order == "cpu":
+        with pytest.raises(ValueError, match="order 'cpu' cannot be split"):
             model.weight_axes()
     else:
         weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), 16))

@@ -58,8 +58,8 @@ CHAIN = block_of(np.arange(-1, 5)[None].repeat(2, axis=0), STARTS)
 
 
 @functools.cache
-def prepared(scheme, layout="default"):
-    model = TransformerLM(tiny(**SCHEMES[scheme]), layout)
+def prepared(scheme, order="default"):
+    model = TransformerLM(tiny(**SCHEMES[scheme]), order)
     rng = np.random.default_rng(0)
 
     def fill(path, leaf):
@@ -119,11 +119,11 @@ def test_a_tree_in_one_call_equals_its_paths(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["rotary", "relative", "n-grams"])
-def test_a_tree_in_the_layout_of_cpus(scheme):
+def test_a_tree_in_the_order_of_cpus(scheme):
     tokens_BT, start_B, block = nodes(), jnp.asarray(STARTS, jnp.int32), block_of(PARENTS, STARTS)
     results = []
-    for layout in ("default", "cpu"):
-        model, weights = prepared(scheme, layout)
+    for order in ("default", "cpu"):
+        model, weights = prepared(scheme, order)
         output = call(model, weights, tokens_BT, start_B, cached_prompts(model, weights), block=block)
         kept = compact(model, output.cache, start_B, jnp.asarray(PATHS, jnp.int32), PARENTS.shape[1])
         results.append((output.logits_BTV, call(model, weights, tokens_BT[:, :4], start_B + 4, kept).logits_BTV))

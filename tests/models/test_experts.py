@@ -95,11 +95,11 @@ def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
 
 
 def test_a_text_may_be_cut_into_calls(params):
-    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all tokens; in both layouts."""
+    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all tokens; in both weight orders."""
     tokens_BT = np.random.default_rng(0).integers(0, 64, (2, LENGTH), dtype=np.int32)
     at_once = forward(MODEL, params, tokens_BT).logits_BTV
-    for layout in ("default", "cpu"):
-        model = TransformerLM(CONFIG, layout)
+    for order in ("default", "cpu"):
+        model = TransformerLM(CONFIG, order)
         weights, cache = model.prepare(params), model.init_cache(2, SLOTS)
         for start in range(0, 20, CHUNK):
             fed = tokens_BT[:, start : start + CHUNK]

@@ -20,7 +20,7 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import Int8, Int8Weight, decode_weights, dequantise, is_int8, quantise, take_rows
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.products import contract
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
 
@@ -91,11 +91,11 @@ def call(model):
     return jax.jit(model.__call__, compiler_options=COMPILE_FAST)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, layout):
-    """Up to rounding, in either layout; from the model before they were rounded it is a thousand times as far."""
-    plain, ours = TransformerLM(MODELS[name], layout), TransformerLM(in_int8(MODELS[name]), layout)
+def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
+    """Up to rounding, in either order; from the model before they were rounded it is a thousand times as far."""
+    plain, ours = TransformerLM(MODELS[name], order), TransformerLM(in_int8(MODELS[name]), order)
     params = drawn_params(plain, noise=0.02)
     weights = ours.fit_slots(ours.prepare(params), SLOTS)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])

@@ -28,8 +28,8 @@ SCHEMES = {
 
 
 @functools.cache
-def prepared(scheme, layout="default"):
-    model = TransformerLM(tiny(**SCHEMES[scheme], cache_dtype="int8"), layout)
+def prepared(scheme, order="default"):
+    model = TransformerLM(tiny(**SCHEMES[scheme], cache_dtype="int8"), order)
     params = drawn_params(model, noise=0.05)
     return model, model.fit_slots(model.prepare(params), SLOTS)
 
@@ -84,16 +84,16 @@ def test_scales_are_folded_into_scores_and_probabilities():
     np.testing.assert_allclose(*(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme, layout", list(zip(SCHEMES, ("default", "cpu"))))
-def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, layout):
+@pytest.mark.parametrize("scheme, order", list(zip(SCHEMES, ("default", "cpu"))))
+def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
     """Up to the rounding of sums, which int8 could only magnify where it falls between two steps."""
-    model, weights = prepared(scheme, layout)
+    model, weights = prepared(scheme, order)
     whole, cache = read(model, weights, (8,))
     for cuts in ((1,) * 8, (4, 4)):
         pieces, made = read(model, weights, cuts)
         np.testing.assert_allclose(pieces, whole, atol=2e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, cache)
-    plain = TransformerLM(tiny(**SCHEMES[scheme]), layout)
+    plain = TransformerLM(tiny(**SCHEMES[scheme]), order)
     assert np.abs(read(plain, weights, (8,))[0] - whole).max() > 1e-3
 
 

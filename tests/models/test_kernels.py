@@ -212,5 +212,5 @@ def test_words_for_attention():
         choose_kernels("kernel")
     with pytest.raises(ValueError, match="attention must be one of plain, kernel; got 'flash'"):
         choose_kernels("flash")
-    with pytest.raises(ValueError, match="layout 'cpu' has no kernels"):
+    with pytest.raises(ValueError, match="weight_order 'cpu' has no kernels"):
         TransformerLM(tiny(), "cpu", INTERPRETED)

@@ -7,7 +7,7 @@ import pytest
 
 from specsamp.models import ngrams
 from specsamp.models.config import TransformerConfig
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.extras import slow_but
 from support.weights import drawn_params
 
@@ -19,11 +19,11 @@ def make(order=3, **changes):
     return TransformerLM(TransformerConfig(**shape, ngram_rows=ROWS, ngram_order=order), **changes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("batch", slow_but([1, 3], 3))
-def test_pieces_give_the_logits_of_the_whole(batch, layout):
+def test_pieces_give_the_logits_of_the_whole(batch, order):
     """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
-    model = make(layout=layout)
+    model = make(weight_order=order)
     params = drawn_params(model)
     tables = [name for name in params if name.startswith("ngrams")]
     params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}

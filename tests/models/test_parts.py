@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specsamp.models.config import tiny
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
 
@@ -20,17 +20,17 @@ MODELS = {
 }
 
 
-def make(config, layout="default"):
-    model = TransformerLM(config, layout)
+def make(config, order="default"):
+    model = TransformerLM(config, order)
     params = drawn_params(model)
     return model, params, model.fit_slots(model.prepare(params), SLOTS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_three_calls_are_one(name, layout):
+def test_three_calls_are_one(name, order):
     """Bit by bit, caches and hidden states included; the layers in two calls."""
-    model, _, weights = make(MODELS[name], layout)
+    model, _, weights = make(MODELS[name], order)
     assert (model.num_layers, model.width) == (3, 32)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
     cache = model.init_cache(2, SLOTS)

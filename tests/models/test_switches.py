@@ -89,7 +89,7 @@ def test_counts_axes_and_json(config):
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "gemma", "gpt2"))
 def test_taking_tokens_back_equals_never_having_gone_there(name):
-    """Each row begins anew at another place, before, on and behind the window's edge; in both layouts of weights."""
+    """Each row begins anew at another place, before, on and behind the window's edge; in both weight orders."""
     config = MODELS[name]
     params = random_params(config)
     first, other, starts = some_tokens(3, LENGTH), some_tokens(3, CHUNK, seed=5), (2, 5, 9)
@@ -97,7 +97,7 @@ def test_taking_tokens_back_equals_never_having_gone_there(name):
     for b, start in enumerate(starts):
         straight[b, start : start + CHUNK] = other[b]
     expected = forward(TransformerLM(config), params, straight).logits_BTV
-    for model in (TransformerLM(config), TransformerLM(config, layout="cpu")):
+    for model in (TransformerLM(config), TransformerLM(config, weight_order="cpu")):
         weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
         for start in range(0, LENGTH, CHUNK):
             cache = call(model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache).cache

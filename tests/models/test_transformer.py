@@ -13,7 +13,7 @@ from specsamp.models import attention
 from specsamp.models.cache import TransformerCache, TransposedKVCache
 from specsamp.models.compiling import MAX_UNROLLED_ROWS, few_rows_on_cpu
 from specsamp.models.config import tiny
-from specsamp.models.transformer import LAYOUTS, TransformerLM
+from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
 every_variant = pytest.mark.parametrize("scheme, kv_heads", VARIANTS)
@@ -218,10 +218,10 @@ def test_prepare_folds_the_relative_keys():
 
 @pytest.mark.parametrize("scheme", ["rotary", "relative"])
 @pytest.mark.parametrize("length", [1, CHUNK])
-def test_the_cpu_layout_gives_the_same_logits(scheme, length):
-    """Another layout of weights, tables and keys; values and the meaning of slots stay."""
+def test_the_order_of_cpus_gives_the_same_logits(scheme, length):
+    """Weights, tables and keys have their axes in another order; values and the meaning of slots stay."""
     model, params = model_and_params(scheme, 2)
-    on_cpu = dataclasses.replace(model, layout="cpu")
+    on_cpu = dataclasses.replace(model, weight_order="cpu")
     tokens, starts, cache = some_tokens(3, length), at(0, 6, 10), stale_cache(model)
     layers = [
         TransposedKVCache(keys_BMHS=layer.keys_BMSH.swapaxes(2, 3), values_BMSH=layer.values_BMSH)
@@ -236,17 +236,17 @@ def test_the_cpu_layout_gives_the_same_logits(scheme, length):
         assert_close(ours.keys_BMHS.swapaxes(2, 3), theirs.keys_BMSH)
 
 
-def test_only_float32_models_in_the_cpu_layout_ask_the_compiler_for_anything():
+def test_only_float32_models_in_the_order_of_cpus_have_compiler_options():
     model, _ = model_and_params("rotary")
-    on_cpu = dataclasses.replace(model, layout="cpu")
+    on_cpu = dataclasses.replace(model, weight_order="cpu")
     assert on_cpu.compiler_options == few_rows_on_cpu() and model.compiler_options == ()
     half = dataclasses.replace(on_cpu, config=dataclasses.replace(on_cpu.config, dtype="bfloat16"))
     assert half.compiler_options == ()
 
 
 def test_an_unknown_layout_is_refused():
-    with pytest.raises(ValueError, match="layout must be one of default, cpu; got 'tpu'"):
-        TransformerLM(tiny(), layout="tpu")
+    with pytest.raises(ValueError, match="weight_order must be one of default, cpu; got 'tpu'"):
+        TransformerLM(tiny(), weight_order="tpu")
 
 
 @pytest.mark.parametrize("scheme, kv_heads", [("relative", 4), ("relative", 2), ("rotary", 1)])
@@ -269,8 +269,8 @@ def test_a_call_streams_the_same_bytes_in_both_layouts():
     """Of the tables that are only looked up, none; of the embedding, what the logits multiply by."""
     config = tiny(positions="rotary", ngram_rows=64, num_kv_heads=2)
     streamed = []
-    for layout in LAYOUTS:
-        model = TransformerLM(config, layout)
+    for order in WEIGHT_ORDERS:
+        model = TransformerLM(config, order)
         weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS))
         streamed.append(sum(4 * math.prod(x.shape) for x in model.streamed(weights)))
     scales = (2 * config.num_layers + 1) * config.width

@@ -178,4 +178,4 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     if model.config.dtype == dtype:
         return model
     made = TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
-    return made if model.kernels is None else dataclasses.replace(made, layout="default", kernels=model.kernels)
+    return made if model.kernels is None else dataclasses.replace(made, weight_order="default", kernels=model.kernels)

@@ -1,4 +1,4 @@
-"""Decode-time weights as a CPU wants them: products over few rows as ``[T, in] x [in, out]``, few and large.
+"""Decode-time weights in the order that suits CPUs: products over few rows as ``[T, in] x [in, out]``, few and large.
 
 Q, K and V are one matrix ``[D, (N+2M) H]``, the output is ``[D, V]`` (a copy, if it is tied), tables of relative keys
 are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
@@ -25,7 +25,7 @@ Array = jax.Array
 HEADS, HEADS_BIAS, UNEMBEDDING = "query_key_value", "query_key_value_bias", "unembedding"
 
 
-def to_cpu_layout(params: Any) -> Any:
+def to_cpu_order(params: Any) -> Any:
     """Rearranges parameters for `CPUDecoder`."""
     arranged = dict(params)
     arranged[UNEMBEDDING] = jax.tree.map(jnp.transpose, arranged.pop(OUTPUT_EMBEDDING, params["embedding"]))
@@ -61,7 +61,7 @@ class CPUAttention(Attention):
 
 
 class CPUDecoder(Decoder):
-    """`Decoder` for the weights of `to_cpu_layout`."""
+    """`Decoder` for the weights of `to_cpu_order`."""
 
     attention: ClassVar[type[Attention]] = CPUAttention
 

@@ -55,9 +55,9 @@ def test_no_program_of_a_cpu_holds_a_large_int8_matrix_in_float():
     assert temporaries(weight) >= whole
 
 
-def test_only_the_cpu_layout_has_blocks():
+def test_only_the_order_of_cpus_has_blocks():
     config = dataclasses.replace(GATES, weight_dtype="int8")
-    for layout, kind in (("cpu", Int8Blocks), ("default", Int8Weight)):
-        weights = TransformerLM(config, layout).prepare(drawn_params(TransformerLM(config)))
+    for order, kind in (("cpu", Int8Blocks), ("default", Int8Weight)):
+        weights = TransformerLM(config, order).prepare(drawn_params(TransformerLM(config)))
         kinds = {type(leaf) for leaf in jax.tree.leaves(weights, is_leaf=is_int8) if is_int8(leaf)}
         assert kinds == {kind}
