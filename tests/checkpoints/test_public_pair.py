@@ -15,7 +15,6 @@ from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import differences, read_head_pair, read_pair
-from specsamp.checkpoints.tokenizer import SentencePieceTokenizer
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.eagle import Eagle3Config
@@ -222,37 +221,6 @@ def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, p
     with pytest.raises(ValueError, match="holds parameters already"):
         hugging_face.write_converted(checkpoint, random_params(CONFIG, 5), tmp_path)
     assert not open_checkpoint(tmp_path).is_converted
-
-
-def spm_model(path, words):
-    text = [f"the {a} of {b} is {a}{b}" for a in words for b in ("rain", "snow", "wind")] * 4
-    sentencepiece = pytest.importorskip("sentencepiece")
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
-        )
-
-
-def test_sentencepiece_models_are_read_and_compared(original, draft, tmp_path):
-    target = shutil.copytree(original, tmp_path / "target")
-    for folder in (target, draft):
-        (folder / "tokenizer.json").unlink()
-        spm_model(folder / "tokenizer.model", ("cat", "dog", "house"))
-    tokenizer = SentencePieceTokenizer(target / "tokenizer.model")
-    tokens = tokenizer.encode("the rain of the dog")
-    assert tokens[0] == tokenizer.token_id("<s>") == 1 and tokenizer.eos_id == 2 and tokenizer.vocab_size == 60
-    assert tokenizer.decode(tokens) == "the rain of the dog" and tokenizer.token(tokens[1]) == "▁the"
-    assert tokenizer.token_id("no such piece") is None
-    pair = read_pair(target, draft, dtype="float32")
-    assert pair.target.config.num_real_tokens == 60
-    spm_model(draft / "tokenizer.model", ("house", "hound", "doghouse", "cat"))
-    with pytest.raises(ValueError, match="differ in their vocabulary and scores, at id"):
-        read_pair(target, draft)
-    with pytest.raises(ValueError, match="tokenizers of two formats, which cannot be compared"):
-        read_pair(original, draft)
-    (draft / "tokenizer.model").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="tokenizer.model is no SentencePiece model"):
-        open_checkpoint(draft)
 
 
 @pytest.fixture

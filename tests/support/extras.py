@@ -29,7 +29,6 @@ LEFT_OUT = {
     "xdist": "a second worker: the tests take twice as long",
     "matplotlib": "figures and notebooks",
     "jupytext": "notebooks",
-    "sentencepiece": "tokenizers of the kind of SentencePiece",
     "jinja2": "chat templates",
     "rouge_score": "scores of summaries",
     "pyarrow": "data sets in Parquet",
