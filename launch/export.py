@@ -41,7 +41,6 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
 from specsamp.models.heads import FeatureHead
-from specsamp.models.int8 import decode_weights
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
 from specsamp.training import run
@@ -61,7 +60,7 @@ _OUTPUT = flags.DEFINE_string(
     "output", None, "The folder to write, local or gs://; that of a pair must be local.", required=True
 )
 _SIDE = flags.DEFINE_enum("side", "target", ("target", "draft"), "Which model of --pair is written.")
-_INT8 = flags.DEFINE_bool("int8", False, "Write matrices of a model in int8, which only this project reads.")
+_INT8 = flags.DEFINE_bool("int8", False, "Convert matrices of --checkpoint to int8, which only this project reads.")
 _TARGET_NAME = flags.DEFINE_string(
     "target_name",
     None,
@@ -77,8 +76,8 @@ _MODEL = flags.DEFINE_integer(
 
 HEEDED = {  # by what is exported: the flags that go with it
     "target": ("draft",),
-    "run": ("int8", "target_name", "K"),
-    "pair": ("side", "int8"),
+    "run": ("target_name", "K"),
+    "pair": ("side",),
     "checkpoint": ("int8", "dtype", "model"),
 }
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
@@ -219,7 +218,7 @@ def export_model(console: Console) -> None:
         )
         config, tokenizer = model.config, pair.tokenizer
     else:
-        check_heeded("the run of a model", ("int8",))
+        check_heeded("the run of a model", ())
         trained = open_trained(_RUN.value)
         config, params = trained.config, trained.params
         if "data" not in trained.provenance["config"]:
@@ -227,8 +226,6 @@ def export_model(console: Console) -> None:
         with entry.reading(f"{_RUN.value}/run.json"):
             eos = trained.provenance["config"]["data"]["eos"]
         tokenizer = JsonTokenizer(trained.folder / "tokenizer.json", eos=eos)
-    if _INT8.value:
-        params = decode_weights(params, config.compute_dtype, "int8")
     export.export(_OUTPUT.value, config, params, tokenizer)
     console.print(f"written to {_OUTPUT.value}")
 

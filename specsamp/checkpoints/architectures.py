@@ -37,10 +37,6 @@ class Family:
     head_prefix: str | None = None  # of the tensors of a head beside the model, see head_config.py
 
 
-# The quantization_config of int8 weights with a scale per output channel; other readers refuse this method.
-INT8_CHECKPOINT = {"quant_method": "specsamp_int8", "bits": 8}
-
-
 def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:
     """Returns the family and the shape of a model.
 
@@ -64,9 +60,14 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
             f"{path} says architectures = {architecture!r}, whose model_type is {family.model_type!r}, and model_type = "
             f"{model_type!r}: correct the one that is wrong"
         )
-    in_int8 = is_in_int8(path, content)
+    if (quantised := content.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise ValueError(
+            f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised, int8 is "
+            "made of it while it is read"
+        )
     try:
-        config = TransformerConfig(dtype=dtype, weight_dtype="int8" if in_int8 else None, **family.read(fields))
+        config = TransformerConfig(dtype=dtype, **family.read(fields))
     except (ArithmeticError, TypeError, ValueError) as error:
         if path in str(error):
             raise
@@ -75,22 +76,6 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     if config.window is None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise ValueError(f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported")
     return family, config
-
-
-def is_in_int8(path: str, content: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint was written in int8 by `specsamp.checkpoints.export`.
-
-    Raises:
-      ValueError: it was quantised otherwise.
-    """
-    said = content.get("quantization_config")
-    if said is None or said == INT8_CHECKPOINT:
-        return said is not None
-    method = said.get("quant_method") if isinstance(said, Mapping) else said
-    raise ValueError(
-        f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised, int8 is made "
-        "of it while it is read"
-    )
 
 
 def _usual(fields: Fields) -> dict:

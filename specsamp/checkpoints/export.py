@@ -14,15 +14,13 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.architectures import FAMILIES, INT8_CHECKPOINT, parse_config
+from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.fields import ACTIVATIONS, SIZES
-from specsamp.checkpoints.int8_tensors import SCALES, apart, scale_source
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import DECODING, TransformerConfig
-from specsamp.models.int8 import is_int8
 from specsamp.models.transformer import TransformerLM
 
 # Without the first there is no model. Numbered files are found through an index only.
@@ -35,8 +33,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
 
     Args:
       folder: local or in a bucket.
-      params: of ``TransformerLM(config)``, stored in the dtype they have; those in int8 with their scales, for readers
-        of this project alone.
+      params: of ``TransformerLM(config)``, stored in the dtype they have.
       tokenizer: its ``eos_id`` becomes the stop token.
 
     Raises:
@@ -46,14 +43,9 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     place = storage.place(folder)
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
-    leaves, in_int8 = flatten_dict(params, sep="/"), is_int8(params["embedding"])
+    leaves = flatten_dict(params, sep="/")
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
-    if in_int8:
-        content["quantization_config"] = INT8_CHECKPOINT
     names = FAMILIES[content["architectures"][0]].names
-    sources = {name: (find_source(name, names), {}) for name in leaves}
-    sources |= {name + SCALES: scale_source(name, sources[name][0]) for name, leaf in leaves.items() if is_int8(leaf)}
-    leaves = apart(leaves)
     shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
     files, weight_map = _file_names(len(shards)), {}
     for name in WRITTEN:  # what is there of an older model is none now, and no reader takes it for this one's
@@ -61,8 +53,8 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     for file, shard in zip(files, shards):
         tensors = {}
         for name in shard:
-            source, ones = sources[name]
-            tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config) | ones))
+            source = find_source(name, names)
+            tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config)))
             weight_map[source.tensor] = file
         storage.write(place / file, save(tensors, metadata={"format": "pt"}))
     if len(files) > 1:

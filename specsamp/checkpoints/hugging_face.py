@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,13 +33,13 @@ from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
-from specsamp.checkpoints.int8_tensors import SCALES, apart, read_int8, scale_source, together
+from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh.sharded import ShardedModel, placed_params
 from specsamp.models.config import DECODING, TransformerConfig
-from specsamp.models.int8 import Int8Weight, is_int8, is_stored_in_int8, summed_axes
+from specsamp.models.int8 import Int8Weight, is_int8, summed_axes
 from specsamp.models.transformer import TransformerLM
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -56,7 +56,6 @@ class Checkpoint:
     described: TransformerConfig  # what config.json says
     tokenizer: JsonTokenizer | None
     stop_ids: tuple[int, ...]  # tokens that end a text
-    in_int8: bool = False  # the files hold int8 weights
 
     @functools.cached_property
     def config(self) -> TransformerConfig:
@@ -116,12 +115,8 @@ class Checkpoint:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found, self.described)
 
     def _check(self, found: Mapping[str, Tensor], config: TransformerConfig) -> None:
-        sources, in_int8 = self.sources(config), ()
-        wanted = _tensors_of([(source, {}) for source in sources.values()], sizes(config))
-        if self.in_int8:
-            names = [name for name in sources if is_stored_in_int8(name)]
-            in_int8 = _tensors_of([(sources[name], {}) for name in names], sizes(config)).keys()
-            wanted |= _tensors_of([scale_source(name, sources[name]) for name in names], sizes(config))
+        letters = sizes(config)
+        members = [member for source in self.sources(config).values() for member in source.members(letters)]
         # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
         repeated = {find_source("output_embedding", self.family.names).tensor} if config.tied else set()
         of_head = self.family.head_prefix
@@ -129,7 +124,7 @@ class Checkpoint:
         def is_harmless(name: str) -> bool:
             return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
 
-        check_tensors(self.name, found, wanted, is_harmless, in_int8)
+        check_tensors(self.name, found, {source.tensor: source.shape(letters) for source in members}, is_harmless)
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
@@ -167,7 +162,7 @@ def open_checkpoint(
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
       dtype: of decode-time weights, activations and caches.
-      weight_dtype: "int8" quantises matrices while they are read. What was written in int8 is read in int8 anyway.
+      weight_dtype: "int8" quantises matrices while they are read. What was converted in int8 is read in int8 anyway.
       cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
@@ -179,14 +174,12 @@ def open_checkpoint(
     folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
     family, config = parse_config(str(folder / "config.json"), content, dtype)
-    in_int8 = config.weight_dtype == "int8"
     if (folder / "run.json").exists():
-        in_int8 = storage.read_json(folder / "run.json").get("weight_dtype") == "int8"
-        if weight_dtype == "int8" and not in_int8:
-            raise ValueError(
-                f"{name} was not converted in int8: convert it with --weight_dtype=int8, or give the original"
-            )
-    config = dataclasses.replace(config, weight_dtype="int8" if in_int8 else weight_dtype, cache_dtype=cache_dtype)
+        converted = storage.read_json(folder / "run.json").get("weight_dtype")
+        if weight_dtype not in (None, converted):
+            raise ValueError(f"{name} was not converted in int8: convert it with --int8, or give the original")
+        weight_dtype = converted
+    config = dataclasses.replace(config, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     beside = folder / "generation_config.json"
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
@@ -208,7 +201,6 @@ def open_checkpoint(
         described=config,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        in_int8=in_int8,
     )
 
 
@@ -240,18 +232,12 @@ def read_params(
     tensors, sources = checkpoint.tensors, checkpoint.sources()
     there, here = sizes(checkpoint.config), sizes(model.config)
     places = flatten_dict(placed_params(model), sep="/")
-    if checkpoint.in_int8:
-        scales = {name + SCALES: scale_source(name, sources[name]) for name in places if is_int8(places[name])}
-        places = apart(places)
-    else:
-        scales = {}
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        source, ones = scales[name] if name in scales else (sources[name], {})
         dtype = np.float32 if is_int8(places[name]) else places[name].dtype
-        return read_piece(source, tensors, there | ones, here | ones, dtype, index)
+        return read_piece(sources[name], tensors, there, here, dtype, index)
 
-    return unflatten_dict(together(read_leaves(places, read, progress)), sep="/")
+    return unflatten_dict(read_leaves(places, read, progress), sep="/")
 
 
 def read_leaves(
@@ -347,17 +333,6 @@ def read_piece(
     padded = np.zeros([last - first for first, last in full], dtype)
     padded[tuple(slice(0, n) for n in values.shape)] = values
     return padded
-
-
-def _tensors_of(
-    sources: Iterable[tuple[TensorSource, Mapping[str, int]]], sizes: Mapping[str, int]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor that sources name, by its name.
-
-    Args:
-      sources: each with the sizes of letters that it has otherwise.
-    """
-    return {member.tensor: member.shape(sizes | other) for source, other in sources for member in source.members(sizes)}
 
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:

@@ -1,15 +1,11 @@
-"""Int8 weights in files: each is two tensors, the second with the scales, named with a suffix.
+"""Int8 weights: in the files of pairs, and quantised while a float checkpoint is read.
 
-    SCALES          of checkpoints in the format of Hugging Face
-    PAIR_SCALES     of pairs, whose files always hold int8: a model decodes with it, or with ``values * scale``
-
-Matrices of a float checkpoint are quantised while they are read, a block at a time: no float copy of a whole matrix is
-ever made.
+A weight of a pair's file is two tensors, the second with the scales. Matrices of a float checkpoint are quantised a block
+at a time: no float copy of a whole matrix is ever made.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,48 +15,22 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints.safetensors_io import BLOCK_BYTES
-from specsamp.checkpoints.tensor_names import TensorSource
-from specsamp.models.int8 import Int8Weight, dequantise, is_int8, is_stored_in_int8, quantise, summed_axes
+from specsamp.models.int8 import Int8Weight, dequantise, is_stored_in_int8, quantise, summed_axes
 
-SCALES, PAIR_SCALES = "_scale", ".scale_of_int8"
+PAIR_SCALES = ".scale_of_int8"  # behind the name of the weight
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]  # of a slice of the parameter, in float32
 
 
-def apart(leaves: Mapping[str, Any], suffix: str = SCALES) -> dict[str, Any]:
-    """Returns values and scales of int8 weights as separate arrays, the scales under the name with the suffix."""
-    found = {}
-    for name, leaf in leaves.items():
-        found |= {name: leaf.values, name + suffix: leaf.scale} if is_int8(leaf) else {name: leaf}
-    return found
-
-
-def together(arrays: Mapping[str, Any], suffix: str = SCALES) -> dict[str, Any]:
-    """Returns what `apart` took apart; raises ValueError for an int8 array without scales."""
-    scales = {name: arrays[name + suffix] for name in arrays if name + suffix in arrays}
-    for name, array in arrays.items():
-        if name not in scales and not is_int8(array) and array.dtype == np.int8:
-            raise ValueError(f"{name} has no scales")
-    return {
-        name: Int8Weight(array, scales[name]) if name in scales else array
-        for name, array in arrays.items()
-        if name.removesuffix(suffix) not in scales or name in scales
-    }
-
-
-def scale_source(name: str, source: TensorSource) -> tuple[TensorSource, dict[str, int]]:
-    """Returns the source of a parameter's scales, and the sizes of the letters that a product sums over: 1."""
-    ones = {source.axes[axis]: 1 for axis in summed_axes(name)}
-    return dataclasses.replace(source, tensor=source.tensor + SCALES), ones
-
-
 def write_pair_tensors(params: Any) -> dict[str, np.ndarray]:
     """Returns the arrays of a pair's file by path, such as ``layer_0/mlp/up``: matrices of products in int8."""
-    leaves = {name: np.asarray(leaf, np.float32) for name, leaf in flatten_dict(params, sep="/").items()}
-    axes = {name: summed_axes(name) for name in leaves}
-    return apart(
-        {name: leaf if axes[name] is None else quantise(leaf, axes[name]) for name, leaf in leaves.items()}, PAIR_SCALES
-    )
+    arrays = {}
+    for name, leaf in flatten_dict(params, sep="/").items():
+        arrays[name] = np.asarray(leaf, np.float32)
+        if (axes := summed_axes(name)) is not None:
+            weight = quantise(arrays[name], axes)
+            arrays |= {name: weight.values, name + PAIR_SCALES: weight.scale}
+    return arrays
 
 
 def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> dict[str, Any]:
@@ -69,13 +39,17 @@ def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> di
     Raises:
       ValueError: an int8 array has no scales.
     """
-
-    def read(name: str, leaf: Any) -> Any:
-        if not is_int8(leaf):
-            return leaf if in_int8 else np.asarray(leaf, np.float32)
-        return leaf if in_int8 and is_stored_in_int8(name) else dequantise(leaf)
-
-    return {name: read(name, leaf) for name, leaf in together(tensors, PAIR_SCALES).items()}
+    params = {}
+    for name, array in tensors.items():
+        if name.endswith(PAIR_SCALES):
+            continue
+        params[name] = array if in_int8 else np.asarray(array, np.float32)
+        if array.dtype == np.int8:
+            if name + PAIR_SCALES not in tensors:
+                raise ValueError(f"{name} has no scales")
+            weight = Int8Weight(array, tensors[name + PAIR_SCALES])
+            params[name] = weight if in_int8 and is_stored_in_int8(name) else dequantise(weight)
+    return params
 
 
 def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weight:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -26,8 +26,7 @@ SINGLE = "model.safetensors"
 PICKLE = "pytorch_model.bin"  # read of heads only, see pickles.py
 MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-INT8 = "I8"  # of weights that were written in int8, with their scales
-INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), INT8: np.dtype(np.int8), "BOOL": np.dtype(bool)}
+INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
@@ -192,7 +191,6 @@ def check_tensors(
     found: Mapping[str, Tensor],
     wanted: Mapping[str, tuple[int, ...]],
     ignored: Callable[[str], Any],
-    in_int8: Collection[str] = (),
 ) -> None:
     """Checks that files hold exactly the tensors of a model, in their shapes and a known dtype.
 
@@ -200,15 +198,11 @@ def check_tensors(
       name: of the checkpoint, for messages.
       wanted: the shape of each tensor.
       ignored: whether a tensor of that name is no part of the model, but does no harm.
-      in_int8: the tensors that are in int8.
 
     Raises:
       ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
     """
     there = {name: found[name] for name in wanted if name in found}
-
-    def kinds(name: str) -> Collection[str]:
-        return (INT8,) if name in in_int8 else DTYPES
 
     def where(name: str) -> str:
         return f"{name} {found[name].shape} in {found[name].file.name}"
@@ -220,7 +214,7 @@ def check_tensors(
             f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
         ],
         f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
-            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in kinds(name)
+            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
         ],
     }
     described = [

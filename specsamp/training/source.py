@@ -214,7 +214,7 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
         the mesh.
     """
     checkpoint = open_checkpoint(name, dtype=dtype)
-    if checkpoint.in_int8:
+    if checkpoint.config.weight_dtype == "int8":
         raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
     config = checkpoint.config
     if config.vocab_size % mesh.shape[MODEL]:
