@@ -30,7 +30,6 @@ from launch.lib import clients
 from launch.lib.study import Document, Option, Published, Study, here
 from launch.studies.serving_queue import Requests, arrivals, batches
 from specsamp import chain, load_pair, temperature, top_p
-from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.checks import encode
@@ -134,13 +133,11 @@ def refill(document: Document) -> Table:
 
 
 def scheduling(ask: str, document: Document) -> Table:
-    """Returns latencies under schedules, on the clock and by the simulator."""
+    """Returns latencies under schedules, by load."""
     document = answer(document, ask)
-    simulated = {(row["load"], row["schedule"]): row for row in document["simulated"]}
     rows = []
     for row in document["measured"]:
-        both = (row, simulated[row["load"], row["schedule"]])
-        ms = [f"{1e3 * one[field]:.1f}" for one in both for field in ("mean", "p90")]
+        ms = (f"{1e3 * row[field]:.1f}" for field in ("mean", "p90"))
         rows.append((f"{row['load']:g}", row["schedule"], *ms, f"{row['longest']:.1f}", f"{row['put_aside']:.0f}"))
     lengths, related = document["lengths"], document["correlation"]
     note = (
@@ -149,7 +146,7 @@ def scheduling(ask: str, document: Document) -> Table:
         f"second. Predicted and true lengths: {'all equal' if related is None else f'correlation {related:.2f}'}."
     )
     kinds = "two kinds of requests" if document["two_kinds"] else "requests of one kind"
-    header = ("load", "schedule", "ms per token", "p90", "simulated", "p90", "longest, s", "put aside")
+    header = ("load", "schedule", "ms per token", "p90", "longest, s", "put aside")
     return Table(title=f"Normalised latency, {kinds}", header=header, rows=rows, note=note, left=2)
 
 
@@ -167,19 +164,6 @@ def serve_load(document: Document) -> Table:
     return Table(title="The endpoint under load", header=header, rows=rows, note=note)
 
 
-def draw(document: Document) -> Any:
-    """Draws mean normalised latency by load: lines are simulated, points were measured."""
-    document = answer(document, "two_kinds")
-    figure, (axis,) = axes_of(1, "arrivals, as a share of what the machine can do")
-    for colour, name in zip(COLOURS, dict.fromkeys(row["schedule"] for row in document["measured"])):
-        for found, style in (("simulated", {"label": name}), ("measured", {"marker": "o", "linestyle": ""})):
-            points = [(row["load"], 1e3 * row["mean"]) for row in document[found] if row["schedule"] == name]
-            axis.plot(*zip(*points), color=colour, **style)
-    axis.set(ylabel="ms per token of a text", yscale="log")
-    axis.legend(fontsize="small", frameon=False)
-    return figure
-
-
 STUDY = Study(
     question="What do queue, schedules and endpoint gain, and who waits how long?",
     options=OPTIONS,
@@ -195,6 +179,5 @@ STUDY = Study(
         ),
         "serve_load": Published(["python_pair_serve_load"], serve_load),
     },
-    figures={"scheduling": Published(["python_pair_scheduling"], draw)},
     shown=lambda requests: [TABLES[ask] for ask in requests.options.ask],
 )

@@ -5,7 +5,6 @@ import pathlib
 
 import pytest
 
-from support import extras
 from support.run_script import call
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,10 +32,3 @@ def test_without_torch_there_is_nothing_to_compare_with():
     assert call("study", "transformers", "--help").returncode == 0
     done = call("study", "transformers")
     assert done.returncode == 2 and "No module named 'torch': pip install torch transformers" in done.stderr
-
-
-@extras.needs("matplotlib")
-def test_schedules_are_drawn_from_the_committed_results(tmp_path):
-    done = call("study", "serving", "--results=notebooks/results", f"--figures={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "scheduling.png").read_bytes().startswith(b"\x89PNG")
