@@ -29,7 +29,8 @@ MOVED: Mapping[str, str] = {
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
-    r".* --study=variants .*": "",  # its programs are gone, what they said is beside the file
+    # Programs that are gone: what they said stands beside the file.
+    r".* --study=variants .*|.*/(in_flight|freeze_forecasts)\.py.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
@@ -41,8 +42,6 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?agreement\.py": "launch/study.py agreement",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
-    r"launch/(?:studies/)?in_flight\.py": "launch/study.py backtest --compile",
-    r"launch/(?:studies/)?freeze_forecasts\.py.*": "launch/study.py backtest --results=notebooks/results",  # a record
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?scheduling\.py(.*) --two_kinds": r"launch/study.py serving --ask=two_kinds --rows=4\1",
     r"launch/(?:studies/)?scheduling\.py": "launch/study.py serving --ask=arrivals --rows=4",

@@ -44,7 +44,6 @@ BEFORE = {  # studies that have another name, or are a question of another study
     "int8_speed": "int8 --ask=speed",
     "compile_study": "compile",
     "compare_transformers": "transformers",
-    "in_flight": "backtest --compile",
 }
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it

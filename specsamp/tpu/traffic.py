@@ -97,25 +97,6 @@ def traffic_of(text: str, live: float = 1.0) -> Traffic:
     return Tally(module, live).of(module.entry)
 
 
-def in_flight(text: str) -> list[float]:
-    """Returns the bytes that are on their way from HBM to on-chip memory while each collective of a step runs.
-
-    In the order of the schedule, of the entry computation: what was prefetched asynchronously before a collective and is
-    waited for after it.
-    """
-    module, moving, found = Module.parse(text), {}, []
-    body = module.computations[module.entry]
-    for op in body.values():
-        if op.opcode in ("copy-start", "slice-start"):
-            target = _delivered(op, [body[name] for name in op.operands])
-            moving[op.name] = target.bytes * (not target.in_hbm and not target.on_host)
-        elif op.opcode in ("copy-done", "slice-done"):
-            moving.pop(op.operands[0], None)
-        elif op.opcode.removesuffix("-start") in COLLECTIVES:
-            found.append(sum(moving.values()))
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Tally:
     """Counts the instructions of one module."""

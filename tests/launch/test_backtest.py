@@ -1,6 +1,4 @@
-"""The back-test says today what it said when its result was written, and the record of frozen forecasts is shown."""
-
-import types
+"""The back-test says today what it said when its result was written."""
 
 import pytest
 
@@ -13,7 +11,7 @@ WRITTEN = study.read("tpu_backtest")
 
 @pytest.fixture(scope="module")
 def measured():
-    return as_json(backtest.measure(types.SimpleNamespace(compile=False), {}, print))
+    return as_json(backtest.measure(None, {}, print))
 
 
 def test_milliseconds_are_those_that_were_written(measured):
@@ -40,11 +38,3 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
     assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
-
-
-def test_a_run_shows_what_it_asked(measured):
-    """Returns the tables of the compiled programs with --compile, otherwise those of the forecasts."""
-    asked = [backtest.STUDY.shown(types.SimpleNamespace(compile=compiling)) for compiling in (False, True)]
-    assert asked == [["backtest_checks", "backtest", "tpu_backtest"], ["in_flight"]]
-    rows = backtest.checks_table(measured).rows
-    assert len(rows) == len(measured["checks"]) and {row[-1] for row in rows} == {"", "outside"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specsamp.tpu.traffic import in_flight, traffic_of
+from specsamp.tpu.traffic import traffic_of
 
 PROGRAM = """\
 HloModule jit_f, is_scheduled=true
@@ -208,22 +208,6 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
     line = "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, %most}"
     traffic = traffic_of(entry(line, before="".join(branches)))
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
-
-
-def test_what_is_prefetched_while_a_collective_runs():
-    """Started before it and waited for after it; what is copied to HBM is no prefetch."""
-    lines = (
-        "%r0 = f32[4]{0:S(1)} all-reduce(%p2)",
-        "%s1 = (f32[1000,1000]{1,0:S(1)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
-        "%s2 = ((f32[1000,1000]{1,0}), f32[500,1000]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%p0)",
-        "%s3 = (f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
-        "%r1 = f32[4]{0:S(1)} all-reduce(%r0)",
-        "%d1 = f32[1000,1000]{1,0:S(1)} copy-done(%s1)",
-        "%r2 = f32[4]{0:S(1)} all-gather-start(%r1)",
-        "%d2 = f32[500,1000]{1,0:S(1)} slice-done(%s2)",
-        "ROOT %r3 = f32[4]{0:S(1)} all-reduce(%r2)",
-    )
-    assert in_flight(entry(*lines)) == [0, 6_000_000, 2_000_000, 0]
 
 
 def test_what_is_no_program():
