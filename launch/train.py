@@ -152,12 +152,9 @@ def open_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
     if source.is_trained_here(name):
         return source.open_target(name)
     try:
-        target = source.open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
+        return source.open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no training run at {str(name)!r}, no pair and no public model: {error}") from error
-    for note in target.public.notes:
-        console.print(entry.visible(note), markup=False, soft_wrap=True)
-    return target
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:

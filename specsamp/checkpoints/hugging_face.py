@@ -10,7 +10,7 @@ at most one tensor at a time lies in host memory beside what is already in its p
 A converted checkpoint (`write_converted`, launch/export.py) has its parameters in Orbax's format, which reads faster
 on a mesh:
 
-    config.json, tokenizer.json, ...   as they were, but for what `Checkpoint.config` corrects
+    config.json, tokenizer.json, ...   as they were
     run.json                           the shape, so that a draft can be distilled from it like from a run
     checkpoints/0/params               what was in the safetensors
 """
@@ -53,37 +53,9 @@ class Checkpoint:
     folder: epath.Path  # of the small files
     from_hub: bool  # then the tensors are downloaded when they are asked for
     family: Family
-    described: TransformerConfig  # what config.json says
+    config: TransformerConfig
     tokenizer: JsonTokenizer | None
     stop_ids: tuple[int, ...]  # tokens that end a text
-
-    @functools.cached_property
-    def config(self) -> TransformerConfig:
-        """Returns the model that the files hold: the one of config.json, unless it is wrong about tied embeddings.
-
-        Files may repeat the embedding of a tied model as its output embedding. Where the two differ, config.json is
-        wrong (transformers says so, and uses both): the model is not tied. To see that, every process reads both.
-
-        Raises:
-          FileNotFoundError, ValueError: of a tied model, see `find_tensors`.
-        """
-        if self.is_converted or not self.described.tied:
-            return self.described
-        names = (find_source(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
-        embedding, output = map(self._found.get, names)
-        if embedding is None or output is None or are_equal(embedding, output):
-            return self.described
-        return dataclasses.replace(self.described, tied=False)
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences about fields that are read otherwise than config.json says."""
-        if self.config == self.described:
-            return []
-        return [
-            f"{self.name} says tie_word_embeddings = true, but has an output embedding that differs from its embedding: "
-            "both are used"
-        ]
 
     def require_tokenizer(self) -> JsonTokenizer:
         """Returns the tokenizer; raises ValueError if there is none."""
@@ -100,9 +72,15 @@ class Checkpoint:
 
         Raises:
           FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
-            and both shapes; or an unsupported dtype.
+            and both shapes; or an unsupported dtype; or a tied model whose output embedding is another one.
         """
-        self._check(self._found, self.config)
+        self._check(self._found)
+        embedding, output = map(self._found.get, self._ends)
+        if self.config.tied and output is not None and not are_equal(embedding, output):
+            raise ValueError(
+                f"{self.name} says tie_word_embeddings = true, but its output embedding differs from its embedding: set "
+                "it to false in config.json to use both"
+            )
         return self._found
 
     def check_headers(self) -> None:
@@ -112,19 +90,22 @@ class Checkpoint:
           FileNotFoundError, ValueError: see `tensors`.
         """
         if not self.is_converted:
-            self._check(self._named(read_headers(self.name)) if self.from_hub else self._found, self.described)
+            self._check(self._named(read_headers(self.name)) if self.from_hub else self._found)
 
-    def _check(self, found: Mapping[str, Tensor], config: TransformerConfig) -> None:
-        letters = sizes(config)
-        members = [member for source in self.sources(config).values() for member in source.members(letters)]
-        # Some files repeat the embedding of a tied model, see `Checkpoint.config`.
-        repeated = {find_source("output_embedding", self.family.names).tensor} if config.tied else set()
-        of_head = self.family.head_prefix
+    def _check(self, found: Mapping[str, Tensor]) -> None:
+        letters, of_head = sizes(self.config), self.family.head_prefix
+        members = [member for source in self.sources().values() for member in source.members(letters)]
+        repeated = self._ends[1] if self.config.tied else None
 
         def is_harmless(name: str) -> bool:
-            return name in repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
+            return name == repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
 
         check_tensors(self.name, found, {source.tensor: source.shape(letters) for source in members}, is_harmless)
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """Returns the names of the embedding and of the output embedding, which files of a tied model may repeat."""
+        return tuple(find_source(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
@@ -144,9 +125,9 @@ class Checkpoint:
         """Returns whether its parameters are in Orbax's format."""
         return (self.folder / "run.json").exists()
 
-    def sources(self, config: TransformerConfig | None = None) -> dict[str, TensorSource]:
-        """Returns which tensor holds each parameter, by the parameter's name; by default of the model that the files hold."""
-        shapes = jax.eval_shape(TransformerLM(config or self.config).init, jax.random.key(0))
+    def sources(self) -> dict[str, TensorSource]:
+        """Returns which tensor holds each parameter, by the parameter's name."""
+        shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
         return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
 
 
@@ -198,7 +179,7 @@ def open_checkpoint(
         folder=folder,
         from_hub=from_hub,
         family=family,
-        described=config,
+        config=config,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
     )
@@ -291,9 +272,6 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
         for name in SMALL_FILES:
             if (checkpoint.folder / name).exists() and name != INDEX:
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
-        if checkpoint.config != checkpoint.described:  # what the tensors told cannot be found out there again
-            content = storage.read_json(checkpoint.folder / "config.json")
-            storage.write_json(place / "config.json", content | {"tie_word_embeddings": checkpoint.config.tied})
     orbax.save_params(place, params)
     if jax.process_index() == 0:
         shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name not in DECODING}

@@ -59,7 +59,7 @@ def check_pair(pair: NamedPair) -> Iterator[NameCheck]:
             return [] if target is None else differences(target, draft)
         if target is None:
             raise ValueError("not checked: a head is checked against its target, which does not load")
-        head = open_head(pair.draft, target.described, headers_only=True)
+        head = open_head(pair.draft, target.config, headers_only=True)
         check_head_of(target, head.config, head.name)
         return head.notes(target.name)
 

@@ -44,20 +44,17 @@ def read_pair(
       dtype: of weights, activations and caches.
       int8: what is in int8 instead; weights are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
-      say: is told where the two differ without harm, and what is read otherwise than config.json says.
+      say: is told where the two differ without harm.
       check: is shown target and draft before any weight is read, and raises ValueError if they will not do.
 
     Raises:
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
-        together, see `differences`: before any weight is read, but for the two embeddings of a tied model whose files
-        repeat it, see `Checkpoint.config`.
+        together, see `differences`: before any weight is read.
     """
     sides = {"target": target, "draft": draft}
     checkpoints = [open_checkpoint(name, dtype=dtype, **int8.of(side)) for side, name in sides.items()]
     for difference in differences(*checkpoints):
         say(difference)
-    for note in (note for checkpoint in checkpoints for note in checkpoint.notes):
-        say(note)
     models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=_devices(mesh))]
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
@@ -105,7 +102,7 @@ def read_head_pair(
     checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
     embedding = None if checkpoint.is_converted else checkpoint.tensors[checkpoint.sources()["embedding"].tensor]
     opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
-    for note in (*checkpoint.notes, *opened.notes(checkpoint.name)):
+    for note in opened.notes(checkpoint.name):
         say(note)
     check_head_of(checkpoint, opened.config, opened.name)
     devices = _devices(mesh)
@@ -143,7 +140,7 @@ def _devices(mesh: Mesh | None) -> int:
 
 def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
     """Raises ValueError for a head that shares the embedding of a target which scales it."""
-    if not head.own_embedding and target.described.embedding_scale is not None:
+    if not head.own_embedding and target.config.embedding_scale is not None:
         raise ValueError(
             f"{name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"
         )
@@ -165,14 +162,14 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
     for checkpoint in (target, draft):
         if left_out := checkpoint.tokenizer.left_out:
             notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
-    rows = target.described.vocab_size, draft.described.vocab_size
+    rows = target.config.vocab_size, draft.config.vocab_size
     if rows[0] != rows[1]:
         notes.append(
             f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {target.tokenizer.vocab_size} tokens"
         )
-    if draft.described.max_positions < target.described.max_positions:
+    if draft.config.max_positions < target.config.max_positions:
         notes.append(
-            f"the draft reads {draft.described.max_positions} tokens, the target {target.described.max_positions}: texts "
+            f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts "
             "end with the draft's"
         )
     return notes

@@ -142,23 +142,6 @@ def test_scaling_that_was_added_to_a_new_config_counts(saved):
     assert open_checkpoint(saved).config.rotary_scaling.factor == 2
 
 
-@pytest.mark.parametrize("block", [64 * 2**20, 3 * 32 * 4], ids=["whole", "in blocks"])
-def test_an_output_embedding_of_its_own_counts_whatever_config_json_says(saved, params, tokenizer, block, monkeypatch):
-    """As in transformers, which says so; before, it was dropped unread and the logits were those of another model."""
-    monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)
-    edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    checkpoint, tensors = open_all(saved)
-    assert checkpoint.described.tied and not checkpoint.config.tied and "lm_head.weight" in tensors
-    assert checkpoint.notes == [
-        f"{saved} says tie_word_embeddings = true, but has an output embedding that differs from its embedding: both "
-        "are used"
-    ]
-    read = read_params(checkpoint, TransformerLM(checkpoint.config))
-    jax.tree.map(np.testing.assert_array_equal, read, params)
-    with pytest.raises(ValueError, match="tied is False there, True in the model"):
-        read_params(checkpoint, TransformerLM(checkpoint.described))
-
-
 def test_stop_tokens_of_the_generation_config_come_first(saved):
     (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
     assert open_checkpoint(saved).stop_ids == (5, 7)
