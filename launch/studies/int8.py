@@ -104,7 +104,10 @@ def speeds(options, say: Say) -> dict[str, Any]:
             weights = model.fit_slots(model.prepare(params), options.slots)
             if name == WHOLE:
                 weights = jax.tree.map(in_one_block, weights, is_leaf=is_int8)
-            settings[name] = {"streamed, MB": sum(x.nbytes for x in model.streamed(weights)) / 1e6, "calls": {}}
+            settings[name] = {
+                "streamed, MB": sum(x.nbytes for x, _ in model.matrices_read(weights, 1)) / 1e6,
+                "calls": {},
+            }
             for tokens in options.tokens:
                 runs[name, tokens] = Timed(model, weights, tokens, options.slots, options.calls)
         samples = take_turns(runs, options.turns, say)

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from specsamp.models.config import TransformerConfig
-from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.config import ExpertsConfig, TransformerConfig
 
 # Relative standard error that a clock has from one session to the next, whatever the errors of the medians: other work on
 # the machine, temperature, memory. The least with which 95% bands hold 95% of the 52 points of

@@ -386,8 +386,9 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
     Of experts it is as many as one token chooses, whichever they are. On a mesh, the parts that one device holds:
     products of parts need no collective.
     """
-    said = model.streamed(weights)
-    matrices = said if said is not None else [leaf for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
+    matrices = model.matrices_read(weights, 1)
+    if matrices is None:
+        matrices = [(leaf, 1.0) for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
 
     def spread(leaf):
         return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
@@ -395,9 +396,12 @@ def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
     def here(tree):
         return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, tree)
 
-    matrices = here(matrices)
-    for stack, share in model.chosen(weights, 1):
-        stack = here(stack)
-        count = max(round(share * stack.shape[0]), 1)
-        matrices += [jax.tree.map(lambda y, i=i: y[i], stack) for i in range(count)]
-    return matrices
+    found = []
+    for matrix, share in matrices:
+        matrix = here(matrix)
+        if share == 1:
+            found.append(matrix)
+        else:  # experts, one behind the other
+            count = max(round(share * matrix.shape[0]), 1)
+            found += [jax.tree.map(lambda y, i=i: y[i], matrix) for i in range(count)]
+    return found

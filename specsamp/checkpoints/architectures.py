@@ -14,8 +14,7 @@ from typing import Any
 from specsamp.checkpoints.fields import OPTIONAL_SIZES, SIZES, Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
-from specsamp.models.config import TransformerConfig
-from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.config import ExpertsConfig, TransformerConfig
 
 # The keys of sizes in GPT-2, and in the other families.
 GPT2_ALIASES = {

@@ -183,11 +183,8 @@ class ShardedModel(LayeredModel):
         weights = self.model.fit_slots(weights, slots)
         return put(weights, self.weight_shardings(weights))
 
-    def streamed(self, weights: Any) -> list[jax.Array] | None:
-        return self.model.streamed(weights)
-
-    def chosen(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]]:
-        return self.model.chosen(weights, tokens)
+    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]] | None:
+        return self.model.matrices_read(weights, tokens)
 
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._place_cache((self.whole or self.model).init_cache(batch, slots))

@@ -18,8 +18,7 @@ from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import Block
-from specsamp.models.norm import Norm
-from specsamp.models.parameters import bias, weight
+from specsamp.models.modules import Norm, weight, zero_bias
 from specsamp.models.positions import align_distances, apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
@@ -86,7 +85,7 @@ class Attention(nn.Module):
         output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)  # of int8 weights the scale too
         out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_XD)
         if config.output_bias:
-            out_BTD = out_BTD + bias(self, "output_bias", ("embed",), out_BTD)
+            out_BTD = out_BTD + zero_bias(self, "output_bias", ("embed",), out_BTD)
         return out_BTD, cache
 
     def project_heads(self, x_BTD: Array) -> tuple[Array, Array, Array]:

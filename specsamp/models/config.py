@@ -1,16 +1,16 @@
-"""Shapes of the transformers, and the presets of the paper."""
+"""Shapes of the transformers and of their experts, and the presets of the paper."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from specsamp import validate
-from specsamp.models.experts_config import ExpertsConfig
 from specsamp.models.positions import Rotary, RotaryScaling
 
 POSITIONS = ("relative", "rotary", "learned")
@@ -18,6 +18,60 @@ ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" i
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
 DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that say how a model is decoded, not which it is
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose feed-forward part is a choice of experts for each token (Shazeer et al., arXiv 1701.06538)."""
+
+    num_experts: int  # E, of a layer
+    experts_per_token: int  # k
+    width: int  # of each expert
+    normalised: bool = True  # the weights of the chosen experts sum to one
+    dense_layers: tuple[int, ...] = ()  # layers with the usual feed-forward part
+
+    def __post_init__(self):
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in ("num_experts", "experts_per_token", "width"):
+            validate.integer(f"{name} of experts", getattr(self, name), 1)
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(f"a token cannot have {self.experts_per_token} experts of {self.num_experts}")
+        validate.switch("normalised", self.normalised)
+        validate.integers("dense_layers", self.dense_layers)
+
+    def num_sparse_layers(self, num_layers: int) -> int:
+        """Returns how many of a model's layers have experts."""
+        return num_layers - sum(layer < num_layers for layer in set(self.dense_layers))
+
+    def expected_touched(self, tokens: int) -> float:
+        """Returns how many experts of a layer a call of so many tokens is expected to read.
+
+        ``E (1 - (1 - k / E)^T)``, if tokens choose independently and all experts are equally popular (Huang et al.,
+        MoESD, arXiv 2505.19645). Where some experts are more popular, or neighbouring tokens are alike, it is less.
+        """
+        return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
+
+    def expected_blocks(self, tokens: int, block: int, devices: int = 1) -> float:
+        """Returns how many blocks of at most ``block`` tokens of one expert a call is expected to need.
+
+        Of devices that divide the experts evenly, the device with most blocks counts. Tokens choose as for
+        `expected_touched`.
+        """
+        if devices == 1 and block >= tokens:
+            return self.expected_touched(tokens)
+        return _simulated_blocks(self.num_experts, self.experts_per_token, tokens, block, devices)
+
+
+@functools.cache  # every layer has the same
+def _simulated_blocks(total: int, chosen: int, tokens: int, block: int, devices: int) -> float:
+    """Returns the mean of 4000 simulated calls, of fewer if they are long."""
+    calls = min(max(20_000_000 // (tokens * total), 50), 4000)
+    random, counts_CE = np.random.default_rng(0), np.zeros((calls, total), np.int64)
+    for _ in range(tokens):
+        experts_Ck = np.argsort(random.random((calls, total)), axis=1)[:, :chosen]
+        counts_CE[np.arange(calls)[:, None], experts_Ck] += 1
+    blocks_CE = -(-counts_CE // block)
+    return float(blocks_CE.reshape(calls, devices, -1).sum(axis=2).max(axis=1).mean())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,15 +153,7 @@ class TransformerConfig:
         if isinstance(self.experts, Mapping):
             set_default("experts", ExpertsConfig(**self.experts))
         set_default("global_layers", tuple(self.global_layers))
-        optional = ("num_kv_heads", "head_size", "feedforward_width", "num_real_tokens", "window", "rotary_size")
-        for name in ("vocab_size", "width", "num_layers", "num_heads", "max_positions") + optional:
-            value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1 or name in optional and value is None):
-                raise ValueError(f"{name} must be a positive integer; got {value!r}")
-        if self.ngram_rows < 0 or not 2 <= self.ngram_order <= 5:
-            raise ValueError(
-                f"ngram_rows must be >= 0 and ngram_order from 2 to 5; got {self.ngram_rows} and {self.ngram_order}"
-            )
+        self._check_values()
         if self.num_kv_heads is None:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
@@ -116,25 +162,32 @@ class TransformerConfig:
             set_default("head_size", self.width // self.num_heads)
         if self.feedforward_width is None:
             set_default("feedforward_width", 4 * self.width)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+        self._check_combinations()
+
+    def _check_values(self) -> None:
+        """Checks each field by itself; None stands for a default where the default is None."""
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
         choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
-        for name, known in choices.items():
-            validate.choice(name, getattr(self, name), known)
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in choices:
+                validate.choice(name, value, choices[name])
+            elif isinstance(field.default, bool):
+                validate.switch(name, value)
+            elif value is None and field.default is None:
+                continue
+            elif field.type.startswith("int"):
+                validate.integer(name, value, 0 if name == "ngram_rows" else 1)
+            elif field.type.startswith("float"):
+                validate.number(name, value, 0, above=True)
+
+    def _check_combinations(self) -> None:
+        if not 2 <= self.ngram_order <= 5:
+            raise ValueError(f"ngram_order must be from 2 to 5; got {self.ngram_order}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
-        self._check_switches()
-
-    def _check_switches(self) -> None:
-        optional = ("embedding_scale", "logit_cap", "attention_scale", "attention_cap", "window_rotary_base")
-        for name in ("norm_epsilon", "rotary_base") + optional:
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and 0 < value < math.inf or name in optional and value is None):
-                raise ValueError(f"{name} must be positive{', or None' * (name in optional)}; got {value!r}")
-        for field in dataclasses.fields(self):
-            if isinstance(field.default, bool):
-                validate.switch(field.name, getattr(self, field.name))
         if self.num_real_tokens is not None and self.num_real_tokens > self.vocab_size:
             raise ValueError(
                 f"num_real_tokens {self.num_real_tokens} exceeds vocab_size {self.vocab_size}, padding included"
@@ -176,10 +229,6 @@ class TransformerConfig:
         return jnp.dtype(self.dtype)
 
     @property
-    def queries_per_kv_head(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def num_ngram_tables(self) -> int:
         return self.ngram_order - 1 if self.ngram_rows else 0
 
@@ -189,13 +238,8 @@ class TransformerConfig:
 
         Tests compare it with the shapes of the module.
         """
-        heads, kv, size, width, inner = (
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_size,
-            self.width,
-            self.feedforward_width,
-        )
+        heads, kv, size = self.num_heads, self.num_kv_heads, self.head_size
+        width, inner = self.width, self.feedforward_width
         norm = width * (2 if self.norm == "layer" else 1)
         attention = (2 * heads + 2 * kv) * size * width
         if self.positions == "relative":

@@ -17,11 +17,9 @@ from specsamp.models.attention import Attention
 from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts
-from specsamp.models.feedforward import FeedForward
 from specsamp.models.int8 import take_rows
 from specsamp.models.interface import Block, MeshLayout, Output
-from specsamp.models.norm import Norm
-from specsamp.models.parameters import weight
+from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 
 Array = jax.Array

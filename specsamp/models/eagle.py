@@ -10,10 +10,8 @@ import jax.numpy as jnp
 
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
-from specsamp.models.feedforward import FeedForward
 from specsamp.models.heads import HeadConfig, HeadModule, finish_layer
-from specsamp.models.norm import Norm
-from specsamp.models.parameters import bias, weight
+from specsamp.models.modules import FeedForward, Norm, weight, zero_bias
 from specsamp.models.products import contract
 
 Array = jax.Array
@@ -32,7 +30,7 @@ class Eagle1(HeadModule):
         config, width = self.config, self.config.layer.width
         self.fc = weight(self, "fc", (2 * width, width), ("features", "embed"), fan_in=2 * width)
         if config.fc_bias:
-            self.fc_bias = bias(self, "fc_bias", ("embed",), jnp.zeros((1, 1, width)))
+            self.fc_bias = zero_bias(self, "fc_bias", ("embed",), jnp.zeros((1, 1, width)))
         self.attention = Attention(config.layer)
         self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
 

@@ -21,11 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specsamp.models.config import TransformerConfig
-from specsamp.models.experts_config import ExpertsConfig
-from specsamp.models.feedforward import ACTIVATIONS
+from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.interface import MeshLayout
-from specsamp.models.parameters import weight
+from specsamp.models.modules import ACTIVATIONS, weight
 from specsamp.models.per_device import per_device
 from specsamp.models.products import contract, contract_slice
 
@@ -155,17 +153,16 @@ def block_size(tokens: int, experts: ExpertsConfig) -> int:
 
 
 def expected_steps(scope: str) -> float | None:
-    """Returns how often the loop of that scope is expected to run, None for a scope of none.
+    """Returns how often the loop with this scope is expected to run; None for the scope of any other loop.
 
-    The assumptions are those of `ExpertsConfig.expected_touched`. Of devices that divide the experts among them it is the
-    one that has most of those chosen: the others wait for it.
+    See `ExpertsConfig.expected_blocks`: devices wait for the device with most blocks.
     """
     found = _SCOPE.search(scope)
     if found is None:
         return None
-    said = {name: int(value) for name, value in found.groupdict().items()}
-    experts = ExpertsConfig(num_experts=said["total"], experts_per_token=said["chosen"], width=1)
-    return experts.expected_slowest(said["tokens"], said["block"], said["total"] // said["here"])
+    numbers = {name: int(value) for name, value in found.groupdict().items()}
+    experts = ExpertsConfig(num_experts=numbers["total"], experts_per_token=numbers["chosen"], width=1)
+    return experts.expected_blocks(numbers["tokens"], numbers["block"], numbers["total"] // numbers["here"])
 
 
 def _one_expert(stacked: dict[str, Any], activation: str, x_RD: Array, expert: Array) -> Array:

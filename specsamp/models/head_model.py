@@ -49,14 +49,13 @@ class HeadModel(LanguageModel):
     def fit_slots(self, weights: Any, slots: int) -> Any:
         return weights | {"target": self.target.fit_slots(weights["target"], slots)}
 
-    def streamed(self, weights: Any) -> list[Array]:
-        """Returns the matrices of a step: what only `FeatureHead.fuse` reads is read once a round."""
+    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]]:
+        """See `LanguageModel.matrices_read`. A round reads the matrices of `FeatureHead.fuse` once, a step does not."""
         params, of_target = weights["head"]["params"], weights["target"]["params"]
-        read = [part for name, part in params.items() if self.head.config.is_read_by_a_step(name)]
-        matrices = jax.tree.leaves(read)
+        matrices = jax.tree.leaves([part for name, part in params.items() if self.head.config.is_read_by_a_step(name)])
         if not self.head.config.own_output:
             matrices.append(of_target.get(OUTPUT_EMBEDDING, of_target["embedding"]))
-        return [x for x in matrices if x.ndim >= 2]
+        return [(matrix, 1.0) for matrix in matrices if matrix.ndim >= 2]
 
     def weight_axes(self) -> Any:
         return {"head": self.head.weight_axes(), "target": self.target.weight_axes()}

@@ -25,7 +25,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
 from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import LanguageModel, LayeredModel
-from specsamp.models.parameters import weight
+from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
 Array = jax.Array

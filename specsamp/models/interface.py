@@ -127,17 +127,16 @@ class LanguageModel(abc.ABC):
         """Returns the model to lay out over a mesh: itself, unless it is made for a single device."""
         return self
 
-    def streamed(self, weights: Any) -> list[Array] | None:
-        """Returns the matrices that a call multiplies by, whatever its length, for cost forecasts; None: unknown."""
-        return None
+    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
+        """Returns the matrices that a call multiplies by, and the share of each that it is expected to read.
 
-    def chosen(self, weights: Any, tokens: int) -> list[tuple[Array, float]]:
-        """Returns the matrices of which a call reads what its tokens choose, each with the share that is expected.
+        Costs are estimated from them. The share is below 1 for stacked experts, of which tokens choose a few. None: all
+        arrays with two axes or more.
 
         Args:
-          tokens: of all rows of a call.
+          tokens: of all sequences of the call.
         """
-        return []
+        return None
 
     def param_axes(self) -> Any:
         """Returns the logical axis names of parameters, a tree of `PartitionSpec`; None: every device has all."""

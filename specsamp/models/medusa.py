@@ -11,13 +11,13 @@ import flax.linen as nn
 import jax
 
 from specsamp.models.heads import HeadConfig, HeadModule
-from specsamp.models.parameters import weight
+from specsamp.models.modules import weight
 from specsamp.models.products import contract
 
 Array = jax.Array
 
 
-class Block(nn.Module):
+class MedusaHead(nn.Module):
     """The parameters of one head. Its residual block adds nothing at first."""
 
     config: MedusaConfig
@@ -44,7 +44,7 @@ class Medusa(HeadModule):
     config: MedusaConfig
 
     def setup(self):
-        self.head = [Block(self.config) for _ in range(self.config.num_heads)]
+        self.head = [MedusaHead(self.config) for _ in range(self.config.num_heads)]
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         return hidden[0]

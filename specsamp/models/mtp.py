@@ -10,10 +10,8 @@ import jax.numpy as jnp
 
 from specsamp.models.attention import Attention
 from specsamp.models.cache import KVCache
-from specsamp.models.feedforward import FeedForward
 from specsamp.models.heads import HeadConfig, HeadModule, finish_layer
-from specsamp.models.norm import Norm
-from specsamp.models.parameters import weight
+from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract
 
 Array = jax.Array

@@ -40,7 +40,7 @@ def rows_of_call(
         return [rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders], memory_BS
     if memory_BS is None:
         raise ValueError("n-gram embeddings of a tree need a cache: the tokens before the tree are read from it")
-    memory_BS = write_tokens(memory_BS, tokens_BT, start_B)
+    memory_BS = _write_memory(memory_BS, tokens_BT, start_B)
     slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
     tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
     # Each token of a tree with its own context, as if it were a row of a batch.
@@ -78,7 +78,7 @@ def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: i
     batch, length = tokens_BT.shape
     if memory_BS is None:
         return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1), None
-    memory_BS = write_tokens(memory_BS, tokens_BT, start_B)
+    memory_BS = _write_memory(memory_BS, tokens_BT, start_B)
     padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
 
     def read(row, start):
@@ -89,6 +89,6 @@ def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: i
     return jax.vmap(read)(padded_BS, start_B), memory_BS
 
 
-def write_tokens(memory_BS: Array, tokens_BT: Array, start_B: Array) -> Array:
+def _write_memory(memory_BS: Array, tokens_BT: Array, start_B: Array) -> Array:
     """Writes a call's tokens into the memory, see `write_slots`."""
     return write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]

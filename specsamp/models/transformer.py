@@ -172,30 +172,19 @@ class TransformerLM(LayeredModel):
         table = PartitionSpec("kv_heads", "slots", "head")
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
 
-    def streamed(self, weights: Any) -> list[Array | Int8Weight]:
-        """Returns the matrices that a call multiplies by, whatever its length.
-
-        These are no tables that rows are looked up in, and no experts, see `chosen`.
-        """
-        named = jax.tree_util.tree_leaves_with_path(weights["params"], is_leaf=is_int8)
-        looked_up = {POSITION_EMBEDDING}
+    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
+        """See `LanguageModel.matrices_read`. Tables of which a call looks up a few rows do not count."""
+        experts, tables = self.config.experts, {POSITION_EMBEDDING}
+        share = 1.0 if experts is None else experts.expected_touched(tokens) / experts.num_experts
         if UNEMBEDDING in weights["params"] or not self.config.tied:
-            looked_up.add("embedding")
-
-        def is_table(name):
-            return name in looked_up or name.startswith("ngrams")
-
-        experts = {id(leaf) for leaf, _ in self.chosen(weights, 1)}
-        return [x for path, x in named if x.ndim >= 2 and not is_table(path[-1].key) and id(x) not in experts]
-
-    def chosen(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
-        """Returns the matrices of experts, see `LanguageModel.chosen` and `ExpertsConfig.expected_touched`."""
-        experts = self.config.experts
-        if experts is None:
-            return []
-        share = experts.expected_touched(tokens) / experts.num_experts
-        layers = [weights["params"][f"layer_{i}"] for i in range(self.num_layers) if self.config.has_experts(i)]
-        return [(layer["experts"][name], share) for layer in layers for name in STACKED_AXES]
+            tables.add("embedding")
+        matrices = []
+        for path, matrix in jax.tree_util.tree_leaves_with_path(weights["params"], is_leaf=is_int8):
+            module, name = ("", *(key.key for key in path))[-2:]
+            if matrix.ndim >= 2 and name not in tables and not name.startswith("ngrams"):
+                is_stacked = module == "experts" and name in STACKED_AXES
+                matrices.append((matrix, share if is_stacked else 1.0))
+        return matrices
 
     # Caches.
 

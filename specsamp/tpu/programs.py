@@ -76,12 +76,9 @@ class Programs:
           tokens: of each row, which only counts for experts.
         """
         weights = self.weights(model)
-        streamed = {id(leaf) for leaf in jax.tree.leaves((model.streamed(weights), weights.get("relative_keys")))}
-        read = _size([leaf for leaf in jax.tree.leaves(weights) if id(leaf) in streamed])
         rows = self.batch // DataShards(self.mesh).count
-        for matrix, share in model.chosen(weights, rows * tokens):
-            read += share * _size(matrix)
-        return read + live * _size(self.cache(model))
+        matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), 1.0)]
+        return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
         """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""

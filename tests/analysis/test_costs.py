@@ -10,7 +10,7 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, ModelSize, PerCall, Roofline, Round
 from specsamp.analysis.planner import make_plan
 from specsamp.checkpoints.published import published_config
-from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.config import ExpertsConfig
 from specsamp.tpu.costs import compiled_costs
 
 

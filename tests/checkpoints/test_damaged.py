@@ -219,7 +219,7 @@ def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
         (dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 scaling .* without 'original_max"),
         (dict(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
         (dict(architectures={"text": "Llama"}), "architecture .*Llama.*; known are LlamaForCausalLM"),
-        (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be positive; got '1e-5'"),
+        (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be above 0; got '1e-5'"),
         (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got"),
         (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.config import ExpertsConfig
 from specsamp.models.transformer import TransformerLM
 from support import golden
 from support.enumeration import COMPILE_FAST

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import ShardedModel, shard, shard_model
-from specsamp.models.config import tiny
+from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import STACKED_AXES
-from specsamp.models.experts_config import ExpertsConfig
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params

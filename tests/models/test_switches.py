@@ -179,8 +179,8 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
     "changes, message",
     [
         (dict(norm="batch"), "norm must be one of rms, layer; got 'batch'"),
-        (dict(window=0), "window must be a positive integer; got 0"),
-        (dict(logit_cap=0.0), "logit_cap must be positive, or None; got 0.0"),
+        (dict(window=0), "window must be an integer >= 1.*got 0"),
+        (dict(logit_cap=0.0), "logit_cap must be above 0; got 0.0"),
         (dict(global_layers=(1,)), "set window"),
         (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),

@@ -8,8 +8,7 @@ import pytest
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.compiling import FEWEST_COLLECTIVES
-from specsamp.models.config import TransformerConfig
-from specsamp.models.experts_config import ExpertsConfig
+from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.programs import Programs
 from specsamp.tpu.report import STEP_WINDOWS, step_windows
@@ -46,7 +45,7 @@ def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
     traffic, floor = traffic_of(compiled.as_text()), made.floor(made.target, tokens=5)
     experts = made.target.config.experts
     devices = 4 if experts.num_experts == 32 else 1  # that have whole experts, and wait for each other
-    uneven = devices * experts.expected_slowest(5, 5, devices) / experts.expected_touched(5)
+    uneven = devices * experts.expected_blocks(5, 5, devices) / experts.expected_touched(5)
     chosen = made.floor(made.target, tokens=5) - made.floor(made.target, tokens=0)
     assert (uneven > 1.2) == (devices > 1)
     assert traffic.bytes == pytest.approx(floor + (uneven - 1) * chosen, rel=0.05)

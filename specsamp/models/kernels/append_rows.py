@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specsamp.models.kernels.common import in_hbm, product
+from specsamp.models.kernels.common import einsum_in_float32, in_hbm
 
 Array = jax.Array
 
@@ -78,7 +78,7 @@ def _kernel(start_B, *refs, length, place):
         token_MSX = first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, tile, tokens), 1)
         is_token_MSX = token_MSX == jax.lax.broadcasted_iota(jnp.int32, token_MSX.shape, 2)
         rows = new[0].astype(jnp.bfloat16) if new.dtype == jnp.int8 else new[0]  # exact; TPU v4 has no int8 products
-        moved = product("msx,mxh->msh", is_token_MSX.astype(rows.dtype), rows)
+        moved = einsum_in_float32("msx,mxh->msh", is_token_MSX.astype(rows.dtype), rows)
         token_MSH = first - start + jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
         is_new = (token_MSH >= 0) & (token_MSH < length)
         out[0] = jnp.where(is_new, moved.astype(out.dtype), old[0])

@@ -14,7 +14,7 @@ def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
-def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes ``einsum(spec, x, y)`` of one floating dtype, summed in float32.
 
     Of float32 it keeps every bit. Matrix units have no more to give to bfloat16, and refuse to be asked.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specsamp.models.kernels.common import LANES, in_hbm, product
+from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm
 from specsamp.models.kernels.seen_slots import SeenSlots
 from specsamp.models.products import soft_cap
 
@@ -152,7 +152,7 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
     queries, keys, values = (operands[name][0] for name in ("q", "keys", "values"))
-    scores = product("mrh,msh->mrs", queries, keys.astype(queries.dtype))
+    scores = einsum_in_float32("mrh,msh->mrs", queries, keys.astype(queries.dtype))
     if "key_scales" in operands:
         scores = scores * operands["key_scales"][0]
     if "bias" in operands:
@@ -172,7 +172,9 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
     total[...] = total[...] * kept + weights.sum(axis=-1, keepdims=True)
     if "value_scales" in operands:
         weights = weights * operands["value_scales"][0]
-    mean[...] = mean[...] * kept + product("mrs,msh->mrh", weights.astype(queries.dtype), values.astype(queries.dtype))
+    mean[...] = mean[...] * kept + einsum_in_float32(
+        "mrs,msh->mrh", weights.astype(queries.dtype), values.astype(queries.dtype)
+    )
 
     @pl.when(block == last_B[row])
     def _():
@@ -190,4 +192,4 @@ def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tre
     shape = (tree_RX.shape[1], count)
     slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     moved = slots == tree_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    return seen | (product("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)
+    return seen | (einsum_in_float32("rx,xs->rs", tree_RX, moved.astype(jnp.float32)) > 0.5)

@@ -1,0 +1,90 @@
+"""The small parts of all models: declared weights and biases, the norm, and the feed-forward part of a layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.int8 import Int8Weight
+from specsamp.models.products import contract
+
+Array = jax.Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+}
+
+
+def weight(
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int
+) -> Array | Int8Weight:
+    """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its value."""
+    init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), axes)
+    return module.param(name, init, shape)
+
+
+def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:
+    """Declares a bias for the last axis of ``y``, zero at first; returns it in the dtype and rank of ``y``."""
+    init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+    return _with_rank(module.param(name, init, y.shape[-1:]).astype(y.dtype), y.ndim)
+
+
+def _with_rank(x: Array, ndim: int) -> Array:
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+class Norm(nn.Module):
+    """RMS (Zhang and Sennrich, arXiv 1910.07467) or layer normalisation of the last axis; in float32."""
+
+    config: TransformerConfig
+    axis: str = "embed"  # the logical name of the last axis
+
+    @nn.compact
+    def __call__(self, x):
+        config = self.config
+
+        def vector(name, init):
+            value = self.param(name, nn.with_logical_partitioning(init, (self.axis,)), x.shape[-1:])
+            return _with_rank(value.astype(jnp.float32), x.ndim)
+
+        scale = vector("scale", nn.initializers.zeros if config.norm_offset else nn.initializers.ones)
+        x32 = x.astype(jnp.float32)
+        if config.norm == "layer":
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_epsilon)
+        normed = normed * (1 + scale if config.norm_offset else scale)
+        if config.norm == "layer":
+            normed = normed + vector("bias", nn.initializers.zeros)
+        return normed.astype(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """Two products with an activation between them, ``[B, T, D] -> [B, T, F] -> [B, T, D]``, gated or not."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        config = self.config
+        width, inner = config.width, config.feedforward_width
+
+        def biased(name, axis, y):
+            return y + zero_bias(self, name, (axis,), y) if config.feedforward_bias else y
+
+        def project(name):
+            weight_DF = weight(self, name, (width, inner), ("embed", "mlp"), fan_in=width)
+            return biased(f"{name}_bias", "mlp", contract("BTD,DF->BTF", x_BTD, weight_DF, dtype=jnp.float32))
+
+        activation, up_BTF = ACTIVATIONS[config.activation], project("up")
+        inner_BTF = activation(project("gate")) * up_BTF if config.gated else activation(up_BTF)
+        down_FD = weight(self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner)
+        return biased("down_bias", "embed", contract("BTF,FD->BTD", inner_BTF.astype(x_BTD.dtype), down_FD))
