@@ -124,9 +124,7 @@ def check_flags() -> None:
     """
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
-    for name, others in GOES_WITH.items():
-        if all(flags.FLAGS[other].value is None for other in others):
-            entry.refuse_flags([name], f"it goes with {' or '.join(f'--{other}' for other in others)}")
+    entry.check_goes_with(GOES_WITH)
     if _CHIP_HOUR.value is not None and _DEVICES.value is None:
         raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
 

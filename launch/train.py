@@ -8,6 +8,8 @@ python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/med
 """
 
 import dataclasses
+import json
+import os
 from typing import Any
 
 import jax
@@ -20,19 +22,13 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.training import (
-    TrainingConfig,
-    check_all_processes,
-    check_first,
-    check_generated,
-    check_length,
-    check_split,
-    say_what_it_was_trained_for,
-)
+from launch.lib.training import TrainingConfig
 from specsamp import storage
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.public_pair import check_head_of
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.decoding.data_shards import DATA
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
@@ -81,7 +77,7 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     if target is not None and target.public:
         config = config.with_model(source.of_target(dict(config.model), target.config))
     run.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
-    model = make_model(config)
+    model, is_head = make_model(config), config.head is not None
     first = open_first(config, target) if config.init else None
     task = make_task(config, model, target)
     corpus = read_corpus(
@@ -89,8 +85,8 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     )
     made_from = {"corpus": corpus.describe()}
     run.check_same(folder, "corpus", made_from["corpus"])
-    if target is not None:
-        check_split(data.held_out, corpus, target)
+    for other in filter(None, (target, first)):
+        check_split(data.held_out, corpus, other)
     tokenizer = make_tokenizer(config, folder, corpus, target or first)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -100,20 +96,24 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, config, corpus, tokenizer)
     check_devices(train_config, held_out, mesh)
-    check_length(config, model, target)
-    check_generated(config, target, mesh)
+    check_positions(config, model, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
         made_from["target"] = target.identity | sizes_of(target)
         run.check_same(folder, "target", made_from["target"])
-    first_params = None if first is None else check_first(config, first, corpus, tokenizer, task)
+    first_params = None if first is None else check_first(config, first, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
-    if config.head is not None and first is not None:
-        say_what_it_was_trained_for(config, first, target, console)
+    if (
+        is_head
+        and first is not None
+        and first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]
+    ):
+        told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
+        console.print(told, style="yellow", markup=False, soft_wrap=True)
     if entry.is_first():
         run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
-        if config.head is not None and config.head.get("draft_vocab_size"):
+        if is_head and config.head.get("draft_vocab_size"):
             run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
-        if config.head is not None and first is not None and not (folder / run.BEFORE).exists():
+        if is_head and first is not None and not (folder / run.BEFORE).exists():
             storage.write_json(folder / run.BEFORE, run.history(config.init))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
@@ -138,8 +138,104 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     )
 
 
+def check_all_processes(folder: epath.Path, config: TrainingConfig, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
+    """Checks that all processes have one configuration, corpus, tokenizer and folder.
+
+    Raises:
+      ValueError: on every process, with the difference.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = {
+        "configuration": json.dumps(config.recorded),
+        "corpus": corpus.describe()["sha256"],
+        "tokenizer": tokenizer.to_json(),
+    }
+    theirs = distributed.gather_objects(facts)
+    different = [name for name in facts if len({other[name] for other in theirs}) > 1]
+    if different:
+        raise ValueError(
+            f"the processes differ in {', '.join(different)}: give all the same command, and hosts with another Python "
+            "a --config.data.folder of their own copy of the text"
+        )
+    word = distributed.from_first(lambda: os.urandom(8).hex())
+    if entry.is_first():
+        storage.write(folder / "seen_by_all", word)
+    multihost_utils.sync_global_devices("a word in the folder")
+    seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
+    if not all(distributed.gather_objects(seen)):
+        raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
+
+
+def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
+    """Refuses a model that has read what this run holds out, or holds out what this run reads.
+
+    Raises:
+      ValueError: both were given the same files, with another share of them held out.
+    """
+    theirs = other.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
+    if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
+        return
+    raise ValueError(
+        f"data.held_out {held_out} is not the {theirs['held_out']} of {other.folder}, on the same files: held-out text "
+        f"of one model was read by the other. Give --config.data.held_out={theirs['held_out']}"
+    )
+
+
+def check_positions(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
+    """Refuses windows that are longer than a model has positions, and rows to write that do not divide over the mesh.
+
+    Raises:
+      ValueError: with both numbers.
+    """
+    length, fields = config.data.length, config.generated
+    shapes = {"model": model.config} | ({} if target is None else {"target": target.config})
+    for name, shape in shapes.items():
+        if length > shape.max_positions:
+            raise ValueError(f"data.length {length} is more than the {name}'s {shape.max_positions} positions")
+    if target is None or not fields.rows or not fields.share:
+        return
+    if target.mesh is not None and fields.batch % mesh.shape[DATA]:
+        raise ValueError(
+            f"generated.batch {fields.batch} does not divide over {mesh.shape[DATA]} devices of the mesh axis '{DATA}'"
+        )
+    if length + 1 > target.config.max_positions:
+        raise ValueError(
+            f"to write windows of data.length {length} + 1 tokens the target has too few positions, "
+            f"{target.config.max_positions}: shorten them, or set generated.rows to 0"
+        )
+
+
+def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer, task: Task) -> Any:
+    """Returns the parameters that training begins with.
+
+    Raises:
+      ValueError: they are of another tokenizer, model or kind of head, with the fields that differ.
+    """
+    if config.head is not None:  # shapes show neither its layers nor where its norms stand
+        here, there = shape_of(task.head.config), shape_of(first.config)
+        names = [name for name in there | here if there.get(name) != here.get(name)]
+        if names:
+            different = "; ".join(f"{name} is {there.get(name)!r}, here {here.get(name)!r}" for name in names)
+            raise ValueError(f"the head in {config.init} is another one: {different}. Set these fields as it has them")
+    own = first.folder / "tokenizer.json"  # a head that was exported has none: its target's is checked
+    if own.exists() and JsonTokenizer(own).to_json() != tokenizer.to_json():
+        raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    params = {name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS}
+    check_shapes(f"the model in {config.init}", params, shapes)
+    return params
+
+
+def shape_of(head: Any) -> dict[str, Any]:
+    """Returns the fields of a head and of its layer, without dtypes."""
+    layer = {f"layer.{name}": value for name, value in dataclasses.asdict(head.layer).items() if name != "dtype"}
+    own = {name: value for name, value in dataclasses.asdict(head).items() if name not in ("layer", "dtype")}
+    return {"kind": head.kind, **own, **layer}
+
+
 def open_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
-    """Opens what a draft or a head learns from: of a run or a pair, or a public checkpoint.
+    """Opens the target of a draft or a head: a run, a pair, or a public checkpoint.
 
     Raises:
       FileNotFoundError, ValueError: none is named, or it cannot be read.
@@ -158,7 +254,7 @@ def open_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
-    """Returns what is trained: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
+    """Returns the training task: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
     if config.head is not None:
         head = source.make_head(model.config, config.head, **sizes_of(target))
         if target.public:
@@ -173,32 +269,28 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
 
 
 def make_teacher(
-    config: TrainingConfig,
-    task: Task,
-    target: Source | None,
-    windows: Windows,
-    first: Source | None = None,
+    config: TrainingConfig, task: Task, target: Source | None, windows: Windows, first: Source | None
 ) -> Any:
-    """Returns what the task looks at and does not train; a reduced vocabulary is that of the most frequent tokens."""
+    """Returns the parameters that the task reads and does not train; a reduced vocabulary has the most frequent tokens."""
     if config.head is None:
         return None if target is None else target.params
-    size = config.head.get("draft_vocab_size")
-    if not size:
-        return task.teacher(target.params, None)
-    if first is None:
-        return task.teacher(target.params, most_frequent(windows.stream, task.target.vocab_size, size))
-    return task.teacher(target.params, np.asarray(first.params[DRAFT_IDS]))  # the rows of its output are of these ids
+    size, ids = config.head.get("draft_vocab_size"), None
+    if size and first is not None:
+        ids = np.asarray(first.params[DRAFT_IDS])  # the rows of its output are of these ids
+    elif size:
+        ids = most_frequent(windows.stream, task.target.vocab_size, size)
+    return task.teacher(target.params, ids)
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source:
-    """Reads what training begins with: a run of the same kind, a head that was exported or published, a pair's target."""
+    """Opens the first parameters: of a run of the same kind, an exported or published head, or a pair's target."""
     if config.head is not None:
         return source.open_first_head(config.init, target.config)
     return source.open_target(config.init) if target is None else source.open_trained(config.init)
 
 
 def sizes_of(target: Source) -> dict[str, int]:
-    """Returns what a head must know of its target."""
+    """Returns the sizes of the target that shape a head."""
     return {"target_layers": target.config.num_layers, "target_width": target.config.width}
 
 

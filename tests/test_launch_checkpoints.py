@@ -102,12 +102,12 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, target.params, random_params(CONFIG))
     assert JsonTokenizer(target.folder / "tokenizer.json", EOS).vocab_size <= CONFIG.vocab_size
     again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
-    assert again.returncode == 2 and "holds a model already: choose another folder" in again.stderr
+    assert again.returncode == 2 and "choose another folder" in again.stderr
     export_of_it = call("export", f"--run={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
-    assert export_of_it.returncode == 2 and "was converted from a public checkpoint: export" in export_of_it.stderr
+    assert export_of_it.returncode == 2 and "was converted from a public checkpoint" in export_of_it.stderr
     (tmp_path / "orbax" / "run.json").unlink()
     again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
-    assert again.returncode == 2 and "a conversion that did not end: delete the folder" in again.stderr
+    assert again.returncode == 2 and "a conversion that did not end" in again.stderr
 
 
 def test_a_damaged_run_is_one_line(tmp_path):

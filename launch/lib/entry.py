@@ -19,7 +19,7 @@ import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before JAX: only errors of the runtime
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,13 @@ def refuse_flags(names: Iterable[str], why: str) -> None:
     for name in sorted(names):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name} has no effect: {why}")
+
+
+def check_goes_with(others: Mapping[str, Sequence[str]]) -> None:
+    """Refuses a flag unless one of its others has a value; raises ValueError with both."""
+    for name, needed in others.items():
+        if all(flags.FLAGS[other].value is None for other in needed):
+            refuse_flags([name], f"it goes with {' or '.join(f'--{other}' for other in needed)}")
 
 
 def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:

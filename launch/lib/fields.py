@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -263,7 +264,7 @@ _LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "chec
 
 
 def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration; ``group`` is the name of a group of them, for messages."""
+    """Returns a dataclass of the fields of a configuration; ``group`` is the name of a group of them, such as "train."."""
     if kind is ModelFields:
         return ModelFields(tuple(fields.items()))
     known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}
@@ -279,7 +280,13 @@ def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
         elif isinstance(value, int) and str(known[name].type).startswith("float"):
             value = float(value)
         values[name] = value
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:  # a message that begins with a field gets the name that a user types
+        message = str(error).removeprefix(group)
+        if re.match(r"\w*", message)[0] not in known:
+            raise
+        raise ValueError(f"--config.{group}{message}") from error
 
 
 @functools.cache

@@ -97,7 +97,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     (target / "run.json").write_text(
         json.dumps({"model": run_json["model"]}), encoding="utf-8"
     )  # as of a converted one
-    with pytest.raises(ValueError, match="was converted from a public checkpoint and stays as it is"):
+    with pytest.raises(ValueError, match="was converted from a public checkpoint"):
         export.export_pair(target, tmp_path / "draft", tmp_path / "none", quiet())
     assert not (tmp_path / "none").exists()
 
@@ -137,7 +137,7 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
         ("target", {"data.pattern": "*.txt"}, r"nothing to train on: .*'\*.txt'"),
         ("target", {"model.vocab_size": 100}, "the tokenizer has 257 tokens, the model a vocabulary of 100"),
         ("target", {"data.tokenizer": "no.json"}, "no tokenizer at no.json"),
-        ("target", {"intervals.log": 0}, "intervals.log must be >= 1 .* got 0"),
+        ("target", {"intervals.log": 0}, "intervals.log must be .* got 0"),
         ("target", {"model.max_positions": 8}, "data.length 16 is more than the model's 8 positions"),
     ],
 )
@@ -151,11 +151,11 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path,
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"generated.share": 1.5}, r"generated.share must be in \[0, 1\]; got 1.5"),
-        ({"generated.rows": -1}, r"generated.rows must be in \[1, inf\]; got -1"),
-        ({"generated.batch": 0}, r"generated.batch must be in \[1, inf\]; got 0"),
-        ({"generated.greedy_share": 2.0}, r"generated.greedy_share must be in \[0, 1\]; got 2.0"),
-        ({"generated.prompt_length": 17}, r"generated.prompt_length must be in \[1, 16\]; got 17"),
+        ({"generated.share": 1.5}, "--config.generated.share must be .*; got 1.5"),
+        ({"generated.rows": -1}, "--config.generated.rows must be .*; got -1"),
+        ({"generated.batch": 0}, "--config.generated.batch must be .*; got 0"),
+        ({"generated.greedy_share": 2.0}, "--config.generated.greedy_share must be .*; got 2.0"),
+        ({"generated.prompt_length": 17}, "--config.generated.prompt_length 17 must be at most data.length, 16"),
         ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
         ({"objective": "kl"}, "objective must be one of forward_kl, reverse_kl, total_variation.*got 'kl'"),

@@ -74,7 +74,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     assert (done.returncode or 0) == 0 and "MB, of step 4" in done.stdout, done.stderr
     (pair_folder / "config.json").write_text("{}", encoding="utf-8")
     refused = call("export", arguments[0], f"--output={pair_folder}")
-    assert refused.returncode == 2 and "give a folder of its own" in refused.stderr
+    assert refused.returncode == 2 and "that was not exported here" in refused.stderr
     (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
