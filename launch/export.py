@@ -213,8 +213,6 @@ def convert(console: Console) -> None:
     model = TransformerLM(checkpoint.config)
     if _MODEL.value > 1:
         model = shard_model(model, Layout.tensor_parallel(make_mesh(count // _MODEL.value, _MODEL.value)))
-    for note in checkpoint.notes:
-        console.print(entry.visible(note))
     console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {weight_dtype or _DTYPE.value}")
     start = time.perf_counter()
     with entry.keeps(f"delete {_OUTPUT.value} before you start again, it may hold a part"):
