@@ -53,3 +53,17 @@ print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & 
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert found.stdout == "[]\n", found.stdout + found.stderr
+
+
+def test_the_shipped_pair_is_read_without_orbax_and_pallas():
+    """Converted checkpoints and training alone need the first, kernels the second."""
+    code = """
+import sys
+from specsamp.checkpoints.pair import load_pair
+load_pair("python")
+print(sorted({"orbax", "tensorstore", "optax", "jax.experimental.pallas", "jinja2"} & set(sys.modules)))
+import specsamp.checkpoints.hugging_face
+assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert found.stdout == "[]\n" and found.returncode == 0, found.stdout + found.stderr

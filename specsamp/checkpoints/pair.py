@@ -20,7 +20,6 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,14 +27,12 @@ import safetensors
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from specsamp import storage
-from specsamp.checkpoints.heads import open_head, read_head
+from specsamp import storage, validate
 from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import DECODING, TransformerConfig
-from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import FLOAT, SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
@@ -53,7 +50,6 @@ def load_pair(
     draft: str = "model",
     dtype: str = "float32",
     int8: Int8 = FLOAT,
-    check_fit: Callable[[Pair], Any] | None = None,
 ) -> Pair:
     """Reads a pair, ready for `generate`.
 
@@ -62,15 +58,13 @@ def load_pair(
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
       int8: what is in int8 instead: weights as they are stored.
-      check_fit: is called with a pair that has a head, such as `specsamp.evaluation.head_check.warn_unless_it_fits`.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
       ValueError: another word for ``draft``; a file is damaged, of other shapes than pair.json says (both are listed),
         or the tokenizer does not fit the models.
     """
-    if draft not in ("model", "head"):
-        raise ValueError(f"draft must be 'model' or 'head'; got {draft!r}")
+    validate.choice("draft", draft, ("model", "head"))
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:
@@ -82,6 +76,9 @@ def load_pair(
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     if draft == "head":
+        from specsamp.checkpoints.heads import open_head, read_head  # with Orbax, which a draft model does without
+        from specsamp.models.heads import FeatureHead
+
         place = head_folder(folder)
         checkpoint = open_head(place, configs["target"], dtype=dtype)
         layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
@@ -90,15 +87,12 @@ def load_pair(
     else:
         params = _load_params(folder / "draft.safetensors", models["draft"])
         drafting = {"draft": models["draft"], "draft_params": params}
-    pair = Pair(
+    return Pair(
         target=models["target"],
         target_params=_load_params(folder / "target.safetensors", models["target"]),
         tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=eos),
         **drafting,
     )
-    if draft == "head" and check_fit:
-        check_fit(pair)
-    return pair
 
 
 def head_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:

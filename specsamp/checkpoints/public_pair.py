@@ -44,32 +44,33 @@ def read_pair(
       dtype: of weights, activations and caches.
       int8: what is in int8 instead; weights are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
-      say: is told where the two differ without harm.
-      check: is shown target and draft before any weight is read, and raises ValueError if they will not do.
+      say: called with a sentence for each harmless difference of the two.
+      check: called with target and draft before any weight is read; raises ValueError to refuse them.
 
     Raises:
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
         together, see `differences`: before any weight is read.
     """
-    sides = {"target": target, "draft": draft}
-    checkpoints = [open_checkpoint(name, dtype=dtype, **int8.of(side)) for side, name in sides.items()]
-    for difference in differences(*checkpoints):
+    ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
+    theirs = open_checkpoint(draft, dtype=dtype, **int8.of("draft"))
+    for difference in differences(ours, theirs):
         say(difference)
-    models = [TransformerLM.for_backend(config) for config in padded_configs(*checkpoints, multiple=_devices(mesh))]
+    rows = max(ours.config.vocab_size, theirs.config.vocab_size)
+    models = [TransformerLM.for_backend(_padded(side.config, rows, ours, mesh)) for side in (ours, theirs)]
     if mesh is not None:
         layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
         models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
     check(*models)
-    for checkpoint, model in zip(checkpoints, models):
+    for checkpoint, model in zip((ours, theirs), models):
         check_readable(checkpoint, model)
-    params = [read_params(checkpoint, model, progress) for checkpoint, model in zip(checkpoints, models)]
+    params = [read_params(checkpoint, model, progress) for checkpoint, model in zip((ours, theirs), models)]
     return Pair(
         target=models[0],
         target_params=params[0],
         draft=models[1],
         draft_params=params[1],
-        tokenizer=checkpoints[0].tokenizer,
-        stop=checkpoints[0].stop_ids or None,
+        tokenizer=ours.tokenizer,
+        stop=ours.stop_ids or None,
         shards=DataShards(mesh),
     )
 
@@ -85,57 +86,50 @@ def read_head_pair(
     progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
     check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
-    check_fit: Callable[[Pair], Any] | None = None,
 ) -> Pair:
     """Reads a target and a head that drafts from its hidden states, ready for `generate`.
 
     Args:
       target, head: folders, ``gs://`` folders or ids of the hub.
       dtype, int8, mesh, draft_model_parallelism, progress: see `read_pair`.
-      say: is told if the head was trained for another model of the same sizes.
-      check: is shown target and head before any weight is read, and raises ValueError if they will not do.
-      check_fit: is called with the pair, such as `specsamp.evaluation.head_check.warn_unless_it_fits`.
+      say: called with a sentence if the head was trained for another model of the same sizes.
+      check: called with target and head before any weight is read; raises ValueError to refuse them.
 
     Raises:
       FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
     """
-    checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    embedding = None if checkpoint.is_converted else checkpoint.tensors[checkpoint.sources()["embedding"].tensor]
-    opened = open_head(head, checkpoint.config, target_embedding=embedding, dtype=dtype)
-    for note in opened.notes(checkpoint.name):
+    ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
+    ours.require_tokenizer()
+    embedding = None if ours.is_converted else ours.tensors[ours.sources()["embedding"].tensor]
+    theirs = open_head(head, ours.config, target_embedding=embedding, dtype=dtype)
+    for note in theirs.notes(ours.name):
         say(note)
-    check_head_of(checkpoint, opened.config, opened.name)
-    devices = _devices(mesh)
-    rows = -(-checkpoint.config.vocab_size // devices) * devices
-    real = checkpoint.require_tokenizer().vocab_size
-    model = TransformerLM.for_backend(
-        dataclasses.replace(checkpoint.config, vocab_size=rows, num_real_tokens=min(real, rows))
-    )
-    layer = dataclasses.replace(opened.config.layer, vocab_size=rows, **int8.of("draft"))
-    drafting = FeatureHead(dataclasses.replace(opened.config, layer=layer))
+    check_head_of(ours, theirs.config, theirs.name)
+    model = TransformerLM.for_backend(_padded(ours.config, ours.config.vocab_size, ours, mesh))
+    layer = dataclasses.replace(theirs.config.layer, vocab_size=model.config.vocab_size, **int8.of("draft"))
+    drafting = FeatureHead(dataclasses.replace(theirs.config, layer=layer))
     if mesh is not None:
         model = shard_model(model, Layout.tensor_parallel(mesh))
         drafting = shard_head(drafting, draft_layout(mesh, draft_model_parallelism))
         drafting.param_shardings(jax.eval_shape(FeatureHead(drafting.config).init, jax.random.key(0)))
     check(model, drafting)
-    check_readable(checkpoint, model)
-    pair = Pair(
+    check_readable(ours, model)
+    return Pair(
         target=model,
-        target_params=read_params(checkpoint, model, progress),
+        target_params=read_params(ours, model, progress),
         head=drafting,
-        draft_params=read_head(opened, drafting, progress),
-        tokenizer=checkpoint.tokenizer,
-        stop=checkpoint.stop_ids or None,
+        draft_params=read_head(theirs, drafting, progress),
+        tokenizer=ours.tokenizer,
+        stop=ours.stop_ids or None,
         shards=DataShards(mesh),
     )
-    if check_fit:
-        check_fit(pair)
-    return pair
 
 
-def _devices(mesh: Mesh | None) -> int:
-    """Returns the number of devices that hold one copy of a model together."""
-    return 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)
+def _padded(config: TransformerConfig, rows: int, target: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
+    """Returns the config with ``rows`` tokens, rounded up so that they divide over a mesh; those of padding are masked."""
+    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # that hold a copy together
+    rows = -(-rows // devices) * devices
+    return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(target.tokenizer.vocab_size, rows))
 
 
 def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
@@ -162,24 +156,14 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
     for checkpoint in (target, draft):
         if left_out := checkpoint.tokenizer.left_out:
             notes.append(f"{checkpoint.name} has no embedding of {', '.join(left_out[:3])}: prompts cannot use them")
-    rows = target.config.vocab_size, draft.config.vocab_size
-    if rows[0] != rows[1]:
-        notes.append(
-            f"the embeddings have {rows[0]} and {rows[1]} rows; both are masked beyond {target.tokenizer.vocab_size} tokens"
-        )
-    if draft.config.max_positions < target.config.max_positions:
-        notes.append(
-            f"the draft reads {draft.config.max_positions} tokens, the target {target.config.max_positions}: texts "
-            "end with the draft's"
-        )
+    rows, theirs = target.config.vocab_size, draft.config.vocab_size
+    if rows != theirs:
+        real = target.tokenizer.vocab_size
+        notes.append(f"the embeddings have {rows} and {theirs} rows; both are masked beyond {real} tokens")
+    length, theirs = target.config.max_positions, draft.config.max_positions
+    if theirs < length:
+        notes.append(f"the draft reads {theirs} tokens, the target {length}: texts end with the draft's")
     return notes
-
-
-def padded_configs(target: Checkpoint, draft: Checkpoint, multiple: int) -> tuple[TransformerConfig, TransformerConfig]:
-    """Returns both configs with the larger vocabulary, rounded up to a multiple; rows that no token has are masked."""
-    rows = max(target.config.vocab_size, draft.config.vocab_size)
-    vocabulary = dict(vocab_size=-(-rows // multiple) * multiple, num_real_tokens=target.tokenizer.vocab_size)
-    return tuple(dataclasses.replace(checkpoint.config, **vocabulary) for checkpoint in (target, draft))
 
 
 def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
@@ -212,12 +196,8 @@ def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
     """Raises ValueError with the first key where the two differ."""
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
-
-            def shown(side):
-                return repr(side[key]) if key in side else "nothing"
-
+            in_draft, in_target = (repr(side[key]) if key in side else "nothing" for side in (theirs, ours))
             raise ValueError(
-                f"draft and target tokenizers differ in their {what} {key}: {shown(theirs)} in the draft, "
-                f"{shown(ours)} in the target ({len(theirs)} and {len(ours)} entries); use a draft trained with the "
-                "target's tokenizer"
+                f"draft and target tokenizers differ in their {what} {key}: {in_draft} in the draft, {in_target} in the "
+                f"target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -21,9 +21,11 @@ from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
 from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
-from specsamp.models.kernels.cache import Kernels
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.cache import Kernels  # with Pallas, which a CPU does without
 
 Array = jax.Array
 

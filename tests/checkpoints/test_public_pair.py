@@ -246,12 +246,6 @@ def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_me
     assert made.tokens == plain.tokens and made.stats.drafted > 0
 
 
-def test_how_a_head_fits_is_checked_when_it_is_read(original, head_folder):
-    checked = []
-    pair = read_head_pair(original, head_folder, dtype="float32", check_fit=checked.append)
-    assert checked == [pair]
-
-
 def test_a_head_of_another_target_is_refused_before_tensors_are_read(draft, head_folder):
     with pytest.raises(ValueError, match="vocab_size = 304, but the target's vocabulary is 288"):
         read_head_pair(draft, head_folder, dtype="float32")
