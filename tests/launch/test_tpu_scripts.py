@@ -1,14 +1,16 @@
-"""The scripts for Cloud TPU slices: the commands that they would run, and what they refuse."""
+"""The scripts for Cloud TPU slices: the commands that they run, what they refuse, and what they do when Google answers."""
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 from support import extras
-from support.stand_in_cloud import AT, DESCRIBE, HARD, ROOT, SCRIPTS, TPUS, ssh
+from support.stand_in_cloud import AT, DESCRIBE, FAKE_GCLOUD, HARD, ROOT, SCRIPTS, TPUS, ssh
 
 NETWORK = ["--internal_ips", "--network=ours", "--subnetwork=part", "--service_account=me@x"]
 COMMANDS = ["create", "setup", "run", "fetch", "delete", "keep_running", "gke"]
@@ -36,9 +38,7 @@ def test_help_is_the_header(cloud, script):
 @pytest.mark.parametrize(
     "accelerator, flags, type, runtime, shown",
     [
-        ("v4-32", [], "v4-32", "tpu-ubuntu2204-base", "16 chips as 2x2x4, 4 host(s)"),
         ("v5e-16", ["--spot"], "v5litepod-16", "v2-alpha-tpuv5-lite", "16 chips as 4x4"),
-        ("v5p-32", ["--reserved"], "v5p-32", "v2-alpha-tpuv5", "as 2x2x4"),
         ("v6e-8", ["--spot=false"], "v6e-8", "v2-alpha-tpuv6e", "8 chips as 2x4, 1 host(s)"),
     ],
 )
@@ -47,20 +47,6 @@ def test_create_orders_the_slice(cloud, accelerator, flags, type, runtime, shown
     ordered = [f"--accelerator-type={type}", f"--runtime-version={runtime}", *(f for f in flags if "=" not in f)]
     order = [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT]
     assert commands == [DESCRIBE, order, DESCRIBE] and shown in remarks[0]
-
-
-def test_setup_copies_one_commit_to_all_workers(cloud):
-    commit = cloud.git("rev-parse", "HEAD")
-    archive = f"runs/code_{commit[:12]}.tar.gz"
-    commands, _ = cloud.dry_run("setup", "--name=pod")
-    unpack = "rm -rf specsamp.new && mkdir specsamp.new && tar -xzf specsamp.tar.gz -C specsamp.new"
-    assert commands == [
-        ["mkdir", "-p", "runs"],
-        ["git", "archive", "--format=tar.gz", f"--output={archive}", commit],
-        [*TPUS, "tpu-vm", "scp", archive, "pod:specsamp.tar.gz", "--worker=all", *AT],
-        ["rm", archive],
-        ssh("all", f"{unpack} && bash specsamp.new/launch/tpu/worker.sh install {commit}"),
-    ]
 
 
 def test_run_keeps_every_word_of_the_command(cloud):
@@ -77,29 +63,6 @@ def test_run_keeps_every_word_of_the_command(cloud):
     assert remarks == ["# if the command failed:"]
     assert cloud.dry_run("run", "--name=pod", "--stop")[0] == [ssh("all", f"{worker} stop current")]
     assert cloud.dry_run("run", "--name=pod", "--attach")[0][0] == ssh(0, f"{worker} follow current")
-
-
-def test_fetch_copies_from_buckets_and_from_the_first_worker(cloud):
-    commands, _ = cloud.dry_run("fetch", "--from=gs://bucket/my run/", "--to=results")
-    assert commands == [
-        ["mkdir", "-p", "results/my run"],
-        ["gcloud", "storage", "rsync", "--recursive", "gs://bucket/my run", "results/my run"],
-    ]
-    commands, _ = cloud.dry_run("fetch", "--name=pod", "--from=runs/x", "--to=results")
-    scp = [*TPUS, "tpu-vm", "scp", "--recurse", "--worker=0"]
-    assert commands == [["mkdir", "-p", "results"], [*scp, "pod:specsamp/runs/x", "results", *AT]]
-    copied = cloud.dry_run("fetch", "--name=pod", "--from=~/specsamp_job", "--to=x")[0][1]
-    assert copied == [*scp, "pod:~/specsamp_job", "x", *AT]
-
-
-def test_delete_leaves_neither_request_nor_node(cloud):
-    commands, _ = cloud.dry_run("delete", "--name=pod")
-    assert commands == [
-        DESCRIBE,
-        [*TPUS, "queued-resources", "delete", "pod", "--force", "--quiet", *AT],
-        [*TPUS, "tpu-vm", "describe", "pod", "--format=value(state)", *AT],
-        [*TPUS, "tpu-vm", "delete", "pod", "--quiet", *AT],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -122,50 +85,21 @@ def test_keep_running_is_create_setup_run_and_delete(cloud, of_slice, connect, s
 
 
 def test_hosts_without_external_addresses(cloud):
-    """Ordered in a network of one's own; reached through Identity-Aware Proxy, or from within that network."""
+    """Ordered in a network of the user's; reached through Identity-Aware Proxy, or from within that network."""
     order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *NETWORK)[0][1]
     assert order[-6:-2] == ["--internal-ips", "--network=ours", "--subnetwork=part", "--service-account=me@x"]
-
-    for script, arguments in (("setup", ()), ("run", ("--", "true")), ("fetch", ("--from=x", "--to=y"))):
-
-        def connections(*flags, script=script, arguments=arguments):
-            commands, _ = cloud.dry_run(script, "--name=pod", *flags, *arguments)
-            return [command for command in commands if "ssh" in command or "scp" in command]
-
-        plain, internal, tunnel = connections(), connections("--internal_ips"), connections("--tunnel_through_iap")
-        assert plain and len(plain) == len(internal) == len(tunnel)
-        assert all("--internal-ip" not in command for command in plain)
-        assert all(command[-3:] == ["--internal-ip", *AT] for command in internal)
-        assert all(command[:4] == ["gcloud", "alpha", *TPUS[1:]] for command in tunnel)
-        assert all(command[-3:] == ["--tunnel-through-iap", *AT] for command in tunnel)
-        assert connections("--internal_ips", "--tunnel_through_iap")[0][-3] == "--tunnel-through-iap"
+    internal, tunnel = (
+        cloud.dry_run("run", "--name=pod", flag, "--stop")[0][0] for flag in ("--internal_ips", "--tunnel_through_iap")
+    )
+    assert internal[-3:] == ["--internal-ip", *AT]
+    assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]] and tunnel[-3:] == ["--tunnel-through-iap", *AT]
 
 
-def test_gke_uses_xpk(cloud):
-    cluster = ["--cluster=big", *AT]
-    slice = ["--tpu-type=tpu7x-16", "--num-slices=1"]
-    commands, remarks = cloud.dry_run("gke", "create", "--name=big", "--accelerator=tpu7x-16", "--reservation=ours")
-    assert commands == [["xpk", "cluster", "create", *cluster, *slice, "--reservation=ours"]]
-    assert "8 chips as 2x2x2, 2 host(s)" in remarks[0]
-    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=tpu7x-16", "--spot")[0][0][-1] == "--spot"
-    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=v4-8")[0][0][-1] == "--on-demand"
-    assert cloud.dry_run("gke", "delete", "--name=big")[0] == [["xpk", "cluster", "delete", *cluster, "--force"]]
-
-    commit = cloud.git("rev-parse", "HEAD")
-    code = f"runs/code_{commit[:12]}"
-    commands, _ = cloud.dry_run("gke", "run", "--name=big", "--accelerator=tpu7x-16", "--job=mine", "--", *HARD)
-    workload = ["xpk", "workload", "create", "--workload=mine", *cluster, *slice]
-    workload += ["--base-docker-image=python:3.12", f"--script-dir={code}"]
-    assert commands[1] == ["git", "archive", "--format=tar", f"--output={code}.tar", commit]
-    assert commands[3][:-1] == [*workload, f"--env=SPECSAMP_VERSION={commit}", "--max-restarts=100"]
-    assert shlex.split(commands[3][-1]) == ["--command=pip", "install", "--quiet", ".[tpu]", "&&", *HARD]
-    assert commands[5] == ["xpk", "workload", "list", *cluster, "--wait-for-job-completion=mine"]
-    assert cloud.dry_run("gke", "create", "--name=big", "--accelerator=v4-8", *NETWORK)[0][0][-4:] == [
-        "--on-demand",
-        "--private",
-        "--custom-cluster-arguments=--network=ours --subnetwork=part --service-account=me@x",
-        "--custom-nodepool-arguments=--service-account=me@x",
-    ]
+def test_fetch_copies_from_buckets_and_from_the_first_worker(cloud):
+    commands, _ = cloud.dry_run("fetch", "--from=gs://bucket/my run/", "--to=results")
+    assert commands[1] == ["gcloud", "storage", "rsync", "--recursive", "gs://bucket/my run", "results/my run"]
+    commands, _ = cloud.dry_run("fetch", "--name=pod", "--from=runs/x", "--to=results")
+    assert commands[1] == [*TPUS, "tpu-vm", "scp", "--recurse", "--worker=0", "pod:specsamp/runs/x", "results", *AT]
 
 
 def test_gke_hands_secrets_over_by_name(cloud):
@@ -195,37 +129,21 @@ def test_gke_hands_secrets_over_by_name(cloud):
     "typed, message",
     [
         ("create --name=pod --accelerator=v4-30", "'v4-30'; closest matches: v4-16, v4-32"),
-        (
-            "create --name=pod --accelerator=tpu7x-16",
-            "tpu7x-16 is not sold as a queued resource: use launch/tpu/gke.sh",
-        ),
+        ("create --name=pod --accelerator=tpu7x-16", "not sold as a queued resource: use launch/tpu/gke.sh"),
         ("create --name=pod", "--accelerator is missing"),
-        ("create --accelerator=v4-32", "--name is missing"),
         ("create --name=My_Pod --accelerator=v4-32", "got 'My_Pod'"),
         ("create --name=pod --accelerator=v4-32 --spot --reserved", "--spot and --reserved exclude each other"),
         ("create --name=pod --accelerator=v4-32 --spots", "unknown flag --spots: the flags are --name= --accelerator="),
         ("create --name=pod --accelerator=v4-32 --spot=maybe", "--spot must be true or false; got 'maybe'"),
-        ("create --name=pod --accelerator=v4-8 --tunnel_through_iap", "unknown flag --tunnel_through_iap"),
         ("create --name=pod --accelerator=v4-8 -- true", "'-- true'"),
-        ("create pod", "unexpected argument 'pod'"),
-        ("run --name=pod", "the command is missing"),
         ("run --name=pod --", "the command is missing"),
         ("run --name=", "--name needs a value"),
-        ("run --name=pod --attach --stop", "--attach and --stop exclude each other"),
         ("run --name=pod --stop -- true", "--attach and --stop are about the running command"),
         ("run --name=pod --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: this variable is not exported"),
         ("run --name=pod --secret_env=HF_TOKEN=x -- true", "--secret_env takes names of exported variables"),
-        ("gke create --name=big --accelerator=v4-8 --ref=x", "unknown flag --ref: the flags are --name="),
-        ("gke create --name=big --accelerator=tpu7x-17", "closest matches: tpu7x-16, tpu7x-32"),
-        ("gke run --name=big --accelerator=v4-8 --spot -- true", "unknown flag --spot: "),
         ("gke run --name=big --max_restarts=x -- true", "--max_restarts must be a whole number; got 'x'"),
         ("gke --name=big", "the first argument must be create, run or delete; got '--name=big'"),
         ("setup --name=pod --ref=nowhere", "there is no commit 'nowhere'"),
-        ("fetch --from=gs://bucket/run", "--to is missing"),
-        ("fetch --from=runs/x --to=y", "--name is missing"),
-        ("keep_running --name=pod --accelerator=v6e-512 -- true", "closest matches: v6e-256"),
-        ("keep_running --name=pod --accelerator=v6e-8 --max_restarts=x -- true", "got 'x'"),
-        ("keep_running --name=pod --accelerator=v4-8 --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: "),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
@@ -235,21 +153,12 @@ def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
 
 
 @pytest.mark.parametrize("flag, variable", [("zone", "CLOUDSDK_COMPUTE_ZONE"), ("project", "CLOUDSDK_CORE_PROJECT")])
-@pytest.mark.parametrize("script", ["create", "setup", "run", "delete", "keep_running"])
-def test_where_is_never_guessed(cloud, script, flag, variable):
+def test_where_is_never_guessed(cloud, flag, variable):
     places = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "my-project"}
-    accelerator = ["--accelerator=v4-8"] if script in ("create", "keep_running") else []
-    command = ["--", "true"] if script in ("run", "keep_running") else []
-    arguments = ("--name=pod", "--dry_run", *accelerator, *command)
-    done = cloud.run(script, *arguments, place=False, **{k: v for k, v in places.items() if k != variable})
+    arguments = ("--name=pod", "--dry_run", "--accelerator=v4-8")
+    done = cloud.run("create", *arguments, place=False, **{k: v for k, v in places.items() if k != variable})
     assert done.returncode == 2 and f"--{flag} is missing: " in done.stderr and variable in done.stderr
-    assert cloud.run(script, *arguments, place=False, **places).returncode == 0
-
-
-def test_what_is_not_installed_is_named(cloud):
-    (cloud.fake / "bin" / "xpk").unlink()
-    done = cloud.run("gke", "delete", "--name=big")
-    assert done.returncode == 2 and "xpk is not installed: pip install xpk" in done.stderr
+    assert cloud.run("create", *arguments, place=False, **places).returncode == 0
 
 
 def test_only_what_is_committed_is_copied(cloud):
@@ -261,28 +170,222 @@ def test_only_what_is_committed_is_copied(cloud):
     assert cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
 
 
-def describe(*arguments):
-    """Asks as the shell scripts do, but without any installed package."""
-    script = ROOT / "launch" / "tpu" / "slices.py"
-    return subprocess.run([sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True, timeout=600)
-
-
 def test_a_slice_is_described_without_installed_packages():
+    def describe(*arguments):
+        script = ROOT / "launch" / "tpu" / "slices.py"
+        return subprocess.run([sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True)
+
     assert describe("v4-32", "topology").stdout == "2x2x4\n"
     assert describe("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
-    assert "hbm_bytes: 34359738368\n" in describe("v4-32").stdout
     names = describe("--list").stdout.split()
     assert len(names) == 220 and "v6e-256" in names
+    for arguments, message in ((["v4-30"], "closest matches: v4-16"), (["v4-32", "colour"], "no field 'colour'")):
+        done = describe(*arguments)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["v4-30"], "closest matches: v4-16, v4-32"),
-        (["v4-32", "colour"], "no field 'colour': choose from name, "),
-        ([], "no accelerator type: give one, such as v4-32, or --list"),
-    ],
-)
-def test_a_question_about_an_unknown_slice_or_field_is_refused(arguments, message):
-    done = describe(*arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+# What happens when Google Cloud answers.
+
+
+def test_create_waits_until_the_slice_is_there(cloud):
+    cloud.states("MISSING", "WAITING_FOR_RESOURCES", "ERROR", "PROVISIONING", "PROVISIONING", "ACTIVE")
+    done = cloud.run("create", "--name=pod", "--accelerator=v4-32", "--spot")
+    assert done.returncode == 0, done.stderr
+    assert len(cloud.calls("create")) == 1 and "--spot" in cloud.calls("create")[0]
+    told = re.findall(r"pod: (\w+), 0 min", done.stderr)
+    assert told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"] and "the server is tired" in done.stderr
+    assert "pod is ACTIVE and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
+
+
+def test_create_says_what_to_do_with_a_lost_slice(cloud):
+    cloud.states("MISSING", "WAITING_FOR_RESOURCES", "SUSPENDED")
+    done = cloud.run("create", "--name=pod", "--accelerator=v4-32")
+    assert done.returncode == 75 and "pod is SUSPENDED. no capacity left" in done.stderr
+    assert "launch/tpu/delete.sh --name=pod, then order again" in done.stderr
+
+
+def test_setup_gives_every_worker_the_commit(ready):
+    first = ready.git("rev-parse", "HEAD")
+    for host in ("w-0", "w-1"):
+        assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
+        assert (ready.fake / host / "specsamp" / ".venv" / "installed").read_text() == ".[tpu]\n"
+        (ready.fake / host / "specsamp" / "runs").mkdir()
+    (ready.checkout / "launch" / "setup.sh").write_text("find_python() { return 1; }\nprepare_venv() { return 1; }\n")
+    ready.git("commit", "--all", "--message=the installation fails")
+    assert ready.run("setup", "--name=pod").returncode == 1
+    done = ready.run("run", "--name=pod", "--", "true")
+    assert done.returncode == 1 and "w-1: the installation is missing or incomplete" in done.stderr
+    assert ready.run("setup", "--name=pod", f"--ref={first}").returncode == 0
+    for host in ("w-0", "w-1"):
+        assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
+        assert (ready.fake / host / "specsamp" / ".venv" / "installed").read_text() == ".[tpu]\n" * 2
+        assert (ready.fake / host / "specsamp" / "runs").is_dir(), "results must stay"
+
+
+def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
+    (ready.fake / "drops").touch()
+    script = 'echo "$HOST: $1 in $PWD of $SPECSAMP_VERSION with $(command -v python)"'
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script, "name", HARD[2])
+    assert done.returncode == 0, done.stderr
+    home = ready.fake / "w-0" / "specsamp"
+    assert done.stdout == f"w-0: {HARD[2]} in {home} of {ready.git('rev-parse', 'HEAD')} with {home}/.venv/bin/python\n"
+    assert "The connection is lost, but the command continues" in done.stderr
+    assert (ready.fake / "w-1" / "specsamp_job" / "log").read_text().startswith("w-1: ")
+
+
+SECRET = 'hf_it\'s "$secret" `x` \\ y'  # characters that a shell would interpret
+
+
+def files_with(folder, text):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text in path.read_text(errors="replace")]
+
+
+def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    script = 'printf %s "$HF_TOKEN" >"$FAKE/$HOST.received"'
+    arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN,OTHER_KEY", "--", "bash", "-c", script)
+    done = ready.run(*arguments, HF_TOKEN=SECRET, OTHER_KEY="other", TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stderr
+    received = [ready.fake / f"{host}.received" for host in ("w-0", "w-1")]
+    assert [path.read_text() for path in received] == [SECRET, SECRET]
+    assert (ready.fake / "modes").read_text() == "600\n600\n"
+    assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(received)
+    assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
+
+
+def test_a_secret_of_a_command_that_cannot_start_is_removed(ready, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    secret = {"HF_TOKEN": SECRET, "TMPDIR": str(temporary)}
+    arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN", "--", "true")
+    commits = [ready.fake / host / "specsamp" / "COMMIT" for host in ("w-0", "w-1")]
+    for commit in commits:
+        commit.rename(commit.with_suffix(".away"))
+    done = ready.run(*arguments, **secret)
+    assert done.returncode == 1 and "the installation is missing or incomplete" in done.stderr
+    for commit in commits:
+        commit.with_suffix(".away").rename(commit)
+    (ready.fake / "no_copies").touch()
+    done = ready.run(*arguments, **secret)
+    assert done.returncode == 1 and "not all workers could start the command" in done.stderr
+    assert not files_with(tmp_path, "hf_it") and not list(temporary.iterdir())
+
+
+def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(ready, tmp_path):
+    words = ("env", "HF_TOKEN=hf_seen", "WANDB_API_KEY=hf_seen", "bash", "-c", 'echo "${#HF_TOKEN} $1 $2"', "name")
+    done = ready.run("run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8")
+    assert done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
+    stored = (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
+    assert "hf_seen" not in done.stderr + stored
+    for shown in ("HF_TOKEN=[hidden]", "WANDB_API_KEY=[hidden]", "--password=[hidden]", "--config.max_new_tokens=8"):
+        assert shown in done.stderr
+
+
+def test_run_ends_with_the_status_of_the_command(ready):
+    script = 'echo "I am $HOST"; if [ $HOST = w-1 ]; then exit 3; fi'
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script)
+    assert done.returncode == 3 and "w-1 ended with 3" in done.stderr
+    assert "w-0| I am w-0" in done.stderr and "w-1| I am w-1" in done.stderr
+
+
+def test_run_ends_workers_that_hang_after_the_first(ready):
+    script = 'if [ $HOST = w-0 ]; then exit 4; fi; trap "" TERM; sleep 60 & wait; wait'
+    done = ready.run("run", "--name=pod", "--", "bash", "-c", script)
+    assert done.returncode == 4 and "w-1 ended with 143" in done.stderr
+
+
+def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
+    def start_run(*arguments, **options):
+        command = ["bash", ready.checkout / "launch/tpu/run.sh", "--name=pod", *AT, *arguments]
+        here = dict(cwd=ready.checkout, env=ready.environment, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, **here, **options)
+
+    command = ("--", "bash", "-c", "echo here I am; sleep 60")
+    start = start_run(*command, stdout=subprocess.DEVNULL, start_new_session=True)
+    log = ready.fake / "w-1" / "specsamp_job" / "log"
+    until = time.monotonic() + 600
+    while not (log.exists() and log.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    os.killpg(start.pid, 9)  # the terminal is closed
+    start.wait()
+    for script, arguments in (("run", ("--", "true")), ("setup", ())):
+        done = ready.run(script, "--name=pod", *arguments)
+        assert done.returncode == 1 and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
+    attached = start_run("--attach", stdout=subprocess.PIPE, text=True)
+    assert attached.stdout.readline() == "here I am\n"
+    assert ready.run("run", "--name=pod", "--stop").returncode == 0
+    attached.communicate(timeout=600)
+    assert attached.returncode == 143
+
+
+TRAINING = r"""
+[ "$HOST" = w-0 ] || exit 0
+steps="$(cat "$FAKE/bucket" 2>/dev/null || echo 0)"
+while [ "$steps" -lt 5 ]; do
+  steps=$((steps + 1))
+  echo "$steps" >"$FAKE/bucket"
+  echo "step $steps"
+  if [ "$steps" = 3 ]; then
+    touch "$FAKE/busy"
+    git -C "$FAKE/../checkout" -c user.name=me -c user.email=me@example.com commit --quiet --allow-empty --message=later
+    printf '%s\n' ACTIVE SUSPENDING >"$FAKE/states"
+    exit 1
+  fi
+done
+"""
+
+
+def keep(cloud, *command, flags=()):
+    return cloud.run("keep_running", "--name=pod", "--accelerator=v4-16", "--spot", *flags, "--", *command)
+
+
+def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
+    """Taken after step 3; Google first says ACTIVE, and refuses to delete at once. Meanwhile somebody commits."""
+    cloud.states("MISSING", "PROVISIONING", "ACTIVE")
+    commit = cloud.git("rev-parse", "HEAD")
+    done = keep(cloud, "bash", "-c", TRAINING, flags=["--delete_when_done"])
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"step \d", done.stdout) == [f"step {i}" for i in range(1, 6)]
+    assert "pod is SUSPENDING: ordering it again" in done.stderr
+    assert len(cloud.calls("create", "--spot")) == 2 and len(cloud.calls("queued-resources", "delete")) == 3
+    assert len([call for call in cloud.calls("ssh") if any(f"install {commit}" in word for word in call)]) == 2
+
+
+def test_a_command_that_fails_by_itself_is_not_repeated(cloud):
+    cloud.states("MISSING", "ACTIVE")
+    done = keep(cloud, "bash", "-c", "exit 2")
+    assert done.returncode == 2 and "status 2 on a slice that still exists." in done.stderr
+    assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
+
+
+def test_workers_that_were_restarted_are_set_up_again(cloud):
+    cloud.states("MISSING", "ACTIVE")
+    command = 'if [ ! -e "$FAKE/$HOST.was" ]; then touch "$FAKE/$HOST.was"; echo other >$HOME/specsamp_job/boot; kill -KILL 0; fi; echo done'
+    done = keep(cloud, "bash", "-c", command)
+    assert done.returncode == 0, done.stderr
+    assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith("done\n")
+    assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
+
+
+def test_a_slice_that_is_always_lost_is_not_ordered_for_ever(cloud):
+    cloud.states("MISSING", "FAILED")
+    failing = FAKE_GCLOUD.replace("MISSING WAITING_FOR_RESOURCES ACTIVE", "MISSING FAILED")
+    (cloud.fake / "bin" / "gcloud").write_text(failing)
+    done = keep(cloud, "true")
+    assert done.returncode == 75 and "the slice was lost 3 times before it was ready" in done.stderr
+    assert len(cloud.calls("create")) == 3
+
+
+def test_delete_looks_for_a_node_without_a_request(cloud):
+    cloud.states("MISSING")
+    (cloud.fake / "node").touch()
+    done = cloud.run("delete", "--name=pod")
+    assert done.returncode == 0 and "pod is deleted from us-central2-b" in done.stderr
+    assert not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
+
+
+def test_what_is_run_is_what_the_dry_run_showed(cloud):
+    shown = cloud.dry_run("setup", "--name=pod")[0]
+    cloud.states("ACTIVE")
+    assert cloud.run("setup", "--name=pod").returncode == 0
+    assert cloud.calls() == [command for command in shown if command[0] == "gcloud"]
