@@ -214,7 +214,11 @@ def cells(options: Any) -> list[dict[str, Any]]:
 
 
 ANSWERS = {answer.__name__: answer for answer in (slices, scoring, shapes, complements, heads, kernels, training)}
-TABLES = [*(grid for grid in GRIDS if grid != "training"), "head_training", "variants"]
+TABLES = dict.fromkeys(("scoring", "shapes", "complements", "kernels"), tables.programs) | {
+    "slices": tables.slices,
+    "heads": tables.heads,
+    "head_training": tables.head_training,
+}
 
 STUDY = Study(
     question="What do pairs move, hold and wait for on a TPU slice, by its compiler's estimate?",
@@ -226,7 +230,7 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu"), "jax": jax.__version__},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
-    tables={name: Published([f"compile_{name}"], getattr(tables, name)) for name in TABLES} | REPORTS,
+    tables={name: Published([f"compile_{name}"], made) for name, made in TABLES.items()} | REPORTS,
     figures={f"compile_{grid}": Published([f"compile_{grid}"], draw) for grid, draw in tables.FIGURES.items()},
     shown=lambda options: [
         "head_training" if options.grid == "training" else options.grid,

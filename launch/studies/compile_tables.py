@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from launch.lib.estimates import EMITTED, K, estimated, forecast
+from launch.lib.estimates import estimated, forecast
 from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
-from specsamp.checkpoints.published import published_config
-from specsamp.tpu.calibration import Band, estimate, ratio
+from specsamp.tpu.calibration import ratio
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
-from specsamp.tpu.work import Work
 
+NUMBERS = {  # columns of programs: field, unit and format
+    "memory, GiB": ("memory_bytes", GIB, ".1f"),
+    "traffic, GB": ("hbm_bytes", 1e9, ".2f"),
+    "over the floor": ("over_floor", 1, ".3f"),
+    "alive, GB": ("live_hbm_bytes", 1e9, ".2f"),
+    "cycles, ms": ("cycles_ms", 1, ".2f"),
+}
 DOTS = {"marker": "o", "markersize": 3}
 
 
@@ -27,42 +31,16 @@ def over_floor(facts: Document, digits: int = 3) -> str:
     return f"{facts['over_floor']:.{digits}f}"
 
 
-def table(title: str, rows: Iterable[Mapping[str, Any]], left: int = 1) -> Table:
-    """Returns a table of an estimate; cells may be bands and numbers."""
-    return Table.of(f"{title} (compiler estimate)", list(rows), left=left)
-
-
-def shapes(document: Document) -> Table:
-    """Returns a step of drafts of 4B parameters, by their shape and the chips."""
-    rows: dict[str, dict[str, Any]] = {}
+def programs(document: Document) -> Table:
+    """Returns a row for each program of each cell; kernels also have the traffic of the live slots alone."""
+    rows = []
     for name, answer in answers(document):
-        row = rows.setdefault(name["shape"], {"a step, ms": name["shape"]})
-        row[f"{name['chips']} chip{'s' * (name['chips'] > 1)}"] = estimated(answer, "v4")
-    return table("A step of a draft", rows.values())
-
-
-def complements(document: Document) -> Table:
-    """Returns what int8, fewer kv heads and drafting save together."""
-    kinds, rows = {64: "64 (Chinchilla)", 8: "8 (grouped)", 1: "1 (multi-query)"}, []
-    for name, answer in answers(document):
-        programs = answer["programs"]
-        alone = estimated(programs["step"], "v4")
-        row = {
-            "batch": name["batch"],
-            "kv heads": kinds.get(name["kv_heads"], name["kv_heads"]),
-            "form": name["form"],
-            "a step moves, GB": f"{programs['step']['hbm_bytes'] / 1e9:.2f}",
-            "over the floor": over_floor(programs["step"]),
-            "alone, ms per token": alone / name["batch"],
-        }
-        for label, drafter in (("draft model", "draft"), ("EAGLE-3", "head")):
-            whole, step = programs.get(f"round with the {drafter}"), programs[f"{drafter} step"]
-            calls = [Work(**facts["work"]) for facts in (programs["score"], *[step] * K)]
-            round_ = estimated(whole, "v4", step) if whole else estimate("v4", *calls)
-            row[f"{label}: a round, in steps"] = ratio(round_, alone)
-            row[f"{label}: speedup at 0.8"] = faster(ratio(alone, round_ / EMITTED))
-        rows.append(row)
-    return table("Int8, fewer kv heads and drafting", rows, left=3)
+        for program, facts in answer.get("programs", {"": answer}).items():
+            row = dict(name) | ({"program": program} if program else {})
+            known = {column: number for column, number in NUMBERS.items() if number[0] in facts}
+            row |= {column: f"{facts[field] / unit:{form}}" for column, (field, unit, form) in known.items()}
+            rows.append(row if facts["fits"] else row | {"memory, GiB": "does not fit"})
+    return Table.of("Programs (compiler estimate)", rows, left=2)
 
 
 def slices(document: Document) -> Table:
@@ -84,40 +62,7 @@ def slices(document: Document) -> Table:
             "speedup": faster(ratio(alone, together)),
         }
         rows.append(row)
-    return table("The paper's pair", rows)
-
-
-def kernels(document: Document) -> Table:
-    """Returns what programs move whose caches are read by kernels, by how much of a cache is alive."""
-    rows = []
-    for name, answer in answers(document):
-        *asked, slots, live = name.values()
-        asked = *map(str, asked), f"{slots:,}"
-        if not answer["fits"]:
-            rows.append((*asked, f"does not fit: {answer['why']}", *[""] * 5))
-            continue
-        whole = f"{answer['hbm_bytes'] / 1e9:.2f}", over_floor(answer)
-        alive = f"{answer['live_hbm_bytes'] / 1e9:.2f}", f"{answer['live_over_floor']:.3f}"
-        rows.append((*asked, memory_of(answer, name["topology"]), *whole, f"{live:,}", *alive))
-    header = ("target", "chips", "program", "batch", "slots", "memory, GiB", "HBM traffic, GB", "over the floor")
-    header += ("alive", "HBM traffic, GB", "over the floor")
-    return Table(title="With kernels (compiler estimate)", header=header, rows=rows, left=3)
-
-
-def scoring(document: Document) -> Table:
-    """Returns what a call for more tokens takes, over a step."""
-    bands: dict[str, dict[int, Band]] = {}
-    for name, answer in answers(document):
-        if answer["fits"]:
-            bands.setdefault(name["topology"], {})[name["tokens"]] = estimated(answer, name["topology"])
-    rows = []
-    for topology, by_tokens in bands.items():
-        ridge = round(parse(topology)[0].ridge)
-        over = {n: faster(ratio(band, by_tokens[2])) for n, band in by_tokens.items() if 2 in by_tokens}
-        row = {"one call, over a step of two tokens": topology}
-        row |= {f"{n} tokens": over.get(n, "") for n in (5, 9, 17, 33, 65, 129)}
-        rows.append(row | {"at the ridge (tokens)": f"{over.get(ridge, '')} ({ridge})"})
-    return table("A call for more tokens", rows)
+    return Table.of("The paper's pair (compiler estimate)", rows)
 
 
 def heads(document: Document) -> Table:
@@ -139,44 +84,22 @@ def heads(document: Document) -> Table:
             "a round, over a step of the target": faster(ratio(whole, estimated(programs["target step"], topology))),
         }
         rows.append(row)
-    return table("What drafts", rows, left=3)
+    return Table.of("What drafts (compiler estimate)", rows, left=3)
 
 
 def head_training(document: Document) -> Table:
     """Returns the memory of a training step of a head, per device."""
-    if "memory" in document:  # an older file: one answer, which holds its key
-        target, task = document["target"], document["task"]
-        key = {"target": target["name"], "layers": target["config"]["num_layers"], "test_steps": task["test_steps"]}
-        document = {"cells": [{"key": key | document["train"], "result": document}]}
+    if "cells" not in document:  # an older file: one answer, which holds its key
+        layers, steps = document["target"]["config"]["num_layers"], document["task"]["test_steps"]
+        key = {"layers": layers, "test_steps": steps, **document["train"]}
+        document = {"cells": [{"key": key, "result": document}]}
     rows = []
     for cell in document["cells"]:
-        key, memory = cell["key"], cell["result"]["memory"] if "result" in cell else None
-        layers = published_config(key["target"]).num_layers
-        row = {
-            "layers of the target": f"{min(key['layers'], layers)} of {layers}",
-            "steps of the test": key["test_steps"],
-            "rows x tokens": f"{key['rows']} x {key['length']}",
-        }
-        if memory:
-            row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "code")}
-        rows.append(row | {"a device has, GB": f"{memory['capacity'] / 1e9:.0f}" if memory else "does not fit"})
-    return table("A training step of an EAGLE-3 head, per device", rows)
-
-
-def variants(document: Document) -> Table:
-    """Returns the traffic and the cycles of each way to write the same work."""
-    rows = [
-        {
-            "question": name["question"],
-            "form": name["form"],
-            "HBM traffic per chip, MB": f"{answer['hbm_bytes'] / 1e6:,.0f}",
-            "streaming, ms": f"{answer['streaming_ms']:.2f}",
-            "cycles, ms": f"{answer['cycles_ms']:.2f}",
-            "copies": answer["copies"],
-        }
-        for name, answer in answers(document)
-    ]
-    return table("Ways to write the same work", rows, left=2)
+        row = {name: cell["key"][name] for name in ("layers", "test_steps", "rows", "length")}
+        if memory := cell.get("result", {}).get("memory"):
+            row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "capacity")}
+        rows.append(row if memory else row | {"arguments, GB": "does not fit"})
+    return Table.of("A training step of an EAGLE-3 head, per device (compiler estimate)", rows)
 
 
 def draw_shapes(document: Document) -> Any:
