@@ -22,15 +22,6 @@ NUMBERS = {  # columns of programs: field, unit and format
 DOTS = {"marker": "o", "markersize": 3}
 
 
-def memory_of(facts: Document, topology: str) -> str:
-    """Returns the memory of a device that is taken, such as "8.7 of 32"."""
-    return f"{facts['memory_bytes'] / GIB:.1f} of {parse(topology)[0].hbm_bytes / GIB:.0f}"
-
-
-def over_floor(facts: Document, digits: int = 3) -> str:
-    return f"{facts['over_floor']:.{digits}f}"
-
-
 def programs(document: Document) -> Table:
     """Returns a row for each program of each cell; kernels also have the traffic of the live slots alone."""
     rows = []
@@ -54,9 +45,9 @@ def slices(document: Document) -> Table:
             continue
         alone, together = forecast(document, topology, batch)
         row |= {
-            "memory, GiB": memory_of(drafted, topology),
-            "step, over the floor": over_floor(programs["target step"], 2),
-            "scoring, over the floor": over_floor(programs["score"], 2),
+            "memory, GiB": f"{drafted['memory_bytes'] / GIB:.1f} of {parse(topology)[0].hbm_bytes / GIB:.0f}",
+            "step, over the floor": f"{programs['target step']['over_floor']:.2f}",
+            "scoring, over the floor": f"{programs['score']['over_floor']:.2f}",
             "alone, ms per token": alone,
             "with the draft": together,
             "speedup": faster(ratio(alone, together)),
@@ -74,9 +65,9 @@ def heads(document: Document) -> Table:
         whole = estimated(programs["round"], topology, programs["draft step"])
         row = {
             **dict(zip(("target", "chips", "drafter"), name.values(), strict=True)),
-            "scoring, over the floor": over_floor(programs["score"]),
-            "a draft step, over the floor": over_floor(programs["draft step"]),
-            "a round, over the floor": over_floor(programs["round"]),
+            "scoring, over the floor": f"{programs['score']['over_floor']:.3f}",
+            "a draft step, over the floor": f"{programs['draft step']['over_floor']:.3f}",
+            "a round, over the floor": f"{programs['round']['over_floor']:.3f}",
             "serial collectives of a draft step": serial["draft step"],
             "of a round": serial["round"],
             "a draft step, ms": estimated(programs["draft step"], topology),
@@ -87,37 +78,16 @@ def heads(document: Document) -> Table:
     return Table.of("What drafts (compiler estimate)", rows, left=3)
 
 
-def head_training(document: Document) -> Table:
-    """Returns the memory of a training step of a head, per device."""
-    if "cells" not in document:  # an older file: one answer, which holds its key
-        layers, steps = document["target"]["config"]["num_layers"], document["task"]["test_steps"]
-        key = {"layers": layers, "test_steps": steps, **document["train"]}
-        document = {"cells": [{"key": key, "result": document}]}
+def training(document: Document) -> Table:
+    """Returns the memory of a training step of a head, per device; an older file holds one answer, not cells."""
     rows = []
-    for cell in document["cells"]:
-        row = {name: cell["key"][name] for name in ("layers", "test_steps", "rows", "length")}
-        if memory := cell.get("result", {}).get("memory"):
-            row |= {f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "capacity")}
-        rows.append(row if memory else row | {"arguments, GB": "does not fit"})
+    for cell in document.get("cells") or [{"key": document["train"], "result": document}]:
+        memory = cell["result"]["memory"] if "result" in cell else {}
+        sizes = {
+            f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "capacity") if memory
+        }
+        rows.append(cell["key"] | (sizes or {"arguments, GB": "does not fit"}))
     return Table.of("A training step of an EAGLE-3 head, per device (compiler estimate)", rows)
-
-
-def draw_shapes(document: Document) -> Any:
-    """Draws milliseconds of a draft step against layers, with collectives added and hidden, beside the paper's draft."""
-    figure, (axis,) = axes_of(1, "layers")
-    drafts = [(name["chips"], each) for name, each in answers(document) if "7B" not in name["shape"] and each["fits"]]
-    for colour, chips in zip(COLOURS, sorted({chips for chips, _ in drafts})):
-        steps = sorted((each for count, each in drafts if count == chips), key=lambda each: each["layers"])
-        layers, bands = [each["layers"] for each in steps], [estimated(each, "v4") for each in steps]
-        low, high = zip(*((band.least, band.most) for band in bands))
-        axis.fill_between(layers, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.plot(layers, high, **DOTS, color=colour, label=f"{chips} chip{'s' * (chips > 1)}")
-        axis.plot(layers, low, **DOTS, color=colour, linestyle="--")
-    axis.plot([8], [1.8], "s", color="black", markersize=5, label="Chen et al., 4B on 16")
-    axis.set_ylim(bottom=0)
-    axis.set_title("step of a 4B draft, ms (estimate):\ncollectives all added, or all hidden (broken)", fontsize=10)
-    axis.legend(fontsize=7, frameon=False)
-    return figure
 
 
 def draw_scoring(document: Document) -> Any:
@@ -135,6 +105,3 @@ def draw_scoring(document: Document) -> Any:
     axis.set_title("scoring call over a step of two tokens\n(calibrated compiler estimate)", fontsize=10)
     axis.legend(fontsize=7, frameon=False)
     return figure
-
-
-FIGURES = {"shapes": draw_shapes, "scoring": draw_scoring}
