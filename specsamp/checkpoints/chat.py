@@ -3,14 +3,12 @@
     template = read_chat_template(folder)
     text = template.render([{"role": "user", "content": "Why is the sky blue?"}])
 
-A template is a Jinja program that comes with a checkpoint. It runs in a process of its own, with limits on its time and
-memory, in the sandbox of the library jinja2 (chat_sandbox.py). A few conversations at a time have such a process, which
-runs one template after another.
+A template is a Jinja program that comes with a checkpoint. It runs in a separate process with limits on time and memory,
+in the sandbox of the library jinja2 (chat_sandbox.py). A process runs one template after another; there are a few.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -20,28 +18,23 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from specsamp import storage
 
-CONFIG, FILE = "tokenizer_config.json", "chat_template.jinja"  # the second comes first, where there is one
-DEFAULT = "default"  # of several templates, the one for plain conversations
 MAX_SECONDS = 5.0  # of a processor, for one conversation; real templates take milliseconds
-MORE_SECONDS = 5.0  # by the clock, for a machine with other work
+MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start the process
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
-START_SECONDS = 60.0  # for such a process, which imports jinja2
 PROCESSES = 4  # at a time
 OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 
 class CannotRender(ValueError):
-    """A template is there and cannot run, through no fault of its own: its library or its process is missing."""
+    """Raised where a template could run but its library or its process is missing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,14 +80,14 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     Raises:
       ValueError: tokenizer_config.json is damaged, or has a template that is no text.
     """
-    path = folder / CONFIG
+    path = folder / "tokenizer_config.json"
     content = storage.read_json(path) if path.exists() else {}
     source = content.get("chat_template")
-    if (folder / FILE).exists():
-        path = folder / FILE
+    if (folder / "chat_template.jinja").exists():
+        path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8")
     if isinstance(source, list):  # of several, by name
-        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get(DEFAULT)
+        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
@@ -128,11 +121,9 @@ def _check(messages: Sequence[Mapping[str, str]]) -> None:
     if not messages:
         raise ValueError("a conversation without messages: give at least one")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"message {number} must be an object with role and content; got {message!r}")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"message {number} has {key} = {message.get(key)!r}; a text is wanted")
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise ValueError(f"message {number} must have a text as its {key}; got {message!r:.200}")
 
 
 _free = threading.Semaphore(PROCESSES)
@@ -149,41 +140,54 @@ def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
     if not free.acquire(timeout=seconds):
         raise CannotRender(f"{PROCESSES} other conversations took their templates {seconds:g} seconds: try again later")
     try:
-        process = _take_idle()
-        answer = _ask(process, request) if process is not None else None
-        if answer is None:  # none was idle, or it had just ended
-            process = _start()
-            answer = _ask(process, request)
-        if answer is None:
-            raise CannotRender(f"the process that runs chat templates ended, {_how(process)}")
-        return answer
+        return _answer(_take_process(), request)
     finally:
         free.release()
 
 
-def _take_idle() -> subprocess.Popen | None:
-    """Returns a process that is idle and alive, if there is one."""
-    with contextlib.suppress(IndexError):
-        while (process := _idle.pop()).poll() is not None:
-            _end(process)
-        return process
-    return None
-
-
-def _ask(process: subprocess.Popen, request: str) -> dict[str, str] | None:
-    """Returns the answer of a process, which is idle then, or the limit that ended it; None if something else did.
+def _take_process() -> subprocess.Popen:
+    """Returns an idle process, or a new one.
 
     Raises:
-      CannotRender: by the clock it took too long.
+      CannotRender: it does not start.
     """
-    answer, seconds, begin = None, MAX_SECONDS + MORE_SECONDS, time.monotonic()
+    with contextlib.suppress(IndexError):
+        while (process := _idle.pop()).poll() is not None:
+            process.communicate()  # closes its pipes
+        return process
+    program = pathlib.Path(__file__).with_name("chat_sandbox.py")
     try:
-        with _killed_after(process, seconds), contextlib.suppress(OSError, ValueError):  # of a process that ended
+        return subprocess.Popen(
+            [sys.executable, "-P", str(program), str(MAX_SECONDS), str(MAX_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # the terminal interrupts this program, not the template
+        )
+    except OSError as error:
+        raise CannotRender(f"the process that runs chat templates does not start: {error}") from error
+
+
+def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
+    """Returns the answer of a process, which is idle then, or the limit that ended it.
+
+    Raises:
+      CannotRender: the process ended otherwise, or took too long by the clock.
+    """
+    answer, seconds = None, MAX_SECONDS + MORE_SECONDS
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with contextlib.suppress(OSError, ValueError):  # of a process that ended
             print(request, file=process.stdin, flush=True)
             answer = json.loads(process.stdout.readline())
     finally:
+        timer.cancel()
         if answer is None:
-            _end(process)
+            process.kill()
+            process.communicate()
     if answer is not None:
         _idle.append(process)
         return answer
@@ -191,83 +195,17 @@ def _ask(process: subprocess.Popen, request: str) -> dict[str, str] | None:
         return {"error": f"it takes more than {MAX_SECONDS:g} seconds"}
     if process.returncode == OUT_OF_MEMORY:
         return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
-    if time.monotonic() - begin >= seconds:
-        raise CannotRender(f"a chat template was not done in {seconds:g} seconds by the clock: is the machine busy?")
-    return None
-
-
-def _start() -> subprocess.Popen:
-    """Starts a process that runs templates.
-
-    Raises:
-      CannotRender: it does not start; with the last line that it wrote.
-    """
-    command = [sys.executable, "-P", str(pathlib.Path(__file__).with_name("chat_sandbox.py"))]
-    with tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                [*command, str(MAX_SECONDS), str(MAX_BYTES)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                encoding="utf-8",
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # the terminal interrupts this program, not the template
-            )
-        except OSError as error:
-            raise CannotRender(f"the process that runs chat templates does not start: {error}") from error
-        is_ready = False
-        try:
-            with _killed_after(process, START_SECONDS):
-                is_ready = process.stdout.readline() == "ready\n"
-        finally:
-            if not is_ready:
-                _end(process)
-        if not is_ready:
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise CannotRender(f"the process that runs chat templates does not start, {_how(process)}: {last}")
-    return process
-
-
-@contextlib.contextmanager
-def _killed_after(process: subprocess.Popen, seconds: float) -> Iterator[None]:
-    """Ends a process unless the block is done in time; what waits for its answer then reads the end of it."""
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _how(process: subprocess.Popen) -> str:
-    """Returns how a process ended."""
-    code = process.returncode
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-
-
-def _end(process: subprocess.Popen) -> None:
-    process.kill()
-    process.communicate()
-
-
-@atexit.register
-def _end_idle() -> None:
-    while _idle:
-        _end(_idle.pop())
+    raise CannotRender(
+        f"the process that runs chat templates ended with status {process.returncode}, or was not done in {seconds:g} "
+        "seconds by the clock"
+    )
 
 
 def _leave_to_parent() -> None:
     """Forgets the processes of the program that this one is a copy of: answers to two would cross."""
     global _free
     _free = threading.Semaphore(PROCESSES)
-    while _idle:
-        process = _idle.pop()
-        process.stdin.close()
-        process.stdout.close()
-        process.returncode = 0  # it is not a child of this program
+    _idle.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

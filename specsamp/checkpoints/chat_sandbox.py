@@ -4,9 +4,9 @@ A template is a Jinja program by the author of a checkpoint. It runs in the sand
 filters and functions that it has in transformers. A program that still fills the memory or runs for hours is ended by
 the limits of the operating system on this process.
 
-The first line of the output is "ready". Then each line of the input is a JSON list, the program and its variables;
-each line of the output is a JSON object, the "text" that the program wrote or the "error" that it ended with. Where
-the memory does not do for such a line, this process ends with the status 3.
+Each line of the input is a JSON list, the program and its variables. Each line of the output is a JSON object, the "text"
+that the program wrote or the "error" that it ended with. If there is not enough memory to write it, this process ends
+with the status 3.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
 
-def as_json(value, indent=None, **options):
+def to_json(value, indent=None, **options):
     """Returns JSON as text, where Jinja's own filter would make it safe for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
@@ -48,17 +48,17 @@ def strftime_now(pattern):
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(source):
+def compile_template(source):
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    sandbox.filters["tojson"] = as_json
+    sandbox.filters["tojson"] = to_json
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return sandbox.from_string(source)
 
 
 def render(source, variables):
     try:
-        return {"text": compiled(source).render(**variables)}
+        return {"text": compile_template(source).render(**variables)}
     except MemoryError:
         return {"error": "it takes too much memory"}
     except Exception as error:  # a program can fail in any way
@@ -68,8 +68,6 @@ def render(source, variables):
 def main(seconds, size):
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory; there the time is the only limit
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    print("ready", flush=True)
-    sys.stderr = None  # nobody reads it any more
     try:
         for line in sys.stdin:
             signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process

@@ -77,12 +77,19 @@ def test_what_templates_find_besides():
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Templates have 0.2 seconds."""
-    monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
+def no_process(monkeypatch):
+    """No process is idle when a test begins, and none is left of it."""
     monkeypatch.setattr(chat, "_idle", [])
     yield
-    chat._end_idle()
+    for process in chat._idle:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def short(no_process, monkeypatch):
+    """Templates have 0.2 seconds."""
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
 
 
 DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
@@ -94,24 +101,16 @@ DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ raise_exception.__globals__['json'] }}",
         "{{ messages.append(1) }}",
-        "{{ messages[0].update(role='x') }}",
         "{% for i in range(10 ** 9) %}x{% endfor %}",
-        "{% for i in range(999999999) %}x{% endfor %}",
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999)|map('abs') %}{% for b in range(99999)|map('abs') %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1]) }}{{ loop([n - 1]) }}{% endif %}{% endfor %}",
         "{{ 'x' * 999999999 }}",
-        "{{ [0] * 999999999 }}",
         DOUBLED % ("'x'", "ns.x ~ ns.x"),
-        DOUBLED % ("[0]", "ns.x + ns.x"),
         DOUBLED % ("3", "ns.x * ns.x"),
         "{% set a %}x{% endset %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40 + "{{ a }}",
-        "{{ '%999999999d' % 1 }}",
         "{{ '%999999999d'|format(1) }}",
         "{{ '{:999999999}'.format(1) }}",
         "{{ 'x'.zfill(999999999) }}",
-        "{{ 'x'|center(999999999) }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ lipsum(99999999) }}",
         "{% include '/etc/passwd' %}",
@@ -182,33 +181,27 @@ def test_a_forked_program_has_a_process_of_its_own():
 
 
 @pytest.fixture
-def idle(monkeypatch):
-    """A process of a template that was rendered; by the clock, the next one has 0.4 seconds more than MAX_SECONDS."""
-    monkeypatch.setattr(chat, "_idle", [])
+def idle(no_process, monkeypatch):
+    """A process that rendered a template; by the clock, the next template has 0.4 seconds more than MAX_SECONDS."""
     template("first").render([ASK])
     monkeypatch.setattr(chat, "MORE_SECONDS", 0.4, raising=False)
-    yield chat._idle[0]
-    chat._end_idle()
+    return chat._idle[0]
 
 
-@pytest.mark.parametrize("is_noticed", [True, False])
-def test_a_process_that_ended_while_idle_is_replaced(idle, monkeypatch, is_noticed):
+def test_a_process_that_ended_while_idle_is_replaced(idle):
     idle.kill()
     os.waitid(os.P_PID, idle.pid, os.WEXITED | os.WNOWAIT)
-    if not is_noticed:  # it ends after the look at it
-        monkeypatch.setattr(idle, "poll", lambda: None)
     assert template("next").render([ASK]) == "next"
 
 
-def test_a_process_that_does_not_start_is_no_limit_of_the_template(monkeypatch, tmp_path):
+def test_a_process_that_does_not_start_is_no_limit_of_the_template(no_process, monkeypatch, tmp_path):
     """A pair that talks would be served as one that completes."""
     (tmp_path / "jinja2.py").write_text("import no_such_library\n", encoding="utf-8")
-    monkeypatch.setattr(chat, "_idle", [])
     monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="not start, with status 1: .*no_such_library"):
+    with monkeypatch.context() as patch, pytest.raises(CannotRender, match="ended with status 1, or"):
         patch.syspath_prepend(tmp_path)
         knows_conversations(ByteTokenizer())
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="does not start: .*/no/python"):
+    with monkeypatch.context() as patch, pytest.raises(CannotRender, match="does not start: .*/no/python"):
         patch.setattr(sys, "executable", "/no/python")
         knows_conversations(ByteTokenizer())
 
@@ -241,7 +234,7 @@ def test_templates_end_by_the_clock(idle, monkeypatch):
     os.kill(idle.pid, signal.SIGSTOP)
     rescue = threading.Timer(10, idle.kill)
     rescue.start()
-    with pytest.raises(ValueError, match="not done in 0.5 seconds by the clock"):
+    with pytest.raises(ValueError, match="status -9, or was not done in 0.5 seconds by the clock"):
         template("stopped").render([ASK])
     rescue.cancel()
     assert template("next").render([ASK]) == "next"
@@ -263,9 +256,9 @@ def test_where_no_process_is_free_a_conversation_is_refused(idle, monkeypatch):
     "messages, message",
     [
         ([], "a conversation without messages"),
-        ([{"role": "user"}], "message 0 has content = None; a text is wanted"),
+        ([{"role": "user"}], "message 0 must have a text as its content"),
         ([ASK | {"time": {1}}], "values of JSON: .*set"),
-        ([ASK, "Why?"], "message 1 must be an object with role and content; got 'Why[?]'"),
+        ([ASK, "Why?"], "message 1 must have a text as its role; got 'Why[?]'"),
     ],
 )
 def test_messages_that_are_none(messages, message):
