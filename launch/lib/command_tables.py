@@ -13,7 +13,7 @@ from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, ratio, words
-from specsamp.evaluation.audit.table import audit_table
+from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import ROUNDS_MS, calibrate, two_digits
 from specsamp.tpu.costs import read_report

@@ -9,9 +9,8 @@ import pytest
 
 from specsamp import BlockRule, CoupledRule, Pair, TokenRule, chain, temperature, top_p
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.evaluation.audit import Settings, Subject, audit, rounds, verdicts
-from specsamp.evaluation.audit.evidence import Evidence, tilted
-from specsamp.evaluation.audit.mistakes import MISTAKES, SHARES, evidence_sums, wrong_distributions
+from specsamp.evaluation.audit import Settings, Subject, audit, rounds
+from specsamp.evaluation.audit.evidence import MISTAKES, SHARE, mistake_sums, tilted, wrong_distributions
 from specsamp.sampling.rules import Draft
 from support import mutants
 from support.fakes import TableLM, near, random_table
@@ -55,8 +54,8 @@ def collect(**changes):
     return rounds.collect(subject(**changes), detect=0.1, level=RARE, rows=128)
 
 
-def p_values(tests):
-    return dict(zip(tests.names, tests.p_values, strict=True))
+def p_values(found):
+    return dict(zip(MISTAKES, found.mistakes.p_values, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,6 @@ def test_over_acceptance_of_a_flat_pair_fails_the_audit():
     found = audit(flat_pair(OverAccepts()), settings)
     assert not found.passed and found.summary == "2 of 2 checks failed: distribution, acceptance"
     numbers = found.checks[0].numbers
-    assert numbers["share_in_the_rest"] > 0.5, "the pair is to be flat"
     assert numbers["p_value_over_acceptance"] < RARE * numbers["level_of_a_mistake"]
     assert numbers["power_over_acceptance"] > 0.99
 
@@ -95,7 +93,7 @@ def test_a_sound_pair_shows_nothing(sound):
         assert tests.p_values.min() > CHANCE
     assert sound.texts >= 126 and sound.mistakes.tokens_T[0] > 1500
     np.testing.assert_array_less(np.abs(sound.accepted_T - sound.expected_T), 5 * np.sqrt(sound.expected_T))
-    assert not rounds.unseen(sound.mistakes, 0.1, RARE) and (sound.mistakes.power(RARE)[:, 0] > 0.99).all()
+    assert not rounds.unseen_mistakes(sound.mistakes, 0.1, RARE) and (sound.mistakes.power(RARE)[:, 0] > 0.99).all()
 
 
 @pytest.mark.parametrize(
@@ -110,8 +108,8 @@ def test_a_sound_pair_shows_nothing(sound):
 )
 def test_each_mistake_is_seen_by_its_test(name, changes):
     found = collect(**changes)
-    assert p_values(found.mistakes)[name] < RARE
-    check = verdicts.no_mistakes(found, detect=0.1, false_alarm=RARE)
+    assert p_values(found)[name] < RARE
+    check = rounds.no_mistakes(found, detect=0.1, false_alarm=RARE)
     assert check.verdict == "failed" and check.numbers["p_value_of_the_ratio_bins"] < RARE
 
 
@@ -119,28 +117,18 @@ def test_acceptance_by_position_sees_what_changes_no_distribution():
     """A draft whose cache has a hole is accepted less often; what is emitted follows the target all the same."""
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert min(found.mistakes.p_values.min(), found.bins.p_values.min()) > CHANCE
-    assert p_values(found.positions)["position 1"] < RARE
-    check = verdicts.expected_acceptance(found, false_alarm=RARE)
+    assert found.positions.p_values[1] < RARE
+    check = rounds.expected_acceptance(found, false_alarm=RARE)
     assert (
         check.verdict == "failed" and check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
     )
 
 
 @pytest.mark.slow
-def test_other_rules(sound):
-    """Under the block rule positions are accepted as expected, more often than under the token rule."""
-    found = collect(rule=BlockRule())
-    for tests in (found.mistakes, found.bins, found.positions):
-        assert tests.p_values.min() > CHANCE
-
-    def rate(found):
-        return found.expected_T[0] / found.positions.tokens_T[0]
-
-    assert rate(found) > rate(sound) + 0.01
-    assert collect(rule=mutants.StopsAtTheFirstRefusal()).positions.p_values.min() < RARE
-    coupled = subject(rule=CoupledRule())
-    assert rounds.can_read(coupled) and not rounds.knows_acceptance(coupled)
-    assert collect(rule=CoupledRule()).bins.p_values.min() > CHANCE
+@pytest.mark.parametrize("rule", [BlockRule(), CoupledRule()])
+def test_other_rules_show_nothing(rule):
+    found = collect(rule=rule)
+    assert min(found.mistakes.p_values.min(), found.bins.p_values.min()) > CHANCE
 
 
 # The statistics.
@@ -193,18 +181,17 @@ def test_false_alarms_of_mistakes_are_as_rare_and_power_is_as_large_as_is_said(t
 
     @jax.vmap
     def of_one_token(token):
-        return evidence_sums(wrong, q_NV, token[None], jnp.ones(1, bool))
+        return mistake_sums(wrong, q_NV, token[None], jnp.ones(1, bool))
 
-    sums_VMS = {name[:-3]: np.asarray(x, np.float64) for name, x in of_one_token(jnp.arange(V)).items()}
+    one_token = jax.tree.map(lambda x: np.asarray(x, np.float64), of_one_token(jnp.arange(V)))  # arrays [V, T, 1]
 
     def evidence(probs_V, mistake, count):
         counts = rng.multinomial(count, np.float64(probs_V) / np.float64(probs_V).sum(), size=trials)
-        columns = {f"{name}_TS": np.tile(x[0, mistake] * count, (trials, 1)) for name, x in sums_VMS.items()}
-        columns["evidence_TS"] = counts @ sums_VMS["evidence"][:, mistake]
-        return Evidence(names=("mistake",) * trials, tokens_T=np.full(trials, count), **columns)
+        tests = jax.tree.map(lambda x: np.repeat(x[0, mistake : mistake + 1] * count, trials, axis=0), one_token)
+        return dataclasses.replace(tests, evidence_TS=counts @ one_token.evidence_TS[:, mistake])
 
     for i, name in enumerate(MISTAKES):
-        true_V = q_NV[0] + SHARES[0] * (np.asarray(wrong[i][0]) - q_NV[0])
+        true_V = q_NV[0] + SHARE * (np.asarray(wrong[i][0]) - q_NV[0])
         count = next(n for n in range(20, 10**4, 20) if evidence(true_V, i, n).power(level)[0, 0] > 0.8)
         for probs_V, least, most in ((q_NV[0], 0, level), (true_V, 0.75, 1)):
             share_rejected = (evidence(probs_V, i, count).p_values < level).mean()
@@ -214,10 +201,10 @@ def test_false_alarms_of_mistakes_are_as_rare_and_power_is_as_large_as_is_said(t
 def test_false_alarms_of_events_are_as_rare_and_power_is_as_large_as_is_said():
     rng, trials, level = np.random.default_rng(1), 1000, 0.05
     probs_NT = np.broadcast_to(rng.uniform(0.1, 0.9, 400)[:, None], (400, trials))
-    names, tested_NT = tuple(map(str, range(trials))), np.ones((400, trials), bool)
+    tested_NT = np.ones((400, trials), bool)
 
     def tests_of(happened_NT):
-        return tilted(names, probs_NT, happened_NT, tested_NT)
+        return tilted(probs_NT, happened_NT, tested_NT)
 
     uniforms_NT = rng.random((400, trials))
     assert (tests_of(uniforms_NT < probs_NT).p_values < level).mean() <= level
@@ -226,7 +213,7 @@ def test_false_alarms_of_events_are_as_rare_and_power_is_as_large_as_is_said():
     said = tests.power(level)[0, 4]
     assert 0.2 < said < 0.99 and (tests.p_values < level).mean() > said - 0.07
     # Events that cannot happen, or must, are borne a few times: rounding may decide otherwise.
-    impossible = tilted(("event",), np.zeros((5, 1)), np.ones((5, 1), bool), np.ones((5, 1), bool))
+    impossible = tilted(np.zeros((5, 1)), np.ones((5, 1), bool), np.ones((5, 1), bool))
     assert impossible.p_values[0] > 1e-3
 
 
@@ -234,9 +221,9 @@ def test_texts_are_drawn_until_mistakes_are_seen():
     """Small mistakes take more texts, and what is not seen in the end is said."""
     few = subject()
     batch = rounds.collect(few, detect=0.9, level=RARE, rows=6)
-    assert batch.texts == 6 and rounds.unseen(batch.mistakes, 0.02, RARE)
+    assert batch.texts == 6 and rounds.unseen_mistakes(batch.mistakes, 0.02, RARE)
     assert rounds.collect(few, detect=0.02, level=RARE, rows=6).texts > 30
-    check = verdicts.no_mistakes(batch, detect=0.02, false_alarm=RARE)
+    check = rounds.no_mistakes(batch, detect=0.02, false_alarm=RARE)
     assert "NOT SURELY SEEN: over-acceptance" in check.seen
 
 
@@ -245,8 +232,8 @@ def test_logits_that_are_nan():
     found = rounds.collect(nothing, detect=0.1, level=RARE, rows=6)
     assert found is None
     for check in (
-        verdicts.no_mistakes(found, detect=0.1, false_alarm=RARE),
-        verdicts.expected_acceptance(found, false_alarm=RARE),
+        rounds.no_mistakes(found, detect=0.1, false_alarm=RARE),
+        rounds.expected_acceptance(found, false_alarm=RARE),
     ):
         assert check.verdict == "failed" and "NaN" in check.sentence
     partly = dataclasses.replace(

@@ -1,48 +1,45 @@
 """Tests how drafted tokens are accepted and replaced, on long sampled texts that both models read once more.
 
 After any prefix the next token must follow the target's distribution q, whatever the draft's distribution p is. A
-mistake in the rule or the drafter makes it follow another distribution a, which is known from q and p
-(`specsamp.evaluation.audit.mistakes`). Where q is flat, counts of single tokens cannot see that. Likelihood ratios
-a(x) / q(x) can: their product over all tokens of all texts (`specsamp.evaluation.audit.evidence`).
+mistake in the rule or the drafter makes it follow another distribution a, which is known from q and p. Where q is flat,
+counts of single tokens cannot see that. Likelihood ratios a(x) / q(x) can: their product over all tokens of all texts
+(`specsamp.evaluation.audit.evidence`).
 
-**Tests.** (1) One for each of `MISTAKES`, made at 95% or at 25% of the positions. (2) One for each bin of the ratio
-q(x) / p(x): every error that depends on this ratio alone moves probability between bins. (3) One for all drafted tokens
-and one for each position of a draft: they are accepted as often as p and q say.
+**Tests.** (1) One for each of `MISTAKES`. (2) One for each bin of the ratio q(x) / p(x): every error that depends on this
+ratio alone moves probability between bins. (3) Under the token rule, one for all drafted tokens and one for each position
+of a draft: a token is accepted with probability ``sum_x min(q(x), p(x))``, if all drafted tokens before it were.
 
 **Which tokens.** Under the token rule mistakes are tested at all positions of a draft. Under other rules only at the
 first position of each round: there the next token follows q under every lossless rule. The same holds of heads, whose
 later tokens depend on where their round began.
-
-**Expected acceptance.** If all drafted tokens before it were accepted, a drafted token is accepted with probability
-``sum_x min(q(x), p(x) / c)``. Under the token rule c = 1. Under the block rule c is the probability ``c_i`` of
-`specsamp.sampling.rules` that the accepted prefix is kept: given that it was, the next token is x and drafted with
-probability ``min(q(x), p(x) / c)``, and x and not drafted with probability ``(q(x) - p(x) / c)+``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.data_shards import BY_ROWS, DataShards
 from specsamp.decoding.job import to_host
-from specsamp.decoding.whole_texts import padded_batches, read_logits
-from specsamp.evaluation.audit.evidence import POWER, Evidence, tilted
-from specsamp.evaluation.audit.mistakes import (
+from specsamp.decoding.whole_texts import padded_batches
+from specsamp.evaluation.audit.evidence import (
     MISTAKES,
-    evidence_sums,
+    TILTS,
+    Evidence,
+    mistake_sums,
+    tilted,
     wrong_distributions,
 )
 from specsamp.evaluation.audit.readers import reader
-from specsamp.evaluation.audit.subject import Subject
-from specsamp.models.interface import LanguageModel
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.evaluation.audit.subject import POWER, Check, Status, Subject
+from specsamp.evaluation.audit.teacher import logits_from, round_up
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs
 
 Array = jax.Array
@@ -50,17 +47,20 @@ Array = jax.Array
 # Edges of log2(q / p). None is 0: where draft and target are equal, rounding would say on which side a token lies, and a
 # compiler may compute the ratio twice.
 BIN_EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
+NUM_BINS = len(BIN_EDGES) + 1
 MOST_BATCHES = 64  # calls of `generate`
+NOTHING_EMITTED = "texts ended before their first token: the target's logits were NaN or infinite"
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The evidence of sampled texts.
+    """The evidence of sampled texts; that of two sets of texts adds up.
 
     Attributes:
       texts: number of texts.
       mistakes, bins: tests (1) and (2) of the module's docstring.
-      positions: tests (3); of no use unless `knows_acceptance`.
+      positions: tests (3); meaningful under the token rule.
       accepted_T, expected_T: drafted tokens accepted in each of those tests, and how many were expected.
     """
 
@@ -71,16 +71,6 @@ class Rounds:
     accepted_T: np.ndarray
     expected_T: np.ndarray
 
-    def __add__(self, other: Rounds) -> Rounds:
-        return Rounds(
-            texts=self.texts + other.texts,
-            mistakes=self.mistakes + other.mistakes,
-            bins=self.bins + other.bins,
-            positions=self.positions + other.positions,
-            accepted_T=self.accepted_T + other.accepted_T,
-            expected_T=self.expected_T + other.expected_T,
-        )
-
 
 def can_read(subject: Subject) -> bool:
     """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
@@ -88,9 +78,9 @@ def can_read(subject: Subject) -> bool:
     return draft is not None and any(map(draft.reads, subject.prompts))
 
 
-def knows_acceptance(subject: Subject) -> bool:
-    """Returns whether the expected acceptance of the rule is known here."""
-    return isinstance(subject.rule, TokenRule | BlockRule)
+def single_level(false_alarm: float) -> float:
+    """Returns the level of a single test for a mistake or a ratio bin; all of them share ``false_alarm``."""
+    return false_alarm / (len(MISTAKES) + NUM_BINS)
 
 
 def collect(
@@ -100,11 +90,14 @@ def collect(
     level: float,
     rows: int,
     progress: Callable[[str], None] = lambda text: None,
-) -> Rounds:
+) -> Rounds | None:
     """Draws texts of all prompts, about ``rows`` at a time, until every mistake that matters would be seen.
 
     Those are the mistakes that move a total variation of at least ``detect`` per token. Each must be seen by its test
     at ``level`` with probability `POWER`. It gives up after `MOST_BATCHES` calls of `generate`.
+
+    Returns:
+      The evidence of the texts; None if no text has a token.
     """
     samples = max(rows // len(subject.prompts), 1)
     found, draft = None, reader(subject.drafter)
@@ -112,193 +105,177 @@ def collect(
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
-            ((*subject.prompts[one.prompt_index], *one.tokens), one.from_draft)
-            for one in subject.decode(num_samples=samples, seed=seed, draft_length=None)
-            if one.tokens and draft.reads(subject.prompts[one.prompt_index])
+            ((*subject.prompts[completion.prompt_index], *completion.tokens), completion.from_draft)
+            for completion in subject.decode(num_samples=samples, seed=seed, draft_length=None)
+            if completion.tokens and draft.reads(subject.prompts[completion.prompt_index])
         ]
         if not texts:
             break
-        batch = read(subject, *zip(*texts))
-        found = batch if found is None else found + batch
-        if not unseen(found.mistakes, detect, level):
+        batch = read_rounds(subject, *zip(*texts))
+        found = batch if found is None else jax.tree.map(operator.add, found, batch)
+        if not unseen_mistakes(found.mistakes, detect, level):
             break
     return found
 
 
-def unseen(mistakes: Evidence, detect: float, level: float) -> list[str]:
+def unseen_mistakes(tests: Evidence, detect: float, level: float) -> list[str]:
     """Returns the names of mistakes that move at least ``detect`` but are seen with less than `POWER`."""
-    missed_T = (mistakes.total_variation[:, 0] >= detect) & (mistakes.power(level)[:, 0] < POWER)
-    return [name for name, is_missed in zip(mistakes.names, missed_T, strict=True) if is_missed]
+    missed_T = (tests.total_variation[:, 0] >= detect) & ~tests.is_seen(level)[:, 0]
+    return [name for name, is_missed in zip(MISTAKES, missed_T, strict=True) if is_missed]
 
 
-def read(
-    subject: Subject,
-    texts: Sequence[Sequence[int]],
-    from_draft: Sequence[Sequence[bool]],
-) -> Rounds:
+def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Sequence[Sequence[bool]]) -> Rounds:
     """Reads texts with both models.
 
     Args:
+      subject: the pair with its settings.
       texts: token ids, prompts included.
       from_draft: for each text, whether each of its tokens behind the prompt had been drafted.
     """
-    pair, rule, draft = subject.pair, subject.rule, reader(subject.drafter)
+    pair, draft = subject.pair, reader(subject.drafter)
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(subject.drafter, slots)
-    longest, K = -(-max(map(len, from_draft)) // 8) * 8, draft.depth or subject.drafter.K
+    count, K = round_up(max(map(len, from_draft))), draft.depth or subject.drafter.K
     warps = (subject.sampling, subject.draft_sampling or subject.sampling, chain())
-    total = None
-    for number, (tokens_BT, lengths_B, indices) in enumerate(batches):
-        rows = len(indices)
-        drafted_BN, counts_B = np.zeros((rows, longest), bool), np.zeros(rows, np.int32)
+    sums = []
+    for number, (tokens_BT, _, indices) in enumerate(batches):
+        tokens_BN, drafted_BN = (np.zeros((len(indices), count), kind) for kind in (np.int32, bool))
+        counts_B = np.zeros(len(indices), np.int32)
         for row, i in enumerate(indices):
-            drafted_BN[row, : len(from_draft[i])] = from_draft[i]
+            size = len(from_draft[i])
+            tokens_BN[row, :size], drafted_BN[row, :size] = texts[i][-size:], from_draft[i]
             # The last batch is filled up with copies of the last text, which do not count.
-            counts_B[row] = len(from_draft[i]) if number * rows + row == i else 0
-        starts_B = np.array([len(texts[i]) - len(from_draft[i]) for i in indices], np.int32)
-        found = _read(
-            pair.target,
-            draft.model,
-            pair.shards,
-            weights.target,
-            draft.weights_of(weights),
-            tokens_BT,
-            starts_B,
-            counts_B,
-            drafted_BN,
-            tuple(for_rows(subject.full_warp(warp), rows) for warp in warps),
-            K=K,
-            slots=slots,
-            is_block=isinstance(rule, BlockRule),
-            everywhere=isinstance(rule, TokenRule),
-        )
-        batch = _sums(to_host(found), texts=int((counts_B > 0).sum()), K=K)
-        total = batch if total is None else total + batch
-    return total
+            counts_B[row] = size if number * len(indices) + row == i else 0
+        starts_B = jnp.asarray([len(texts[i]) - len(from_draft[i]) for i in indices], jnp.int32)
+        logits = [
+            logits_from(model, pair.shards, params, tokens_BT, starts_B, slots=slots, count=count)
+            for model, params in ((pair.target, weights.target), (draft.model, draft.weights_of(weights)))
+        ]
+        warps_B = tuple(for_rows(subject.full_warp(warp), len(indices)) for warp in warps)
+        everywhere = isinstance(subject.rule, TokenRule)
+        found = _read_rows(pair.shards, *logits, warps_B, tokens_BN, drafted_BN, counts_B, K=K, everywhere=everywhere)
+        sums.append(_sums(*to_host(found), texts=int((counts_B > 0).sum()), K=K))
+    return jax.tree.map(lambda *parts: sum(parts), *sums)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "draft", "shards", "K", "slots", "is_block", "everywhere"))
-def _read(
-    target: LanguageModel,
-    draft: LanguageModel,
+@functools.partial(jax.jit, static_argnames=("shards", "K", "everywhere"))
+def _read_rows(
     shards: DataShards,
-    target_weights: Any,
-    draft_weights: Any,
-    tokens_BT: Array,
-    starts_B: Array,
-    counts_B: Array,
-    drafted_BN: Array,
+    target_BNV: Array,
+    draft_BNV: Array,
     warps: tuple[Warp, Warp, Warp],
+    tokens_BN: Array,
+    drafted_BN: Array,
+    counts_B: Array,
     *,
     K: int,
-    slots: int,
-    is_block: bool,
     everywhere: bool,
-) -> dict[str, Array]:
-    def read(target_weights, draft_weights, tokens_BT, starts_B, counts_B, drafted_BN, warps):
-        at_BN = starts_B[:, None] - 1 + jnp.arange(drafted_BN.shape[1])[None, :]
-        at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # positions beyond a text are not used
-        probs = []
-        for model, params, warps_read in (
-            (target, target_weights, warps[:1]),
-            (draft, draft_weights, warps[1:]),
-        ):
-            logits_BTV = read_logits(model, params, tokens_BT, slots)
-            logits_BNV = jnp.take_along_axis(logits_BTV, at_BN[..., None], axis=1)
-            probs += [jnp.exp(log_probs(warp, logits_BNV)) for warp in warps_read]
-        emitted_BN = jnp.take_along_axis(tokens_BT, at_BN + 1, axis=1)
-        row = functools.partial(_read_row, K=K, is_block=is_block, everywhere=everywhere)
-        return jax.lax.map(
-            lambda arguments: row(*arguments),
-            (*probs, emitted_BN, drafted_BN, counts_B),
-        )
+) -> tuple[Evidence, dict[str, Array]]:
+    """Returns, for each text, the evidence of `MISTAKES` and the events of every token."""
 
-    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-    return shards.map(read, specs)(target_weights, draft_weights, tokens_BT, starts_B, counts_B, drafted_BN, warps)
+    def read(row: tuple[Array, ...]) -> tuple[Evidence, dict[str, Array]]:
+        q_NV, p_NV, unwarped_NV, tokens_N, drafted_N, count = row
+        index_N = jnp.arange(len(tokens_N))
+        # A token that was not drafted ends a round; after K accepted ones it is the bonus.
+        begins_N = jnp.roll(jax.lax.cummax(jnp.where(drafted_N, 0, index_N + 1)), 1).at[0].set(0)
+        offsets_N = index_N - begins_N
+        verified_N = (index_N < count) & (offsets_N < K)
+        tested_N = verified_N & (everywhere | (offsets_N == 0))
+        wrong = wrong_distributions(q_NV, p_NV, unwarped_NV, offsets_N)
+        log_ratio_NV = jnp.where(q_NV > 0, jnp.log2(q_NV) - jnp.log2(p_NV), -jnp.inf)
+        bin_NV = sum((log_ratio_NV >= edge).astype(jnp.int32) for edge in BIN_EDGES)
+        bin_probs = [jnp.sum(q_NV, axis=-1, where=bin_NV == number) for number in range(NUM_BINS)]
+        return mistake_sums(wrong, q_NV, tokens_N, tested_N), {
+            "offset": offsets_N,
+            "verified": verified_N,
+            "tested": tested_N,
+            "drafted": drafted_N,
+            "acceptance": jnp.minimum(p_NV, q_NV).sum(-1),
+            "bin_probs": jnp.stack(bin_probs, axis=-1),
+            "bin": jnp.take_along_axis(bin_NV, tokens_N[:, None], axis=-1)[:, 0],
+        }
 
-
-def _read_row(
-    q_NV: Array,
-    p_NV: Array,
-    unwarped_NV: Array,
-    tokens_N: Array,
-    drafted_N: Array,
-    count: Array,
-    *,
-    K: int,
-    is_block: bool,
-    everywhere: bool,
-) -> dict[str, Array]:
-    """Returns, for one text, the sums for `MISTAKES` and the events of every token."""
-    index_N = jnp.arange(len(tokens_N))
-    # A token that was not drafted ends a round; after K accepted ones it is the bonus.
-    begins_N = jnp.roll(jax.lax.cummax(jnp.where(drafted_N, 0, index_N + 1)), 1).at[0].set(0)
-    offsets_N = index_N - begins_N
-    verified_N = (index_N < count) & (offsets_N < K)
-    tested_N = verified_N & (everywhere | (offsets_N == 0))
-
-    def at_token(x_NV):
-        return jnp.take_along_axis(x_NV, tokens_N[:, None], axis=-1)[:, 0]
-
-    def step(c, x):
-        return (jnp.where(x[0], jnp.minimum(c * x[1], 1), 1), c)
-
-    p_token_N = at_token(p_NV)
-    ratio_N = jnp.where(p_token_N > 0, at_token(q_NV) / jnp.where(p_token_N > 0, p_token_N, 1), 1)
-    _, c_N = jax.lax.scan(step, jnp.ones_like(ratio_N[0]), (drafted_N, ratio_N))
-    c_N1 = jnp.where(is_block & (c_N > 0), c_N, 1)[:, None]
-
-    log_ratio_NV = jnp.where(q_NV > 0, jnp.log2(q_NV) - jnp.log2(p_NV), -jnp.inf)
-    bin_NV = sum((log_ratio_NV >= edge).astype(jnp.int32) for edge in BIN_EDGES)
-    bins = range(len(BIN_EDGES) + 1)
-    return {
-        **evidence_sums(
-            wrong_distributions(q_NV, p_NV, unwarped_NV, offsets_N),
-            q_NV,
-            tokens_N,
-            tested_N,
-        ),
-        "offsets_N": offsets_N,
-        "verified_N": verified_N,
-        "tested_N": tested_N,
-        "drafted_N": drafted_N,
-        "acceptance_N": jnp.minimum(p_NV / c_N1, q_NV).sum(-1),
-        "bin_probs_NR": jnp.stack([jnp.sum(q_NV, axis=-1, where=bin_NV == number) for number in bins], axis=-1),
-        "bin_N": at_token(bin_NV),
-    }
+    probs = [jnp.exp(log_probs(warp, x_BNV)) for warp, x_BNV in zip(warps, (target_BNV, draft_BNV, draft_BNV))]
+    read_shard = functools.partial(jax.lax.map, read)
+    return shards.map(read_shard, (BY_ROWS,))((*probs, tokens_BN, drafted_BN, counts_B))
 
 
-def _sums(found: dict[str, Any], *, texts: int, K: int) -> Rounds:
+def _sums(mistakes: Evidence, events: dict[str, np.ndarray], *, texts: int, K: int) -> Rounds:
     """Adds up what was read of a batch of texts, in float64."""
-    flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in found.items() if "N" in name}
-    flat = {name: values[flat["verified_N"]] for name, values in flat.items()}
-    tested_N, bins = flat["tested_N"], np.arange(len(BIN_EDGES) + 1)
-    is_position_NK = flat["offsets_N"][:, None] == np.arange(K)
+    is_verified = events["verified"]
+    events = {name: values[is_verified] for name, values in events.items()}  # [N, ...], of all texts
+    is_position_NK = events["offset"][:, None] == np.arange(K)
     counted_NT = np.concatenate([np.ones_like(is_position_NK[:, :1]), is_position_NK], axis=1)
-    acceptance_NT = np.broadcast_to(flat["acceptance_N"][:, None], counted_NT.shape).astype(np.float64)
-    accepted_NT = np.broadcast_to(flat["drafted_N"][:, None], counted_NT.shape)
-    sums = {
-        f"{name}_TS": found[f"{name}_MS"].sum(0, dtype=np.float64) for name in ("evidence", "mean", "variance", "moved")
-    }
+    acceptance_NT = np.broadcast_to(events["acceptance"][:, None], counted_NT.shape).astype(np.float64)
+    accepted_NT = np.broadcast_to(events["drafted"][:, None], counted_NT.shape)
+    bin_probs_NT = events["bin_probs"].astype(np.float64)
+    tested_NT = np.broadcast_to(events["tested"][:, None], bin_probs_NT.shape)
     return Rounds(
         texts=texts,
-        mistakes=Evidence(
-            names=tuple(MISTAKES),
-            tokens_T=np.full(len(MISTAKES), tested_N.sum()),
-            **sums,
-        ),
-        bins=tilted(
-            tuple(f"ratio bin {number}" for number in bins),
-            flat["bin_probs_NR"].astype(np.float64),
-            flat["bin_N"][:, None] == bins,
-            np.broadcast_to(tested_N[:, None], flat["bin_probs_NR"].shape),
-        ),
-        positions=tilted(
-            ("all positions", *(f"position {number + 1}" for number in range(K))),
-            acceptance_NT,
-            accepted_NT,
-            counted_NT,
-        ),
+        mistakes=jax.tree.map(lambda x: x.sum(0, dtype=np.float64), mistakes),
+        bins=tilted(bin_probs_NT, events["bin"][:, None] == np.arange(NUM_BINS), tested_NT),
+        positions=tilted(acceptance_NT, accepted_NT, counted_NT),
         accepted_T=(accepted_NT & counted_NT).sum(0),
         expected_T=(acceptance_NT * counted_NT).sum(0),
     )
+
+
+def no_mistakes(found: Rounds | None, *, detect: float, false_alarm: float) -> Check:
+    """Checks that neither a named mistake nor a change of a ratio bin explains the texts better than the target does.
+
+    Args:
+      found: the evidence; None if no text has a token.
+      detect: smallest total variation that is to be seen.
+      false_alarm: probability, at most, that this check fails a sound pair.
+    """
+    if found is None:
+        return Check(name="distribution", verdict=Status.FAILED, sentence=NOTHING_EMITTED)
+    level, tests = single_level(false_alarm), found.mistakes
+    is_seen_T, moved_T, power_T = tests.is_seen(level)[:, 0], tests.total_variation[:, 0], tests.power(level)[:, 0]
+    p_values = dict(zip(MISTAKES, tests.p_values.tolist(), strict=True))
+    p_values |= {f"ratio bin {number}": p_value for number, p_value in enumerate(found.bins.p_values.tolist())}
+    name = min(p_values, key=p_values.get)
+    numbers = {"texts": found.texts, "tested_tokens": int(tests.tokens_T[0]), "level_of_a_mistake": level}
+    numbers["p_value_of_the_ratio_bins"] = float(found.bins.p_values.min())
+    for i, mistake in enumerate(MISTAKES):
+        key = mistake.replace(" ", "_").replace("-", "_")
+        numbers |= {f"p_value_{key}": p_values[mistake], f"power_{key}": float(power_T[i])}
+        numbers[f"moved_by_{key}"] = float(moved_T[i])
+
+    def listed(chosen_T):
+        return ", ".join(f"{name} ({moved:.2g})" for name, moved, chosen in zip(MISTAKES, moved_T, chosen_T) if chosen)
+
+    seen = f"mistakes seen with at least {POWER:.0%}, and the probability they move per token: "
+    seen += listed(is_seen_T) or "none"
+    for words, chosen_T in (
+        ("NOT SURELY SEEN", ~is_seen_T & (moved_T >= detect)),
+        ("too small here", ~is_seen_T & (moved_T < detect)),
+    ):
+        seen += f"; {words}: {listed(chosen_T)}" if chosen_T.any() else ""
+    sentence = f"of {len(MISTAKES)} mistakes and {NUM_BINS} ratio bins in {found.texts} texts the likeliest is {name}, "
+    sentence += f"p = {p_values[name]:.2g}"
+    verdict = Status.FAILED if p_values[name] < level else Status.PASSED
+    return Check(name="distribution", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)
+
+
+def expected_acceptance(found: Rounds | None, *, false_alarm: float) -> Check:
+    """Checks that each position of a draft is accepted as often as the two models say; arguments as of `no_mistakes`."""
+    if found is None:
+        return Check(name="acceptance", verdict=Status.FAILED, sentence=NOTHING_EMITTED)
+    tests, level = found.positions, false_alarm / len(found.accepted_T)
+    worst = int(np.argmin(tests.p_values))
+    p_value = float(tests.p_values[worst])
+    is_upward_S = np.array(TILTS) > 0
+    numbers = {"p_value_of_the_worst_position": p_value}
+    for i in range(len(found.accepted_T)):
+        position = f"position_{i}" if i else "all_positions"
+        numbers[f"verified_at_{position}"] = int(tests.tokens_T[i])
+        numbers[f"accepted_at_{position}"] = int(found.accepted_T[i])
+        numbers[f"expected_at_{position}"] = float(found.expected_T[i])
+        is_seen_S = tests.is_seen(level)[i] & is_upward_S
+        numbers[f"change_seen_at_{position}"] = float(tests.total_variation[i][is_seen_S].min(initial=1.0))
+    sentence = f"with the draft {found.accepted_T[0]} of {tests.tokens_T[0]} were, {found.expected_T[0]:.0f} expected; "
+    sentence += f"the farthest off is {f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}"
+    verdict = Status.FAILED if p_value < level else Status.PASSED
+    seen = f"a rate of acceptance that is off by {numbers['change_seen_at_all_positions']:.2g} seen with {POWER:.0%}"
+    return Check(name="acceptance", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)

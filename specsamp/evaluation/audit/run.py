@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from specsamp.evaluation.audit import budget, distribution, rounds, streams, verdicts
+from specsamp import validate
+from specsamp.analysis.report import Table
+from specsamp.evaluation.audit import distribution, rounds, streams
 from specsamp.evaluation.audit.subject import Check, Status, Subject
+from specsamp.sampling.lossy import Bounded
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import Rule
 
 CHECKS = {
     "greedy": "greedy text is what the target writes alone",
     "bfloat16": "in bfloat16 every greedy token is the target's choice, or nearly",
     "coupled": "under the coupled rule a seed's text does not depend on the draft",
-    "distribution": "samples follow the target's distribution",
+    "distribution": "samples follow the target's distribution, those of a lossy rule up to its budget",
     "acceptance": "drafted tokens are accepted as often as both models say, always where the draft is the target",
     "neighbours": "a text does not depend on what else is in its batch",
     "padding": "a text does not depend on padding",
 }
-ROUNDED = ("acceptance", "neighbours", "padding")  # rounding may show in these, as a matter of chance
+# What may fail by chance: pairs of tokens, mistakes, two kinds of acceptance, neighbours, padding.
+CHANCES = 6
 UNREADABLE = "errors within a cell are not looked for: only a draft model has a distribution that can be read"
-
-
-class BrokenOff(RuntimeError):
-    """A check could not be carried to its end; ``found`` holds those before it."""
-
-    def __init__(self, message: str, found: Audit):
-        super().__init__(message)
-        self.found = found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,7 @@ class Settings:
     Attributes:
       checks: names of `CHECKS`.
       detect: total-variation error that must be seen with a probability of 99%: any error between the cells of
-        `specsamp.evaluation.audit.distribution`, and each named mistake of `specsamp.evaluation.audit.mistakes`.
-      samples: number of samples of two tokens in all; None draws as many as ``detect`` takes.
+        `specsamp.evaluation.audit.distribution`, and each named mistake of `specsamp.evaluation.audit.evidence`.
       false_alarm: probability, at most, that a sound pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
@@ -50,24 +47,19 @@ class Settings:
 
     checks: tuple[str, ...] = tuple(CHECKS)
     detect: float = 0.05
-    samples: int | None = None
     false_alarm: float = 1e-4
     distribution_prompts: int = 4
     rows: int = 128
 
     def __post_init__(self):
-        for name in self.checks:
-            if name not in CHECKS:
-                raise ValueError(f"no check {name!r}: choose from {', '.join(CHECKS)}")
         if not self.checks:
-            raise ValueError(f"no checks were asked for: choose from {', '.join(CHECKS)}")
+            raise ValueError(f"checks must name one at least: choose from {', '.join(CHECKS)}")
+        for name in self.checks:
+            validate.choice("checks", name, CHECKS)
         for name in ("detect", "false_alarm"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in (0, 1); got {getattr(self, name)!r}")
-        for name in ("samples", "distribution_prompts", "rows"):
-            value = getattr(self, name)
-            if not (name == "samples" and value is None or isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} must be an integer >= 1; got {value!r}")
+            validate.number(name, getattr(self, name), 0, 0.99, above=True)
+        for name in ("distribution_prompts", "rows"):
+            validate.integer(name, getattr(self, name), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,98 +86,115 @@ class Audit:
         aside = f" ({', '.join(skipped)} not applicable)" if skipped else ""
         total = len(passed) + len(failed)
         if failed or not passed:
-            told = f": {', '.join(failed)}" if failed else ", nothing was shown"
-            return f"{len(failed)} of {total} checks failed{aside}{told}"
+            names = f": {', '.join(failed)}" if failed else ", nothing was shown"
+            return f"{len(failed)} of {total} checks failed{aside}{names}"
         seen = "".join(f"; {check.seen}" for check in self.checks if check.name == "distribution")
-        found, alarm = "no difference was found", f"{self.settings.false_alarm:g}"
+        found = "no difference was found"
         if self.budget is not None:
             found = f"LOSSY: no more than its budget of {self.budget:g} per token was found"
-            alarm = f"{budget.LEVEL:g} for the budget, {alarm} for the rest"
         return (
-            f"{len(passed)} of {total} checks passed{aside}: {found} between what this pair writes "
-            f"with the draft and what its target writes alone{seen}; chance of a false alarm {alarm}"
+            f"{len(passed)} of {total} checks passed{aside}: {found} between what this pair writes with the draft and "
+            f"what its target writes alone{seen}; chance of a false alarm {self.settings.false_alarm:g}"
         )
 
 
 def audit(
     subject: Subject, settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None
 ) -> Audit:
-    """Runs the checks, in float32 but for the check of bfloat16.
+    """Runs the checks, in float32 except for the check of bfloat16.
 
-    Half of the false alarm goes to the check of the distribution, half to those of `ROUNDED` in equal parts. The others
-    raise none. Where `specsamp.evaluation.audit.rounds` can read the draft, its tests take half of a check's part.
-
-    A lossy rule is held to its budget, see `specsamp.evaluation.audit.budget`, and its drafter to what the token rule
-    would accept of it.
+    A lossy rule is held to its budget, and its drafter to the acceptance under the token rule.
 
     Args:
       subject: the pair, its prompts and settings.
       settings: what to check.
-      progress: is told what is being done.
+      progress: is called with what is being done.
 
     Raises:
-      ValueError: too few samples, a distribution that leaves nothing to chance, or a lossy rule without a budget; raised
-        before any check has run.
-      BrokenOff: a value within a check was refused: the checks before it stand, nothing else is known of the pair.
+      ValueError: a distribution that leaves nothing to chance, or a lossy rule without a budget; raised before any check
+        has run.
     """
-    allowed = budget.budget_of(subject.rule)
+    budget = budget_of(subject.rule)
     exact = subject.cast("float32") or subject
+    level = settings.false_alarm / CHANCES
+    is_readable = rounds.can_read(exact) and budget is None
     progress("reading the prompts")
-    parts = 2 if rounds.can_read(exact) and allowed is None else 1
-    alarm = settings.false_alarm / 2 / parts
-    rounding_alarm = alarm / len(ROUNDED)
-    plan = plan_of(exact, settings, alarm) if "distribution" in settings.checks else None
+    count = min(settings.distribution_prompts, len(exact.prompts))
+    prompt_ids = [i * len(exact.prompts) // count for i in range(count)]
+    cells = distribution.read_cells(exact, prompt_ids) if "distribution" in settings.checks else []
 
     @functools.cache  # two checks read the same texts
-    def read_rounds() -> rounds.Rounds | None:
-        level = verdicts.mistake_level(alarm)
-        return rounds.collect(exact, detect=settings.detect, level=level, rows=settings.rows, progress=progress)
+    def read_texts() -> rounds.Rounds | None:
+        alone = rounds.single_level(level)
+        return rounds.collect(exact, detect=settings.detect, level=alone, rows=settings.rows, progress=progress)
 
-    def distribution_check() -> Check:
-        if allowed is not None:
-            return budget.within_budget(exact, plan, allowed, rows=settings.rows, progress=progress)
-        check = distribution.count_pairs(exact, plan, rows=settings.rows, progress=progress)
-        if not rounds.can_read(exact):
+    def check_distribution() -> Check:
+        check = distribution.count_pairs(
+            exact,
+            cells,
+            detect=settings.detect,
+            level=level,
+            allowed=distribution.TOKENS * (budget or 0.0),
+            rows=settings.rows,
+            progress=progress,
+        )
+        if budget is None and not is_readable:
             return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
-        return verdicts.both(check, verdicts.no_mistakes(read_rounds(), detect=settings.detect, false_alarm=alarm))
-
-    def acceptance_check() -> Check:
-        if allowed is not None:
-            return streams.equal_draft(dataclasses.replace(exact, rule=TokenRule()), rounding_alarm)
-        check = streams.equal_draft(exact, rounding_alarm)
-        if not (rounds.can_read(exact) and rounds.knows_acceptance(exact)):
+        if not is_readable:
             return check
-        return verdicts.both(check, verdicts.expected_acceptance(read_rounds(), false_alarm=rounding_alarm))
+        return check & rounds.no_mistakes(read_texts(), detect=settings.detect, false_alarm=level)
+
+    def check_acceptance() -> Check:
+        of_rule = exact if budget is None else dataclasses.replace(exact, rule=TokenRule())
+        check = streams.equal_draft(of_rule, level)
+        if not (is_readable and isinstance(exact.rule, TokenRule)):
+            return check
+        return check & rounds.expected_acceptance(read_texts(), false_alarm=level)
 
     run: dict[str, Callable[[], Check]] = {
         "greedy": lambda: streams.greedy_text(exact),
         "bfloat16": lambda: streams.bfloat16_text(exact, subject.cast("bfloat16")),
         "coupled": lambda: streams.coupled_text(exact),
-        "distribution": distribution_check,
-        "acceptance": acceptance_check,
-        "neighbours": lambda: streams.neighbours(exact, parts * rounding_alarm),
-        "padding": lambda: streams.padding(exact, parts * rounding_alarm),
+        "distribution": check_distribution,
+        "acceptance": check_acceptance,
+        "neighbours": lambda: streams.neighbours(exact, level),
+        "padding": lambda: streams.padding(exact, level),
     }
     checks = []
     for name, claim in CHECKS.items():
         if name in settings.checks:
             progress(f"{name}: {claim}")
-            try:
-                checks.append(run[name]())
-            except ValueError as error:  # what was asked for has been checked by now
-                found = Audit(settings=settings, checks=tuple(checks), budget=allowed)
-                raise BrokenOff(f"the check {name!r} broke off: {error}", found) from error
-    return Audit(settings=settings, checks=tuple(checks), budget=allowed)
+            checks.append(run[name]())
+    return Audit(settings=settings, checks=tuple(checks), budget=budget)
 
 
-def plan_of(subject: Subject, settings: Settings, false_alarm: float) -> distribution.SamplingPlan:
-    """Returns what the pairs of tokens are counted with, see `distribution.make_plan`."""
-    count = min(settings.distribution_prompts, len(subject.prompts))
-    prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
-    return distribution.make_plan(
-        distribution.read_continuations(subject, prompt_ids),
-        detect=settings.detect,
-        false_alarm=false_alarm,
-        samples=settings.samples,
-        multiple=distribution.per_call(settings.rows, count),
-    )
+def budget_of(rule: Rule) -> float | None:
+    """Returns the total variation per token that a lossy rule may cost; None for a rule that claims to be exact.
+
+    Raises:
+      ValueError: the rule is lossy and states no budget, so there is nothing to hold it to.
+    """
+    if rule.metered and not isinstance(rule, Bounded):
+        raise ValueError(
+            f"{rule!r} is lossy and promises nothing that could be audited: give it a budget, such as "
+            "rule = bounded:0.01:ears:1.0, or audit an exact rule"
+        )
+    return rule.tv_per_token if rule.metered else None
+
+
+def audit_table(checks: Sequence[Mapping[str, Any]], *, claims: bool = False) -> Table:
+    """Returns a row for each check: its verdict, and what that rests on.
+
+    Args:
+      checks: as JSON has them.
+      claims: also what each check claims, and in the note what it can see.
+    """
+    header = ("check", "verdict", *["claim"][:claims], "what was seen")
+    rows = [(check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"]) for check in checks]
+    notes = [
+        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
+        "the whole text at once"
+    ]
+    notes += [f"{check['name']}: {check['seen']}" for check in checks if claims and check["seen"]]
+    title = "Exactness audit: with the draft against the target alone"
+    return Table(title=title, header=header, rows=rows, note="; ".join(notes), left=len(header))

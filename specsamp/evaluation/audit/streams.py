@@ -184,4 +184,4 @@ def _unchanged(
 
 
 def _not_applicable(name: str, why: str) -> Check:
-    return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=why, numbers={})
+    return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=why)

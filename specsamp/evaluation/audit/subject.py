@@ -34,6 +34,7 @@ from specsamp.sampling.warp import Warp, greedy, is_stateless
 # bounds the probability that rounding changes a sampled token, which is one acceptance and one draw: the two
 # distributions were 0.7 units apart in total variation.
 FARTHEST, FLIPS = 32, 4
+POWER = 0.99  # probability with which an error must be seen
 
 
 class Status(enum.StrEnum):
@@ -54,15 +55,27 @@ class Check:
       sentence: what the verdict rests on.
       numbers: the same for programs; finite, since JSON has no other numbers.
       seen: which errors would have been seen, and with which probability.
-      claim: what was tested, where that is not what `CHECKS` says.
     """
 
     name: str
     verdict: Status
     sentence: str
-    numbers: dict[str, int | float]
+    numbers: dict[str, int | float] = dataclasses.field(default_factory=dict)
     seen: str = ""
-    claim: str = ""
+
+    def __and__(self, other: Check) -> Check:
+        """Joins two parts of one check: it fails if either does, and passes if one does and the other does not apply."""
+        verdicts = (self.verdict, other.verdict)
+        worst = next(
+            verdict for verdict in (Status.FAILED, Status.PASSED, Status.NOT_APPLICABLE) if verdict in verdicts
+        )
+        return Check(
+            name=self.name,
+            verdict=worst,
+            sentence="; ".join((self.sentence, other.sentence)),
+            numbers=self.numbers | other.numbers,
+            seen="; ".join(filter(None, (self.seen, other.seen))),
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -39,6 +39,7 @@ class Text:
     tokens: tuple[int, ...]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
     """Results of teacher forcing for each of the N tokens behind a prompt.
@@ -60,8 +61,10 @@ def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns the target's logits after each text, ``[len(texts), V]`` float32."""
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(NoDrafter(), slots).target
-    read = functools.partial(_next_logits, pair.target, pair.shards, weights, slots=slots)
-    rows = [to_host(read(tokens_BT, lengths_B)) for tokens_BT, lengths_B, _ in batches]
+    rows = [
+        to_host(logits_from(pair.target, pair.shards, weights, tokens_BT, lengths_B, slots=slots, count=1))[:, 0]
+        for tokens_BT, lengths_B, _ in batches
+    ]
     return np.concatenate(rows)[: len(texts)]
 
 
@@ -78,91 +81,61 @@ def judge(
       noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus its noise. None: the score
         is the log-probability.
     """
-    whole = [(*text.prompt, *text.tokens) for text in texts]
-    slots, batches = padded_batches(pair, whole)
+    slots, batches = padded_batches(pair, [(*text.prompt, *text.tokens) for text in texts])
     weights = pair.weights(NoDrafter(), slots).target
-    longest = -(-max(len(text.tokens) for text in texts) // 8) * 8
+    count = round_up(max(len(text.tokens) for text in texts))
     judgements = []
     for tokens_BT, _, indices in batches:
         rows = [texts[i] for i in indices]
-        keys_B = None
+        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
+        tokens_BN = np.zeros((len(rows), count), np.int32)
+        for row, text in enumerate(rows):
+            tokens_BN[row, : len(text.tokens)] = text.tokens
+        keys = None
         if noise_seed is not None:
             ids_B = jnp.asarray([text.prompt_id for text in rows], jnp.int32)
-            keys_B = row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B))
-        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
-        found = to_host(
-            _judge(
-                pair.target,
-                pair.shards,
-                weights,
-                tokens_BT,
-                starts_B,
-                for_rows(warp, len(rows)),
-                keys_B,
-                jnp.float32(tolerance),
-                slots=slots,
-                num_tokens=longest,
-            )
-        )
-        judgements += [
-            Judgement(**{name: values[row, : len(text.tokens)] for name, values in found.items()})
-            for row, text in enumerate(rows)
-        ]
+            keys = RoundKeys(rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B)
+        logits_BNV = logits_from(pair.target, pair.shards, weights, tokens_BT, starts_B, slots=slots, count=count)
+        found = to_host(_judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance)))
+        for row, text in enumerate(rows):
+            judgements.append(jax.tree.map(lambda values_BN: values_BN[row, : len(text.tokens)], found))
     return judgements[: len(texts)]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "shards", "slots"))
-def _next_logits(
-    model: LanguageModel, shards: DataShards, weights: Any, tokens_BT: Array, lengths_B: Array, *, slots: int
-) -> Array:
-    def read(weights: Any, tokens_BT: Array, lengths_B: Array) -> Array:
-        logits_BTV = read_logits(model, weights, tokens_BT, slots)
-        return jnp.take_along_axis(logits_BTV, lengths_B[:, None, None] - 1, axis=1)[:, 0]
-
-    return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, lengths_B)
+def round_up(count: int) -> int:
+    """Returns a number of positions that few programs are compiled for."""
+    return -(-count // 8) * 8
 
 
-@functools.partial(jax.jit, static_argnames=("model", "shards", "slots", "num_tokens"))
-def _judge(
+@functools.partial(jax.jit, static_argnames=("model", "shards", "slots", "count"))
+def logits_from(
     model: LanguageModel,
     shards: DataShards,
     weights: Any,
     tokens_BT: Array,
     starts_B: Array,
-    warp: Warp,
-    keys_B: Array | None,
-    tolerance: Array,
     *,
     slots: int,
-    num_tokens: int,
-) -> dict[str, Array]:
-    def read(weights, tokens_BT, starts_B, warp, keys_B, tolerance):
-        at_BN = starts_B[:, None] - 1 + jnp.arange(num_tokens)[None, :]
-        at_BN = jnp.minimum(at_BN, tokens_BT.shape[1] - 2)  # positions beyond a text are not used
-        logits_BNV = jnp.take_along_axis(read_logits(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
-        noise_BNV = None if keys_B is None else _gumbels(keys_B, starts_B, logits_BNV)
-        return _verdicts(logits_BNV, jnp.take_along_axis(tokens_BT, at_BN + 1, axis=1), warp, noise_BNV, tolerance)
+    count: int,
+) -> Array:
+    """Returns the logits of the tokens at ``starts_B`` and after, ``[B, count, V]`` float32; stale beyond a text."""
 
-    specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, REPLICATED)
-    return shards.map(read, specs)(weights, tokens_BT, starts_B, warp, keys_B, tolerance)
+    def read(weights: Any, tokens_BT: Array, starts_B: Array) -> Array:
+        at_BN = jnp.minimum(starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1)
+        return jnp.take_along_axis(read_logits(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
+
+    return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, starts_B)
 
 
-def _gumbels(keys_B: Array, starts_B: Array, like_BNV: Array) -> Array:
-    """Returns the noise of the coupled rule at every position from ``starts_B`` on, like ``like_BNV``."""
-    keys = RoundKeys(rows_B=keys_B, starts_B=starts_B)
+@jax.jit
+def _judge(logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | None, tolerance: Array) -> Judgement:
+    noise_BNV = 0.0
+    if keys is not None:
+        positions_N, V = jnp.arange(logits_BNV.shape[1]), logits_BNV.shape[-1]
+        noise_BNV = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)(positions_N)
 
-    def at(offset: Array) -> Array:
-        return keys.position_gumbels(offset, like_BNV.shape[-1])
-
-    return jax.vmap(at, out_axes=1)(jnp.arange(like_BNV.shape[1]))
-
-
-def _verdicts(
-    logits_BNV: Array, tokens_BN: Array, warp: Warp, noise_BNV: Array | None, tolerance: Array
-) -> dict[str, Array]:
     def scores(logits_BNV: Array) -> Array:
-        log_probs_BNV = log_probs(warp, logits_BNV)
-        return log_probs_BNV if noise_BNV is None else log_probs_BNV + noise_BNV
+        return log_probs(warp, logits_BNV) + noise_BNV
 
     def explained(tokens_BN: Array) -> Array:
         let_in_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
@@ -184,9 +157,9 @@ def _verdicts(
     next_BN = jnp.argmax(jnp.where(is_token(best_BN), -jnp.inf, scores_BNV), axis=-1)
     own_BN = jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)[..., 0]
     chosen_BN = best_BN == tokens_BN
-    return {
-        "chosen_N": chosen_BN,
-        "explained_N": chosen_BN | explained(tokens_BN),
-        "excusable_N": explained(next_BN),
-        "behind_N": scores_BNV.max(-1) - own_BN,
-    }
+    return Judgement(
+        chosen_N=chosen_BN,
+        explained_N=chosen_BN | explained(tokens_BN),
+        excusable_N=explained(next_BN),
+        behind_N=scores_BNV.max(-1) - own_BN,
+    )
