@@ -1,8 +1,8 @@
 """Reads tensors of PyTorch's zip files without PyTorch, and without running the code in them.
 
-Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are an entry of their
-own, not compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call
-one function, ours, which notes where a tensor lies; whatever else it names is refused before it runs.
+Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are another entry, not
+compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call one function,
+which notes where a tensor lies. Any other name is refused before it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -29,7 +28,7 @@ KINDS = {
     "IntStorage": "I32",
     "BoolStorage": "BOOL",
 }
-# Opcodes that PyTorch writes for a dictionary of tensors; others import, call or reserve memory in ways of their own.
+# Opcodes that PyTorch writes for a dictionary of tensors; others import, call or reserve memory in other ways.
 OPCODES = frozenset(
     "PROTO STOP MARK GLOBAL BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
     "APPEND APPENDS EMPTY_DICT SETITEM SETITEMS BINUNICODE SHORT_BINUNICODE BININT BININT1 BININT2 LONG1 BINFLOAT NONE "
@@ -42,75 +41,53 @@ def read_pickle(file: epath.Path) -> dict[str, Tensor]:
     """Returns the tensors of a file by name; their values stay there until a slice is read.
 
     Raises:
-      ValueError: the file is damaged or in the format of before PyTorch 1.6, holds anything beyond tensors and plain
-        containers, or a tensor that is no plain run of its storage; with file and name.
+      ValueError: the file is damaged or older than PyTorch 1.6, holds anything but tensors by name, or a tensor that is
+        not a contiguous part of its storage; with the file.
     """
     if not storage.is_regular_file(file):
         raise ValueError(f"{file} is no regular file")
-    with file.open("rb") as content:
-        try:
-            with zipfile.ZipFile(content) as archive:
-                return _read_archive(file, content, archive)
-        except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
-            raise ValueError(
-                f"{file} is no zip file of PyTorch ({error}): save it anew with torch.save of PyTorch 1.6 or later"
-            ) from error
-
-
-def _read_archive(file: epath.Path, content: Any, archive: zipfile.ZipFile) -> dict[str, Tensor]:
-    entries = {entry.filename: entry for entry in archive.infolist()}
-    descriptions = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(descriptions) != 1:
-        raise ValueError(f"{file} is no file of torch.save: it has {len(descriptions)} entries named data.pkl")
-    if entries[descriptions[0]].file_size > MOST_DESCRIPTION_BYTES:
-        raise ValueError(
-            f"{file} describes its tensors in {entries[descriptions[0]].file_size} bytes: too many to read"
-        )
-    root = descriptions[0].removesuffix("data.pkl")
-    if f"{root}byteorder" in entries and archive.read(f"{root}byteorder") != b"little":
-        raise ValueError(f"{file} was written on a machine of another byte order: save it anew")
-    found = _load(file, archive.read(descriptions[0]))
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{file} holds {type(found).__name__}, not tensors by name")
-    size = content.seek(0, io.SEEK_END)
-    tensors = {}
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, _Described):
-            raise ValueError(f"{file} holds {name!r}, which is no tensor: only tensors by name are read")
-        entry = entries.get(f"{root}data/{value.storage.key}")
-        if entry is None or entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{file} lacks the bytes of {name}, or has compressed them: save it anew with torch.save")
-        content.seek(entry.header_offset)
-        header = content.read(LOCAL_HEADER_BYTES)
-        extra = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))  # name, and padding
-        start, kind = entry.header_offset + LOCAL_HEADER_BYTES + extra, value.storage.kind
-        width = (DTYPES | INTEGERS)[kind].itemsize
-        end = (value.offset + math.prod(value.shape)) * width
-        if end > entry.file_size or start + entry.file_size > size:
-            raise ValueError(f"{file} is damaged: {name} {value.shape} takes {end} bytes of {entry.file_size}")
-        tensors[name] = Tensor(file=file, kind=kind, shape=value.shape, offset=start + value.offset * width)
-    return tensors
-
-
-def _load(file: epath.Path, description: bytes) -> Any:
     try:
-        for opcode, argument, _ in pickletools.genops(description):
-            if opcode.name not in OPCODES:
-                raise ValueError(f"the opcode {opcode.name} is not of a dictionary of tensors")
-            if opcode.name == "LONG_BINPUT" and argument > len(description):
-                raise ValueError(f"it remembers a value at place {argument}")  # memory would be reserved for it
-        return _Unpickler(io.BytesIO(description)).load()
-    except Exception as error:  # a hostile pickle can fail in any way
+        with file.open("rb") as content, zipfile.ZipFile(content) as archive:
+            (root,) = [name[: -len("data.pkl")] for name in archive.namelist() if name.endswith("data.pkl")]
+            if archive.getinfo(f"{root}data.pkl").file_size > MOST_DESCRIPTION_BYTES:
+                raise ValueError("it describes its tensors in too many bytes")
+            found = _load(archive.read(f"{root}data.pkl"))
+            if not isinstance(found, dict):
+                raise ValueError(f"it holds {type(found).__name__}")
+            return {name: _tensor(file, content, archive, root, name, found[name]) for name in found}
+    except Exception as error:  # a hostile file can fail in any way
         raise ValueError(
-            f"{file} is refused: it holds more than tensors and plain containers, or is damaged "
+            f"{file} is refused: it is damaged, older than PyTorch 1.6 or holds more than tensors by name "
             f"({type(error).__name__}: {error})"
         ) from error
 
 
+def _load(description: bytes) -> Any:
+    for opcode, argument, _ in pickletools.genops(description):
+        if opcode.name not in OPCODES:
+            raise ValueError(f"the opcode {opcode.name} is not of a dictionary of tensors")
+        if opcode.name == "LONG_BINPUT" and argument > len(description):  # memory would be reserved for it
+            raise ValueError(f"it stores a value at place {argument}")
+    return _Unpickler(io.BytesIO(description)).load()
+
+
+def _tensor(file: epath.Path, content: Any, archive: zipfile.ZipFile, root: str, name: str, value: Any) -> Tensor:
+    """Returns where the bytes of a tensor lie in the archive."""
+    if not isinstance(name, str) or not isinstance(value, _Described):
+        raise ValueError(f"{name!r} is no tensor")
+    entry, dtype = archive.getinfo(f"{root}data/{value.key}"), (DTYPES | INTEGERS)[value.kind]
+    content.seek(entry.header_offset)
+    header = content.read(LOCAL_HEADER_BYTES)
+    extra = sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))  # name, and padding
+    start, size = entry.header_offset + LOCAL_HEADER_BYTES + extra, content.seek(0, io.SEEK_END)
+    end = (value.offset + math.prod(value.shape)) * dtype.itemsize
+    if entry.compress_type != zipfile.ZIP_STORED or end > entry.file_size or start + entry.file_size > size:
+        raise ValueError(f"{name} {value.shape} is compressed, or takes {end} bytes of {entry.file_size}")
+    return Tensor(file=file, kind=value.kind, shape=value.shape, offset=start + value.offset * dtype.itemsize)
+
+
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that a dictionary of tensors needs; everything it gives out is ours, and changes nothing."""
+    """Knows the names that a dictionary of tensors needs, and returns objects that a pickle cannot change."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -118,46 +95,32 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild
         if module == "torch" and name in KINDS:
-            return _Kind(KINDS[name])
+            return KINDS[name]
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
-    def persistent_load(self, saved: Any) -> _Storage:
-        what, kind, key, _, length = saved
-        if what != "storage" or not isinstance(kind, _Kind) or not isinstance(key, str) or type(length) is not int:
+    def persistent_load(self, saved: Any) -> tuple[str, str]:
+        what, kind, key, *_ = saved
+        if what != "storage" or kind not in KINDS.values() or not isinstance(key, str):
             raise pickle.UnpicklingError(f"it refers to {what!r}")
-        return _Storage(kind.kind, key, length)
+        return kind, key
 
 
-# A pickle can neither assign attributes to a plain tuple nor to an object without a dictionary of attributes.
-
-
-class _Kind(NamedTuple):
-    """Stands for a storage's class."""
-
-    kind: str
-
-
-class _Storage(NamedTuple):
-    kind: str
-    key: str
-    length: int
+# A pickle can assign attributes neither to a named tuple nor to an object without a dictionary of attributes.
 
 
 class _Described(NamedTuple):
-    """A tensor: its storage, where it begins there, and its shape."""
+    """A tensor: the dtype and name of its storage, the entry where it begins there, and its shape."""
 
-    storage: _Storage
+    kind: str
+    key: str
     offset: int
     shape: tuple[int, ...]
 
 
 class _Names(dict):
-    """Stands for an OrderedDict, whose attributes (versions of modules) are of no use here."""
+    """Stands for an OrderedDict, whose attributes (versions of modules) are not needed here."""
 
     __slots__ = ()
-
-    def __init__(self, *items: Any):
-        super().__init__(*items)
 
     def __setstate__(self, state: Any) -> None:
         pass
@@ -168,14 +131,13 @@ class _Rebuild:
 
     __slots__ = ()
 
-    def __call__(self, of: _Storage, offset: int, shape: tuple, strides: tuple, *_: Any) -> _Described:
-        sizes = (offset, *shape, *strides)
-        if not isinstance(of, _Storage) or not all(type(size) is int and size >= 0 for size in sizes):
-            raise pickle.UnpicklingError("it describes a tensor by other things than sizes")
+    def __call__(self, of: tuple[str, str], offset: int, shape: tuple, strides: tuple, *_: Any) -> _Described:
+        if not all(type(size) is int and size >= 0 for size in (offset, *shape, *strides)):
+            raise pickle.UnpicklingError("it describes a tensor by other values than sizes")
         plain = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         if any(n > 1 and stride != want for n, stride, want in zip(shape, strides, plain, strict=True)):
             raise pickle.UnpicklingError(f"a tensor {shape} with strides {strides} is a view: save it contiguous")
-        return _Described(of, offset, tuple(shape))
+        return _Described(*of, offset, tuple(shape))
 
 
 _rebuild = _Rebuild()

@@ -348,12 +348,12 @@ def test_hostile_pickles_are_refused_and_nothing_runs(tmp_path):
 
 def test_files_that_are_no_archive_of_torch(tmp_path):
     (tmp_path / "x.bin").write_bytes(pickle.dumps({"w": 1}))
-    with pytest.raises(ValueError, match="no zip file of PyTorch"):
+    with pytest.raises(ValueError, match="older than PyTorch 1.6 .*zip"):
         read_pickle(epath.Path(tmp_path / "x.bin"))
     compressed = io.BytesIO()
     with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("archive/data.pkl", PLAIN)
         file.writestr("archive/data/0", bytes(8))
     (tmp_path / "x.bin").write_bytes(compressed.getvalue())
-    with pytest.raises(ValueError, match="or has compressed them"):
+    with pytest.raises(ValueError, match="is compressed"):
         read_pickle(epath.Path(tmp_path / "x.bin"))
