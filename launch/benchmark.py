@@ -132,9 +132,8 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
 
 def gather(console: Console) -> None:
     """Shows a table of each file of --gather: files are of other pairs or machines."""
-    for name in sorted({"output", "pod", "again", "chip_hour", "sweep", "grid", "trace", "prompts"}):
-        if flags.FLAGS[name].present:
-            raise ValueError(f"--gather measures and writes nothing: leave out --{name}")
+    others = ("output", "pod", "again", "chip_hour", "sweep", "grid", "trace", "prompts")
+    entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:
         document = grid.read_document(path)
         with entry.reading(path):

@@ -2,12 +2,11 @@
 
     python launch/calibrate.py --output=runs/calibration.json
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
-    python launch/calibrate.py --dry_run --topology=v5e:4x4      # says what it would do there
 
-Measured are the bandwidth that is reached, the launch of a call, all-reduces by size and along each axis of the slice,
-and steps of small decoders with random weights. Each step stands beside what the calibration makes of it, and on a TPU
-beside the forecast from published measurements. Minutes on a TPU, less than one on a CPU. What is measured on one slice
-serves that slice: another chip or another shape is refused.
+It measures the bandwidth that is reached, the launch of a call, all-reduces by size and along each axis of the slice, and
+steps of small decoders with random weights. Each step stands beside its fit, and on a TPU beside the forecast from
+published measurements. That takes minutes on a TPU, less than one on a CPU. A calibration serves the slice that it was
+measured on: another chip or another shape is refused.
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-from absl import flags
 
 from launch.lib import entry
 from launch.lib.experiment import bare_pair
@@ -27,12 +25,8 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import own
 from specsamp.tpu.calibration import estimate
 from specsamp.tpu.shapes import Shape
-from specsamp.tpu.topology import CHIPS, Chip, parse
+from specsamp.tpu.topology import CHIPS, Chip
 
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be measured, and measure nothing.")
-_TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "The slice to assume, such as v5e:4x4; goes with --dry_run. Default: the devices at hand."
-)
 _OUTPUT = entry.define_output()
 
 SIZES = (16 * 2**10, 2**20)  # bytes of an all-reduce: of one row's activations, and of many rows'
@@ -51,7 +45,7 @@ class Scale:
     repeats: int
 
 
-USELESS = 0.5  # relative error of steps that were left out
+USELESS = 0.5  # relative error of steps that were left out of the fit
 ON_TPU = Scale(read_bytes=2**29, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
 ON_CPU = Scale(read_bytes=2**23, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
 
@@ -59,28 +53,17 @@ ON_CPU = Scale(read_bytes=2**23, width=256, layers=(2, 6), batches=(1, 4), dtype
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
-    if _TOPOLOGY.value and not _DRY_RUN.value:
-        raise ValueError(f"--topology={_TOPOLOGY.value} goes with --dry_run: what is measured are the devices at hand")
-    if _TOPOLOGY.value:
-        described, sizes = parse(_TOPOLOGY.value)
-        entry.show([plan_table(ON_TPU, math.prod(sizes) * described.devices, sizes, _TOPOLOGY.value)], console)
-        return
     device, sizes = jax.devices()[0], machine.extent(jax.devices())
     scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, machine.chip_of(device)
-    entry.show([plan_table(scale, jax.device_count(), sizes, devices_here())], console)
-    if _DRY_RUN.value:
-        return
+    reductions = [(along, size) for along in own.groups(sizes) for size in SIZES]
     with entry.progress(console, "calibrating") as say:
         say("bandwidth")
         reached, launch = own.bandwidth(scale.read_bytes), own.launch_ms()
-        known = CHIPS.get(chip) or Chip(
-            0, reached, math.inf, reached, math.nan
-        )  # what is no TPU has no data sheet here
+        known = CHIPS.get(chip) or Chip(0, reached, math.inf, reached, math.nan)  # no data sheet here
         collectives = []
-        for along in own.groups(sizes):
-            for size in SIZES:
-                say(f"all-reduce of {size} bytes over {over(sizes, along)}")
-                collectives.append(own.all_reduce(sizes, along, size))
+        for along, size in reductions:
+            say(f"all-reduce of {size} bytes over {over(sizes, along)}")
+            collectives.append(own.all_reduce(sizes, along, size))
         steps = []
         for layers in scale.layers:
             pair, config = small_decoder(scale, layers, jax.device_count())
@@ -96,26 +79,15 @@ def main() -> None:
     found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
     fitted = [(step, found.milliseconds(step["work"])) for step in steps]
     entry.show([measured_table(chip, reached, rate, launch, sizes, collectives, fitted)], console)
-    hiding = f", overlap {found.overlap:g} ({found.least_overlap:g} at least)" if collectives else ""
-    console.print(
-        f"{found.efficiency:.0%} of the rate, {found.call_ms:.3f} ms per call, {found.sequence_us:.2f} us per layer and "
-        f"sequence, collectives of {found.collective_us:.1f} us + {found.hop_us:.1f} us per hop + {found.wire:.2f} x the "
-        f"time of their bytes{hiding}; steps that were left out within {math.expm1(found.error):.0%}"
-    )
+    console.print(f"steps that were left out of the fit are off by up to {math.expm1(found.error):.0%}")
     if found.error > math.log1p(USELESS):
-        told = "these numbers are of little use: leave the devices idle, and run again"
-        console.print(f"Steps that were left out are off by more than {USELESS:.0%}: {told}", style="bold red")
+        console.print("These numbers are of little use: leave the devices idle, and run again", style="bold red")
     if chip not in CHIPS:
         console.print(f"{chip} is no TPU: compile reports are of TPUs and will refuse this calibration")
     document = {
         "kind": "calibration",
         "devices": {"chip": chip, "count": jax.device_count(), "slice": list(sizes)},
-        "measured": {
-            "bytes_per_second": reached,
-            "launch_ms": launch,
-            "all_reduces": collectives,
-            "steps": steps,
-        },
+        "measured": {"bytes_per_second": reached, "launch_ms": launch, "all_reduces": collectives, "steps": steps},
         "calibration": found,
     }
     entry.write_result(_OUTPUT.value, document, console)
@@ -146,31 +118,10 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
     return bare_pair(model, TransformerLM.for_backend(dataclasses.replace(config, num_layers=1)), 0, mesh=mesh), config
 
 
-def devices_here() -> str:
-    """Names the devices at hand, for people."""
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-
-
-def plan_table(scale: Scale, devices: int, sizes: tuple[int, ...], where: str) -> Table:
-    """Returns what is going to be measured."""
-    groups = ", ".join(over(sizes, along) for along in own.groups(sizes)) or "none: one chip"
-    rows = [
-        ("bandwidth", f"{scale.read_bytes / 2**20:.0f} MiB on each device, read for {own.SECONDS} s"),
-        ("launch", "a program of one addition, 200 times"),
-        ("all-reduces", f"of {' and '.join(f'{size // 1024} KiB' for size in SIZES)} over {groups}"),
-        (
-            "decoding",
-            f"width {scale.width}, {' and '.join(map(str, scale.layers))} layers, {scale.dtype}, batch "
-            f"{', '.join(map(str, scale.batches))}, {SLOTS} slots, over {devices} devices, {scale.repeats} times",
-        ),
-    ]
-    return Table(title=f"Calibration of {where}", header=("", "what is measured"), rows=rows, left=2)
-
-
 def measured_table(
     chip: str, reached: float, rate: float, launch: float, sizes: tuple[int, ...], collectives: list, steps: list
 ) -> Table:
-    """Returns what was measured; steps beside what the calibration makes of them, and beside the published forecast."""
+    """Returns the measurements; steps stand beside the fitted calibration and the published forecast."""
     rows = [
         ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", "", ""),
         ("launch of a program", f"{launch * 1e3:.3g} us", "", ""),
@@ -185,7 +136,7 @@ def measured_table(
         forecast = "" if band is None else f"{band} ms" + ", outside" * (not band.covers(ms))
         rows.append((name, f"{ms:.3g} ms", f"{fitted:.3g} ms", forecast))
     header = ("", "measured", "fitted", "forecast, from published measurements")
-    return Table(title=f"Measured on {devices_here()}", header=header, rows=rows)
+    return Table(title=f"Measured on {jax.device_count()} x {jax.devices()[0].device_kind}", header=header, rows=rows)
 
 
 if __name__ == "__main__":

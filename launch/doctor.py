@@ -59,9 +59,8 @@ SIGNS = {Level.FINE: ("fine", "green"), Level.WARNING: ("warning", "yellow"), Le
 
 def main() -> int:
     console = entry.make_console()
-    for name in {name for names in FLAGS_OF.values() for name in names} - {*FLAGS_OF[_LOOK_AT.value]}:
-        if flags.FLAGS[name].present:
-            raise ValueError(f"--{name} would not be heeded with --look_at={_LOOK_AT.value}: leave it out")
+    others = {name for names in FLAGS_OF.values() for name in names} - {*FLAGS_OF[_LOOK_AT.value]}
+    entry.refuse_flags(others, f"--look_at={_LOOK_AT.value} does not read it")
     entry.check_output(_OUTPUT.value)
     return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[_LOOK_AT.value](console)
 

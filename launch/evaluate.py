@@ -18,7 +18,6 @@ isolate them, nothing runs without --run_unisolated.
 Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -31,12 +30,13 @@ import jax
 from absl import flags
 
 from launch.lib import entry, price
+from launch.lib.cells import machine_identity
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
-from specsamp import machine, storage, validate
+from specsamp import storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
@@ -62,9 +62,6 @@ _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lowe
 _BLOCKS = flags.DEFINE_integer(
     "blocks", 4, "Blocks of problems, where the task has no categories. More compare times better.", lower_bound=1
 )
-_LEAVE_OUT_LONG = flags.DEFINE_bool(
-    "leave_out_long", False, "Leave out problems that are too long for the models, instead of refusing the task."
-)
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
@@ -83,14 +80,11 @@ def main() -> None:
     config = config.turned({"batch": _ROWS.value} | own)
     refuse(config)
     if "rule" in _CONFIG.fields_set:
-        raise ValueError(f"--config.rule={config.rule} would not be heeded: name it in --methods")
+        raise ValueError(f"--config.rule={config.rule} has no effect: name it in --methods")
     if config.chat and task.continues:
-        raise ValueError(
-            f"chat = True, but {task.name} is completed and not answered: what follows its prompts is scored. Set "
-            "--config.chat=false"
-        )
-    known = known_identity(config, problems)
-    check_output(_OUTPUT.value, known)
+        raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
+    identity = known_identity(config, problems)
+    check_output(_OUTPUT.value, identity)
     ways = ways_of(config)
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
     requests = Requests(
@@ -103,10 +97,8 @@ def main() -> None:
     )
     methods = {name: make_method(own, experiment) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
-    identity = known | {"weights": experiment.weights, "environment": where()}
-    results = Results.open(
-        _OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow", soft_wrap=True)
-    )
+    identity |= {"weights": experiment.weights, "environment": machine_identity()}
+    results = Results.open(_OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow"))
     sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
     asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
     template = "with" if requests.chat else "without"
@@ -116,8 +108,11 @@ def main() -> None:
             measure(task, blocks_of(problems), methods, experiment, requests, results, say)
     if not entry.is_first():
         return
-    for sentence in warnings(results.cells):
-        console.print(sentence, style="yellow", markup=False, soft_wrap=True)
+    if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
+        told = "without a chat template, with several completions of each problem, or too long for the models"
+        console.print(f"{turns} further turns of conversations were left out: {told}", style="yellow")
+    if len(problems) < FEW:
+        console.print(f"fewer than {FEW} problems: intervals and differences mean little", style="yellow")
     rows = report.as_json(tabulate(results.cells, PLAIN))
     costs = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
     shown = evaluation_tables(task.name, rows)
@@ -166,36 +161,20 @@ def open_log(method: str, block: str, experiment: Experiment, turn: int) -> Comp
     return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
 
 
-def warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns what a reader of the tables must know: turns that were not asked, and few problems."""
-    found, problems = [], collections.Counter()
-    for cell in cells:
-        problems[cell["key"]["method"]] += len(cell["result"]["problems"])
-    if turns := sum(cell["result"]["turns_left_out"] for cell in cells):
-        found.append(
-            f"{turns} further turns of conversations were not asked: without a chat template, with several completions "
-            "of each problem, or too long for the models"
-        )
-    if min(problems.values(), default=FEW) < FEW:
-        found.append(f"fewer than {FEW} problems: intervals and differences mean little")
-    return found
-
-
 def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     """Returns the ways to decode that --methods names: the configuration, turned.
 
     Raises:
       ValueError: an unknown word, a K below 1, or a way that occurs twice.
     """
-    if not _METHODS.value:
-        raise ValueError("--methods is empty: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
     ways: dict[str, ExperimentConfig] = {}
-    for word in _METHODS.value:
-        rule, *others = word.split("/")
-        if len(others) > 2 or (rule == PLAIN and others) or (len(others) == 2 and not others[1].isdecimal()):
+    for word in _METHODS.value or [""]:
+        match = re.fullmatch(r"(?!plain/)([^/]+)(?:/([^/]+))?(?:/(\d+))?", word)
+        if match is None:
             raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
-        validate.choice("method", rule.partition(":")[0], RULES | {PLAIN: None, ALWAYS: None} | LOSSY)
-        point = dict(zip(("drafter", "draft_length"), [*others[:1], *map(int, others[1:])]))
+        rule, drafter, K = match.groups()
+        validate.choice("--methods", rule.partition(":")[0], [PLAIN, ALWAYS, *RULES, *LOSSY])
+        point = ({"drafter": drafter} if drafter else {}) | ({"draft_length": int(K)} if K else {})
         own = config.turned(point | WAYS.get(rule, {"rule": rule}))
         if _REQUIRE_EXACT.value:
             check_exact(own.acceptance_rule)
@@ -217,32 +196,24 @@ def make_method(config: ExperimentConfig, experiment: Experiment) -> Method:
 
 
 def fitting(
-    problems: Mapping[int, Problem],
-    experiment: Experiment,
-    methods: Sequence[Method],
-    requests: Requests,
-    console: Any,
+    problems: Mapping[int, Problem], experiment: Experiment, methods: Sequence[Method], requests: Requests, console: Any
 ) -> dict[int, Problem]:
-    """Returns the problems that the models have positions for.
+    """Returns the problems that the models have positions for, and says how many are left out.
 
     Raises:
-      ValueError: some are too long, and nobody said to leave them out.
+      ValueError: all problems are too long.
     """
     most = min(max_positions(experiment.pair, method.drafter) for method in methods)
     sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
-    long = [key for key, length in sizes.items() if length + requests.max_new_tokens > most]
-    if long and not _LEAVE_OUT_LONG.value:
-        worst = max(long, key=sizes.get)
+    fit = {key: one for key, one in problems.items() if sizes[key] + requests.max_new_tokens <= most}
+    if not fit:
         raise ValueError(
-            f"{len(long)} of {len(problems)} problems are too long for {most} positions, such as {problems[worst].id} "
-            f"with {sizes[worst]} tokens and a budget of {requests.max_new_tokens}: give --leave_out_long, or a "
-            "smaller --config.max_new_tokens"
+            f"all {len(problems)} problems are too long for {most} positions: the shortest prompt has {min(sizes.values())} "
+            f"tokens, and --config.max_new_tokens is {requests.max_new_tokens}"
         )
-    if long:
-        console.print(f"{len(long)} of {len(problems)} problems are too long and left out", style="yellow")
-    if len(long) == len(problems):
-        raise ValueError(f"all {len(problems)} problems are too long for {most} positions")
-    return {key: problem for key, problem in problems.items() if key not in long}
+    if len(fit) < len(problems):
+        console.print(f"{len(problems) - len(fit)} problems are too long for the models: left out", style="yellow")
+    return fit
 
 
 def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
@@ -263,17 +234,9 @@ def known_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) ->
     return {
         "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
         "blocks": _BLOCKS.value,
-        "leave_out_long": _LEAVE_OUT_LONG.value,
         "config": {name: value for name, value in config.to_dict().items() if name not in left_out},
         "jax": jax.__version__,
     }
-
-
-def where() -> dict[str, Any]:
-    """Returns what times depend on."""
-    device = jax.devices()[0]
-    told = {"platform": device.platform, "kind": device.device_kind, "devices": jax.device_count()}
-    return told | ({"machine": machine.facts()} if device.platform == "cpu" else {})
 
 
 if __name__ == "__main__":

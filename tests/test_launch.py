@@ -178,8 +178,8 @@ def test_what_is_wrong_is_found_before_weights_are_made(monkeypatch, arguments, 
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--config.draft_temperature=0.5", "draft_temperature = 0.5 would not be heeded here"),
-        ("--config.synthetic_acceptance=0.7", "synthetic_acceptance = 0.7 would not be heeded here"),
+        ("--config.draft_temperature=0.5", "--config.draft_temperature=0.5 has no effect here"),
+        ("--config.synthetic_acceptance=0.7", "--config.synthetic_acceptance=0.7 has no effect here"),
         ("--config.mesh.model=3", "3 "),
         ("--config.mesh.data=0", "0"),
     ],

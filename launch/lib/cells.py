@@ -120,21 +120,22 @@ def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple
     return tuple(one.warp() if one.temperature else chain(temperature(0.0)) for one in both)
 
 
-def known_identity(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns what all cells of a file share, as far as it is known before a pair is read.
+def machine_identity() -> dict[str, Any]:
+    """Returns what times depend on, of the devices and of a CPU.
 
-    On a CPU the machine is part of it. An accelerator is the same in whatever machine it sits, and a slice that was
-    taken away and ordered again goes on with its file.
+    An accelerator is the same in whatever machine it sits, and a slice that was taken away and ordered again goes on with
+    its file.
     """
     device = jax.devices()[0]
-    identity = {
-        "config": {
-            name: value for name, value in config.to_dict().items() if name not in TURNED | {"sampling", "adaptive"}
-        },
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
-        "jax": jax.__version__,
-    }
-    return identity | ({"machine": machine.facts()} if device.platform == "cpu" else {})
+    found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
+    return {"device": found} | ({"machine": machine.facts()} if device.platform == "cpu" else {})
+
+
+def known_identity(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the part of `identity_of` that is known before a pair is read."""
+    apart = TURNED | {"sampling", "adaptive"}
+    fields = {name: value for name, value in config.to_dict().items() if name not in apart}
+    return {"config": fields, **machine_identity(), "jax": jax.__version__}
 
 
 def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:

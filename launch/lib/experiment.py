@@ -277,12 +277,8 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
     )
 
 
-def refuse(config: ExperimentConfig, *names: str) -> None:
-    """Refuses fields that are not heeded; by default those that only launch/benchmark.py heeds.
-
-    Raises:
-      ValueError: one is set.
-    """
-    for name in names or ("draft_temperature", "synthetic_acceptance"):
+def refuse(config: ExperimentConfig) -> None:
+    """Refuses fields that only launch/benchmark.py and launch/audit.py read; raises ValueError if one is set."""
+    for name in ("draft_temperature", "synthetic_acceptance"):
         if (value := getattr(config, name)) is not None:
-            raise ValueError(f"{name} = {value!r} would not be heeded here; launch/benchmark.py takes it")
+            raise ValueError(f"--config.{name}={value} has no effect here: use launch/benchmark.py")

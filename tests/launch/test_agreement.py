@@ -188,7 +188,7 @@ def test_each_text_of_each_length_is_counted_once(monkeypatch):
     [
         ([TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
         ([TINY, "--check_batch=9"], "--check_batch=9 must be at most 8"),
-        ([TINY, "--config.synthetic_acceptance=0.8"], "synthetic_acceptance = 0.8 would not be heeded"),
+        ([TINY, "--config.synthetic_acceptance=0.8"], "--config.synthetic_acceptance=0.8 has no effect here"),
         ([TINY], "two halves of prompts need four, this pair has 0"),
         ([TINY, "--fit=0,4"], "--fit=0,4 must be at least 1; got 0"),
     ],

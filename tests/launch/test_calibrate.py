@@ -6,13 +6,6 @@ import types
 from support.run_script import ROOT, call, module
 
 
-def test_calibrate_says_what_it_would_do_on_a_slice():
-    done = call("calibrate", "--plain", "--dry_run", "--topology=v5e:4x4")
-    assert done.returncode == 0 and "4x4 chips (axes 0, 1)" in done.stdout and "Measured" not in done.stdout
-    done = call("calibrate", "--topology=v5e:4x4")
-    assert done.returncode == 2 and "--topology=v5e:4x4 goes with --dry_run" in done.stderr
-
-
 def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
     """Runs on one device, with short loops."""
     from launch.lib import experiment

@@ -113,7 +113,7 @@ def test_the_study_measures_and_draws(tmp_path):
     [
         ("--rules=ears:1", "--rules=ears:1 must begin with token"),
         ("--samplings=hot", "--samplings=hot: no hot"),
-        ("--config.draft_temperature=0.5", "draft_temperature = 0.5 would not be heeded"),
+        ("--config.draft_temperature=0.5", "--config.draft_temperature=0.5 has no effect here"),
     ],
 )
 def test_what_the_study_of_lossy_rules_refuses(argument, told):

@@ -67,7 +67,7 @@ def never(monkeypatch):
     [
         (["--warps=top_p,top_q"], "--warps: no top_q; choose of penalties, top_k, top_p, min_p"),
         (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
-        (["--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded here"),
+        (["--config.draft_temperature=0.5"], "--config.draft_temperature=0.5 has no effect here"),
         (["--require_exact", "--config.rule=ears:0.3"], "exactness is required, but EARS(beta=0.3"),
         (["--host=no.such.host.invalid"], "--host=no.such.host.invalid --port=0: "),
         (["--host=192.0.2.1"], "choose others"),

@@ -79,7 +79,7 @@ def test_the_best_point_of_a_rule_is_bold():
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--config.draft_temperature=0.5"], "draft_temperature = 0.5 would not be heeded"),
+        (["--config.draft_temperature=0.5"], "--config.draft_temperature=0.5 has no effect here"),
         (["--config.drafter=none"], "--config.drafter"),
     ],
 )

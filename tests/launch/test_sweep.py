@@ -75,7 +75,7 @@ def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
 
 def test_gathering_writes_nothing(tmp_path):
     done = call("benchmark", f"--gather={tmp_path / 'cells.json'}", f"--output={tmp_path / 'other.json'}")
-    assert done.returncode == 2 and "--gather measures and writes nothing: leave out --output" in done.stderr
+    assert done.returncode == 2 and "--output has no effect: --gather" in done.stderr
 
 
 def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
