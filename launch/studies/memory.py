@@ -65,7 +65,7 @@ def loop_memory(loop: Loop, sampling: Warp, batch: int, slots: int, draft: Trans
     state = jax.eval_shape(lambda *arguments: loop.prefill(*arguments, slots=slots), weights, request, *prompt)
     state = dataclasses.replace(state, request=None)
     rounds = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = Loop.run_request.lower(loop, weights, request, state, rounds).compile()
+    compiled = loop.program.lower(weights, request, state, rounds).compile()
     caches = jax.tree.leaves((state.cache, state.drafter_state))
     return {
         "batch": batch,

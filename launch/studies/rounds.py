@@ -62,7 +62,7 @@ def ahead(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeStat
     target = TargetDistributions(
         logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
     )
-    return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, output)
+    return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, target)
 
 
 def table(document: Document) -> Table:

@@ -216,9 +216,10 @@ class Profiled:
             return dataclasses.replace(state, request=None)
 
         def decode(weights: Weights, request: RequestBatch, state: DecodeState, rounds: Array) -> DecodeState:
-            return dataclasses.replace(loop.run_request(weights, request, state, rounds), request=None)
+            state = loop.run(weights, dataclasses.replace(state, request=request), rounds)
+            return dataclasses.replace(state, request=None)
 
-        options = dict(loop.compiler_options) or None
+        options = dict(loop.target.compiler_options) or None
         with _own_scopes():
             self._prefill = jax.jit(prefill).lower(*self.arguments, *self.prompts).compile()
             decoding = jax.jit(decode, donate_argnames="state", compiler_options=options)

@@ -29,7 +29,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.mesh.distributed import gather_objects
-from specsamp.models import compiling
 from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.products import contract
@@ -328,10 +327,13 @@ def product_timer(loop: Loop, weights: Weights, batch: int, tokens: int) -> Call
     """
     matrices = matrices_of(loop.target, weights.target)
     rows = max(batch // loop.shards.count, 1) * max(tokens, loop.window)
+    multiply = jax.jit(
+        _multiply_all, static_argnames="rows", compiler_options=dict(loop.target.compiler_options) or None
+    )
 
     def seconds(iterations: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(stream(loop, matrices, iterations, rows=rows))
+        jax.block_until_ready(multiply(matrices, iterations, rows=rows))
         return time.perf_counter() - start
 
     iterations = find_iterations(seconds, SECONDS_PER_SAMPLE)
@@ -352,10 +354,7 @@ def find_iterations(run: Callable[[int], float], seconds: float) -> int:
     return min(n, MOST_ITERATIONS)
 
 
-@functools.partial(
-    compiling.jit, options_of=lambda loop, *_, **__: loop.compiler_options, static_argnames=("loop", "rows")
-)
-def stream(loop: Loop, matrices: list[Array | Int8Weight], iterations: Array | int, *, rows: int) -> Array:
+def _multiply_all(matrices: list[Array | Int8Weight], iterations: Array | int, *, rows: int) -> Array:
     """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target."""
 
     def step(_: Any, x: Array) -> Array:

@@ -11,13 +11,12 @@ import jax
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, with_length
 from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.stops import Stops
-from specsamp.decoding.widths import with_length
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy

@@ -24,26 +24,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import Weights
+from specsamp.decoding.state import Prefix, Weights
+from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots behind it are scratch."""
-
-    tokens_BS: Array  # int32
-    lengths_B: Array  # int32
 
 
 class Drafter(abc.ABC):
@@ -155,3 +148,66 @@ class DrafterHooks:
 def hooks_of(drafter: Drafter) -> DrafterHooks:
     """Returns the hooks of a drafter, or the defaults."""
     return drafter if isinstance(drafter, DrafterHooks) else DrafterHooks()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter(Drafter):
+    """Drafts nothing: every round emits one token of the target."""
+
+    K = 0
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
+        return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Paused(NoDrafter):
+    """Drafts nothing and keeps the state of ``drafter``, whose `commit` still gets the emitted tokens."""
+
+    drafter: Drafter
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.drafter.hidden_layers
+
+    def commit(
+        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        return self.drafter.commit(weights, state, prefix, draft, verdict, output, cache)
+
+
+def with_length(drafter: Drafter, K: int) -> Drafter:
+    """Returns the drafter with another K, for the same state; with 0 it is paused."""
+    if K in (0, drafter.K):
+        return drafter if K else Paused(drafter)
+    return hooks_of(drafter).of_length(K) or dataclasses.replace(drafter, K=K)
+
+
+def catch_up(
+    drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+) -> tuple[Any, Array]:
+    """Feeds a drafter that `DrafterHooks.falls_behind` the tokens that it missed, K + 1 at a time.
+
+    The last two tokens are left out, since the first call of a round feeds them anyway.
+
+    Args:
+      seen_B: int32, the tokens of each row that the drafter's state covers.
+      is_behind: of ``seen_B``, whether tokens are missing.
+
+    Returns:
+      The drafter's state, and ``seen_B`` after that.
+    """
+    known_B = jnp.maximum(prefix.lengths_B - 2, 0)
+
+    def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        state, seen_B = carry
+        start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
+        tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
+        state, _ = drafter.read(weights, state, tokens_BT, start_B, prefix.lengths_B, None, None)
+        return state, start_B + drafter.K + 1
+
+    state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
+    return state, jnp.minimum(seen_B, prefix.lengths_B)

@@ -1,56 +1,58 @@
 """Decoding is one loop: draft -> score -> verify -> commit, in a `lax.while_loop` under one `jax.jit`.
 
-Autoregressive decoding is the same loop with an empty draft. A row has ``length`` committed tokens,
-the last of them pending. A round with a draft of K tokens feeds the target
+Plain decoding is the same loop with an empty draft. A row has ``length`` committed tokens, the last of them pending. A
+round with a draft of K tokens feeds the target
 
     [pending, d_1 .. d_K]   from slot  length - 1
 
-reads K+1 distributions off that one call, lets the rule keep ``n`` drafted tokens and append one of the
-target's, and moves the length to ``length + n + 1``. Nothing else is undone: slots written for
-rejected tokens are stale, masked by position, and overwritten by the next round. Rows differ in
-length, parameters, acceptance and end; a finished row goes on computing into scratch slots beyond its
-length, which changes nothing that is kept.
+and reads K+1 distributions off that one call. The rule accepts ``n`` of the drafted tokens and adds one of the target's,
+so that the length becomes ``length + n + 1``. Nothing else is undone: slots written for rejected tokens are stale, masked
+by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end. A finished row goes
+on computing into scratch slots beyond its length, which changes nothing that is kept.
 
-The loop is exact for whatever target it is given: the emitted tokens follow the warped distribution of
-`LanguageModel.__call__`, computed in float32 from its logits.
+The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
+in float32 from its logits.
+
+With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program and update
+the same caches in place, because the inner loops of the widths run one after the other; the branches of a `lax.switch`
+would copy the caches. A round of width K is compiled like a round of fixed length K.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding import batch_rows, widths
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
-from specsamp.decoding.prefill import first_state, next_state
+from specsamp.decoding.drafter import Drafter, catch_up, hooks_of, with_length
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import DecodeState, RequestBatch, Weights
+from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
-from specsamp.models import compiling
+from specsamp.models.compiling import Options
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict
+from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict
 
 Array = jax.Array
+_Carry = tuple[Array, DecodeState]  # rounds so far, state
+_Program = Callable[..., DecodeState]  # of weights, request, state, max_rounds, min_running
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A target, a drafter and a rule, all static; one compiled program per value of this and per shape.
+    """A target, a drafter and a rule, all static; one compiled program for each value of a loop and for each shape.
 
     Attributes:
-      window: the fewest tokens the target is fed per call. With one row a TPU's matrix unit is not
-        used at all, so on a TPU the autoregressive loop is faster when it feeds one known token again
-        (2); elsewhere it is not (1).
-      keep_log_probs: record the target's log-probabilities of what is emitted.
-      keep_rounds: record where rounds begin, so that texts can be cut and counted afterwards.
+      window: the fewest tokens that the target is fed in a call. With one row a TPU's matrix unit is not used at all, so
+        on a TPU plain decoding is faster if it feeds one known token again (2); elsewhere it is not (1).
+      keep_log_probs: whether to record the target's log-probabilities of the emitted tokens.
+      keep_rounds: whether to record where rounds begin, so that texts can be cut and counted afterwards.
       shards: how rows are split over devices.
     """
 
@@ -64,9 +66,9 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the scratch slots beyond the longest allowed length: a finished row still drafts into them.
+        """Returns the number of scratch slots beyond the longest allowed length: a finished row still drafts into them.
 
-        An update that passed the end of a buffer would be moved back over what is committed.
+        An update that passes the end of a buffer would be moved back, over committed tokens.
         """
         return self.drafter.K + 1
 
@@ -76,92 +78,25 @@ class Loop:
         depth = hooks_of(self.drafter).depth
         return self.drafter.K if depth is None else depth
 
-    @functools.partial(jax.jit, static_argnames=("self", "slots", "num_samples", "chunk"))
-    def prefill(
-        self,
-        weights: Weights,
-        request: RequestBatch,
-        tokens_BP: Array,
-        lengths_B: Array,
-        *,
-        slots: int,
-        num_samples: int = 1,
-        chunk: int | None = None,
-    ) -> DecodeState:
-        """Reads the prompts once and copies the result to ``num_samples`` rows each.
-
-        Args:
-          weights: of target and draft, fit for ``slots`` slots.
-          request: with ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
-          tokens_BP: prompts, padded on the right; padding is never seen.
-          lengths_B: true lengths, at least 1.
-          slots: of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
-          num_samples: rows per prompt.
-          chunk: tokens read per call, since attention holds scores of all of them; None reads all in one.
-        """
-        read = functools.partial(first_state, self, slots=slots, num_samples=num_samples, chunk=chunk)
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
-        return self.shards.map(read, specs)(weights, request, tokens_BP, lengths_B)
-
-    @functools.partial(jax.jit, static_argnames=("self", "chunk"), donate_argnames="state")
-    def extend(
-        self,
-        weights: Weights,
-        request: RequestBatch,
-        state: DecodeState | None,
-        tokens_BS: Array,
-        start_B: Array,
-        lengths_B: Array,
-        *,
-        chunk: int,
-    ) -> DecodeState:
-        """Reads longer texts into rows that hold the beginnings of them: what is there is not read again.
-
-        Args:
-          request: of the new texts.
-          state: without its request; donated. None: of rows that hold nothing yet.
-          tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most ``state.lengths_B - 2``, or 0: a draft may not have seen the token before the last.
-          lengths_B: of the whole texts.
-          chunk: tokens read per call; beyond the longest text there must be as many slots.
-        """
-        extend = functools.partial(next_state, self, chunk=chunk)
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-        return self.shards.map(extend, specs)(weights, request, state, tokens_BS, start_B, lengths_B)
-
-    @property
-    def compiler_options(self) -> compiling.Options:
-        """Returns what the target asks of the compiler; most ask nothing."""
-        return self.target.compiler_options
+    # The loop.
 
     def run(
         self, weights: Weights, state: DecodeState, max_rounds: Array | int, min_running: Array | int = 1
     ) -> DecodeState:
         """Runs while at least ``min_running`` rows of all shards are running, and for at most ``max_rounds`` rounds.
 
-        It can be called again; slicing a run does not change its result. ``state`` is donated, but for its request:
-        no second copy of a cache is made.
+        A run may be sliced: the result is the same. ``state`` is donated, except its request, so that no cache is copied.
         """
         request, state = state.request, dataclasses.replace(state, request=None)
-        return dataclasses.replace(self.run_request(weights, request, state, max_rounds, min_running), request=request)
+        # Within another program, the options of that program hold. JAX has no public way to ask for it.
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((weights, request, state)))
+        program = _program(self, ()) if is_traced else self.program
+        return dataclasses.replace(program(weights, request, state, max_rounds, min_running), request=request)
 
-    @functools.partial(
-        compiling.jit,
-        options_of=lambda self, *_, **__: self.compiler_options,
-        static_argnames="self",
-        donate_argnames="state",
-    )
-    def run_request(
-        self,
-        weights: Weights,
-        request: RequestBatch,
-        state: DecodeState,
-        max_rounds: Array | int,
-        min_running: Array | int = 1,
-    ) -> DecodeState:
-        """Compiles and runs `run`, with the request beside the state that is donated."""
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED, REPLICATED)
-        return self.shards.map(self._run, specs)(weights, request, state, max_rounds, min_running)
+    @property
+    def program(self) -> _Program:
+        """Returns the jitted `run` of all shards; its request is an argument beside the state, which is donated."""
+        return _program(self, self.target.compiler_options)
 
     def _run(
         self,
@@ -171,19 +106,22 @@ class Loop:
         max_rounds: Array | int,
         min_running: Array | int = 1,
     ) -> DecodeState:
-        def go_on(carry: tuple[Array, DecodeState]) -> Array:
+        """Runs the rows of one shard."""
+
+        def goes_on(carry: _Carry) -> Array:
             rounds, state = carry
             return (rounds < max_rounds) & (self.shards.sum(jnp.sum(state.running_B)) >= jnp.maximum(min_running, 1))
 
-        def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        def one_round(carry: _Carry) -> _Carry:
             rounds, state = carry
             return rounds + 1, self.round(weights, request, state)
 
         first = jnp.zeros((), jnp.int32), state
         if request.adaptive is None:
-            state = jax.lax.while_loop(go_on, body, first)[1]
+            _, state = jax.lax.while_loop(goes_on, one_round, first)
         else:
-            state = widths.run(self, weights, request, first, go_on)[1]
+            body = functools.partial(self._rounds_by_width, weights, request, goes_on)
+            _, state = jax.lax.while_loop(goes_on, body, (first[0], self._limit_lengths(state)))
         # Devices may have sampled apart; the next run expects its state where this one found it.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
@@ -199,32 +137,28 @@ class Loop:
 
         return jax.tree.map(replicate, drafter_state, few, many)
 
-    def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
-        """Writes ``rows`` over the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.insert`."""
-        return batch_rows.insert(state, rows, at, self.shards)
-
-    def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
-        """Returns the rows ``at`` of ``state``, see `specsamp.decoding.batch_rows.extract`."""
-        return batch_rows.extract(state, at, self.shards)
+    # A round.
 
     def round(self, weights: Weights, request: RequestBatch, state: DecodeState) -> DecodeState:
         """Runs one round for all rows."""
-        prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
         with jax.named_scope("draft"):
             draft, drafter_state, cache = self.draft(weights, request, state)
         with jax.named_scope("score"):
             output = self.score(weights, state, draft, cache)
         with jax.named_scope("verify"):
-            verdict = self.verify(request, state, draft, output)
+            target = TargetDistributions(
+                logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
+            )
+            verdict = self.verify(request, state, draft, target)
         with jax.named_scope("commit"):
             drafter_state, cache = self.drafter.commit(
-                weights, drafter_state, prefix, draft, verdict, output, output.cache
+                weights, drafter_state, state.prefix, draft, verdict, output, output.cache
             )
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
-            return self.commit(request, state, draft, verdict, output)
+            return self.commit(request, state, draft, verdict, target)
 
     def draft(self, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[Draft, Any, Any]:
-        """Asks the drafter; the rule owns the noise it draws with."""
+        """Returns the drafter's proposal, its state and the target's cache; the rule draws the noise."""
         sampler = Sampler(
             warp=request.draft_sampling,
             rule=self.rule,
@@ -234,76 +168,256 @@ class Loop:
             draft_lengths_B=None if request.adaptive is None else state.adaptive_state.draft_lengths_B,
             stop=None if request.adaptive is None else request.adaptive.stop,
         )
-        prefix = Prefix(tokens_BS=state.tokens_BS, lengths_B=state.lengths_B)
-        draft, drafter_state, cache = self.drafter.propose(weights, state.drafter_state, prefix, state.cache, sampler)
+        draft, drafter_state, cache = self.drafter.propose(
+            weights, state.drafter_state, state.prefix, state.cache, sampler
+        )
         if draft.parents_BK is not None:
             raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
-        if request.adaptive is not None:  # of drafters that draw no chain, or copy one
-            num_drafted_B = jnp.minimum(draft.num_drafted_B, state.adaptive_state.draft_lengths_B)
-            draft = dataclasses.replace(draft, num_drafted_B=num_drafted_B)
+        num_drafted_B = draft.num_drafted_B
+        if request.adaptive is not None:  # drafters that do not use `Sampler.chain` always draft K tokens
+            num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
         if draft.log_probs_BRV is not None:
             # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
-            sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(draft.num_drafted_B.dtype)
-            draft = dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, sound_B))
-        return draft, drafter_state, cache
+            sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
+            num_drafted_B = jnp.minimum(num_drafted_B, sound_B)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
-        """Calls the target once; the result has a row for each of the K+1 positions."""
-        rows = draft.tokens_BK.shape[1] + 1
-        width = max(rows, self.window)
-        start_B = jnp.maximum(state.lengths_B + rows - 1 - width, 0)
-        if width == rows:
+        """Calls the target once; the result has one position for the pending token and for each drafted token."""
+        positions = draft.tokens_BK.shape[1] + 1
+        width = max(positions, self.window)
+        start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
+        if width == positions:
             pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
             tokens_BT = jnp.concatenate([pending_B1, draft.tokens_BK], axis=1)
-        else:  # a window wider than the block feeds tokens again that the cache holds
+        else:  # a wider window begins with tokens that the cache holds already
             tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
             tokens_BT = gather_tokens(tokens_BS, start_B, width)
-        output = self.target(
-            weights.target,
-            tokens_BT,
-            start_B,
-            cache,
-            hidden_layers=self.drafter.hidden_layers,
-        )
+        output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
         check_logits("target", self.target, output)
-        dtype = jnp.promote_types(output.logits_BTV.dtype, jnp.float32)
-        output = dataclasses.replace(output, logits_BTV=output.logits_BTV.astype(dtype))
-        if width == rows:
-            return output
-        # A window wider than the block: its first row of interest is the pending token's.
-        first_B = state.lengths_B - 1 - start_B
+        logits_BTV = output.logits_BTV.astype(jnp.promote_types(output.logits_BTV.dtype, jnp.float32))
+        if width == positions:
+            return dataclasses.replace(output, logits_BTV=logits_BTV)
+        first_B = state.lengths_B - 1 - start_B  # the pending token's position in the window
 
         def cut(x_BT: Array) -> Array:
-            return jax.vmap(lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, rows, axis=0))(x_BT, first_B)
+            return jax.vmap(lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, positions, axis=0))(x_BT, first_B)
 
-        return dataclasses.replace(
-            output, logits_BTV=cut(output.logits_BTV), hidden=tuple(cut(hidden) for hidden in output.hidden)
-        )
+        return dataclasses.replace(output, logits_BTV=cut(logits_BTV), hidden=tuple(map(cut, output.hidden)))
 
-    def verify(self, request: RequestBatch, state: DecodeState, draft: Draft, output: Output) -> Verdict:
+    def verify(self, request: RequestBatch, state: DecodeState, draft: Draft, target: TargetDistributions) -> Verdict:
         """Applies the rule to the warped distributions."""
-        target = _target_distributions(request, state, draft, output)
         return self.rule.verify(draft, target, self._keys(request, state))
 
     def commit(
-        self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, output: Output
+        self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
     ) -> DecodeState:
-        """Appends what was emitted, see `specsamp.decoding.commit.append`."""
-        return append(request, state, draft, verdict, _target_distributions(request, state, draft, output))
+        """Appends the emitted tokens."""
+        return append(request, state, draft, verdict, target)
 
     def _keys(self, request: RequestBatch, state: DecodeState) -> RoundKeys:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
 
+    # Adaptive draft lengths.
+
+    def _rounds_by_width(
+        self, weights: Weights, request: RequestBatch, goes_on: Callable[[_Carry], Array], carry: _Carry
+    ) -> _Carry:
+        """Runs rounds of each width in turn, from narrow to wide, each while it is the smallest one that fits."""
+
+        def longest(state: DecodeState) -> Array:
+            return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
+
+        narrower = -1
+        for width in request.adaptive.widths:
+            if narrower == 0:
+                carry = carry[0], self._catch_up(weights, carry[1], longest(carry[1]) > 0)
+
+            def fits(carry: _Carry, narrower: int = narrower, width: int = width) -> Array:
+                size = longest(carry[1])
+                return goes_on(carry) & (narrower < size) & (size <= width)
+
+            def one_round(carry: _Carry, width: int = width) -> _Carry:
+                state = self._round_of_width(width, weights, request, carry[1])
+                return carry[0] + 1, state
+
+            carry = jax.lax.while_loop(fits, one_round, carry)
+            narrower = width
+        return carry
+
+    def _round_of_width(self, width: int, weights: Weights, request: RequestBatch, state: DecodeState) -> DecodeState:
+        """Runs one round in which no row drafts more than ``width`` tokens."""
+        narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
+        after = narrow.round(weights, request, state)
+        if width and after.adaptive_state.seen_B is not None:  # a draft covers all but the last two tokens
+            seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.adaptive_state.seen_B)
+            after = after.with_adaptive(seen_B=seen_B)
+        return self._limit_lengths(after)
+
+    def _limit_lengths(self, state: DecodeState) -> DecodeState:
+        """Lowers the draft lengths to the most tokens that the drafter can draft."""
+        most_B = hooks_of(self.drafter).max_draft_length(state.drafter_state, state.prefix)
+        if most_B is None:
+            return state
+        lengths_B = state.adaptive_state.draft_lengths_B
+        return state.with_adaptive(
+            draft_lengths_B=jnp.where(state.running_B, jnp.minimum(lengths_B, most_B), lengths_B)
+        )
+
+    def _catch_up(self, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:
+        """Feeds the drafter the tokens emitted while it was paused, if any row is going to draft."""
+        if state.adaptive_state.seen_B is None:
+            return state
+
+        def is_behind(seen_B: Array) -> Array:
+            return drafts_next & self.shards.any(jnp.any(state.running_B & (seen_B < state.lengths_B - 2)))
+
+        with jax.named_scope("catch_up"):
+            drafter_state, seen_B = catch_up(
+                self.drafter, weights, state.drafter_state, state.prefix, state.adaptive_state.seen_B, is_behind
+            )
+        return dataclasses.replace(state, drafter_state=drafter_state).with_adaptive(seen_B=seen_B)
+
+    # Before the first round.
+
+    @functools.partial(jax.jit, static_argnames=("self", "slots", "num_samples"))
+    def prefill(
+        self,
+        weights: Weights,
+        request: RequestBatch,
+        tokens_BP: Array,
+        lengths_B: Array,
+        *,
+        slots: int,
+        num_samples: int = 1,
+    ) -> DecodeState:
+        """Reads the prompts once and copies the result to ``num_samples`` rows each.
+
+        Args:
+          weights: of target and draft, fit for ``slots`` slots.
+          request: with ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
+          tokens_BP: prompts, padded on the right; padding is never seen.
+          lengths_B: true lengths, at least 1.
+          slots: of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
+          num_samples: rows per prompt.
+        """
+
+        def read(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
+            batch, padded_length = tokens_BP.shape
+            caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
+            with jax.named_scope("prefill"):
+                caches = self._read(weights, tokens_BP, jnp.zeros_like(lengths_B), lengths_B, caches)
+            prompts = tokens_BP, lengths_B, caches
+            tokens_RP, lengths_R, caches = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), prompts)
+            tokens_RS = jnp.pad(tokens_RP, ((0, 0), (0, slots - padded_length)))
+            return self._first_state(request, tokens_RS, lengths_R, caches)
+
+        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
+        return self.shards.map(read, specs)(weights, request, tokens_BP, lengths_B)
+
+    @functools.partial(jax.jit, static_argnames=("self", "chunk"), donate_argnames="state")
+    def extend(
+        self,
+        weights: Weights,
+        request: RequestBatch,
+        state: DecodeState | None,
+        tokens_BS: Array,
+        start_B: Array,
+        lengths_B: Array,
+        *,
+        chunk: int,
+    ) -> DecodeState:
+        """Reads longer texts into rows that hold the beginnings of these texts, which are not read again.
+
+        Args:
+          request: of the new texts.
+          state: without its request; donated. None: of rows that hold nothing yet.
+          tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
+          start_B: int32, at most ``state.lengths_B - 2``, or 0: a draft may not have seen the token before the last.
+          lengths_B: of the whole texts.
+          chunk: tokens read per call; beyond the longest text there must be as many slots.
+        """
+
+        def extend(
+            weights: Weights,
+            request: RequestBatch,
+            state: DecodeState | None,
+            tokens_BS: Array,
+            start_B: Array,
+            lengths_B: Array,
+        ) -> DecodeState:
+            if state is None:
+                caches = self.target.init_cache(*tokens_BS.shape), self.drafter.init(*tokens_BS.shape)
+            else:
+                caches = state.cache, state.drafter_state
+                if state.adaptive_state is not None and state.adaptive_state.seen_B is not None:
+                    # A paused drafter has read less than the target.
+                    start_B = jnp.minimum(start_B, jnp.maximum(state.adaptive_state.seen_B, 0))
+
+            def read_chunk(index: Array, caches: tuple[Any, Any]) -> tuple[Any, Any]:
+                at_B = start_B + index * chunk
+                return self._read(weights, gather_tokens(tokens_BS, at_B, chunk), at_B, lengths_B, caches)
+
+            with jax.named_scope("prefill"):
+                chunks = -(-jnp.max(lengths_B - start_B) // chunk)
+                caches = jax.lax.fori_loop(0, chunks, read_chunk, caches)
+            return self._first_state(request, tokens_BS, lengths_B, caches)
+
+        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+        return self.shards.map(extend, specs)(weights, request, state, tokens_BS, start_B, lengths_B)
+
+    def _read(
+        self, weights: Weights, tokens_BT: Array, start_B: Array, lengths_B: Array, caches: tuple[Any, Any]
+    ) -> tuple[Any, Any]:
+        """Feeds some tokens of the prompts to target and drafter; returns the target's cache and the drafter's state."""
+        cache, drafter_state = caches
+        with jax.named_scope("target"):
+            output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
+        check_logits("target", self.target, output)
+        with jax.named_scope("draft"):
+            drafter_state, cache = self.drafter.read(
+                weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
+            )
+        return cache, drafter_state
+
+    def _first_state(
+        self, request: RequestBatch, tokens_BS: Array, lengths_B: Array, caches: tuple[Any, Any]
+    ) -> DecodeState:
+        """Returns the state of rows that have not emitted anything."""
+        (cache, drafter_state), adaptive = caches, request.adaptive
+
+        def empty(dtype: Any) -> Array:
+            return jnp.zeros(tokens_BS.shape, dtype)
+
+        def start(warp: Any) -> Any:
+            return warp.init(tokens_BS, lengths_B, self.target.vocab_size)
+
+        return DecodeState(
+            tokens_BS=tokens_BS,
+            lengths_B=lengths_B,
+            finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
+            from_draft_BS=empty(bool),
+            log_probs_BS=empty(jnp.float32) if self.keep_log_probs else None,
+            rounds_BS=empty(jnp.int32) if self.keep_rounds else None,
+            cache=cache,
+            drafter_state=drafter_state,
+            meter=Meter(variation=empty(jnp.float32), extra=empty(jnp.float32)) if self.rule.metered else None,
+            stats=Stats.zeros(len(lengths_B), self.depth, adaptive is not None),
+            request=request,
+            warp_state=start(request.sampling),
+            draft_warp_state=start(request.draft_sampling),
+            adaptive_state=None if adaptive is None else adaptive.begin(lengths_B, hooks_of(self.drafter).falls_behind),
+        )
+
+
+@functools.cache
+def _program(loop: Loop, options: Options) -> _Program:
+    """Returns the jitted loop of all shards; equal loops share it."""
+    run = loop.shards.map(loop._run, (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED, REPLICATED))
+    return jax.jit(run, donate_argnums=2, compiler_options=dict(options) or None)
+
 
 def decode_window() -> int:
-    """Returns the fewest tokens per call that this platform likes: see `Loop.window`."""
+    """Returns `Loop.window` for the platform at hand."""
     return 2 if jax.default_backend() == "tpu" else 1
-
-
-def _target_distributions(
-    request: RequestBatch, state: DecodeState, draft: Draft, output: Output
-) -> TargetDistributions:
-    return TargetDistributions(
-        logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
-    )

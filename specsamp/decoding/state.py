@@ -170,6 +170,15 @@ class Stats:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots behind it are scratch."""
+
+    tokens_BS: Array  # int32
+    lengths_B: Array  # int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """Everything about the rows of a batch; all of it but the request is the carry of the loop.
 
@@ -195,4 +204,14 @@ class DecodeState:
 
     @property
     def running_B(self) -> Array:
+        """Returns whether each row has not ended."""
         return self.finish_B == Finish.RUNNING
+
+    @property
+    def prefix(self) -> Prefix:
+        """Returns the committed tokens."""
+        return Prefix(tokens_BS=self.tokens_BS, lengths_B=self.lengths_B)
+
+    def with_adaptive(self, **changes: Array) -> DecodeState:
+        """Returns this state with some fields of ``adaptive_state`` replaced."""
+        return dataclasses.replace(self, adaptive_state=dataclasses.replace(self.adaptive_state, **changes))

@@ -9,8 +9,6 @@ out for it asks for it (`TransformerLM.compiler_options`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,27 +50,3 @@ def _if_known(options: Options) -> Options:
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether an error of JAX's runtime or compiler says that a program does not fit into memory."""
     return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)
-
-
-def jit(function: Callable, *, options_of: Callable[..., Options], **arguments: Any) -> Callable:
-    """Jits a function like `jax.jit`, with the compiler options that ``options_of`` gives for a call.
-
-    Within another program the options of that program hold. JAX has no public way to ask whether a call is traced, so
-    its arguments are looked at.
-    """
-    variants: dict[Options, Callable] = {}
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return variant(*args, **kwargs)(*args, **kwargs)
-
-    def variant(*args: Any, **kwargs: Any) -> Callable:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        options = () if traced else options_of(*args, **kwargs)
-        if options not in variants:
-            variants[options] = jax.jit(function, compiler_options=dict(options) or None, **arguments)
-        return variants[options]
-
-    call.lower = lambda *args, **kwargs: variant(*args, **kwargs).lower(*args, **kwargs)
-    call._cache_size = lambda: sum(compiled._cache_size() for compiled in variants.values())  # as jax.jit has it
-    return call

@@ -121,7 +121,7 @@ class Batch:
             for width in {self._refill, self._together}:
                 newcomers = [None] * (width * self._job.pair.shards.count)
                 rows = self._job.read([prompt] * len(newcomers), self._request(newcomers))
-                self._state = self._job.loop.insert(self._state, rows, [NOWHERE] * len(newcomers))
+                self._state = batch_rows.insert(self._state, rows, [NOWHERE] * len(newcomers), self._job.loop.shards)
         if self._schedule.preempts:
             places = [NOWHERE] * (self._refill * self._job.pair.shards.count)
             self._bring_back(Aside(rows=self._extract(places), index=NOWHERE, rounds=0), None, NOWHERE)
@@ -245,7 +245,7 @@ class Batch:
         prompts = [[0] if ticket is None else ticket.prompt for ticket in newcomers]
         rows = self._job.read(prompts, self._request(newcomers))
         places = [NOWHERE if ticket is None else n for ticket, n in zip(newcomers, at)]
-        self._state = self._job.loop.insert(self._state, rows, places)
+        self._state = batch_rows.insert(self._state, rows, places, self._job.loop.shards)
 
     def _put_aside(self) -> None:
         """Puts aside the texts that the schedule names, at most as many per data shard as are refilled at a time."""
@@ -275,7 +275,7 @@ class Batch:
 
     def _extract(self, at: Sequence[int]) -> DecodeState:
         """Returns some rows, in host memory; they are still in the batch."""
-        rows = self._job.loop.extract(dataclasses.replace(self._state, request=None), at)
+        rows = batch_rows.extract(dataclasses.replace(self._state, request=None), at, self._job.loop.shards)
         return to_host_memory(rows, self._job.pair.shards)
 
     def _bring_back(self, aside: Aside, ticket: Ticket | None, n: int) -> None:
@@ -284,7 +284,7 @@ class Batch:
         request = self._request([ticket if i == aside.index else None for i in index])
         rows = dataclasses.replace(to_device_memory(aside.rows, self._job.pair.shards), request=request)
         places = [n if i == aside.index else NOWHERE for i in index]
-        self._state = self._job.loop.insert(self._state, rows, places)
+        self._state = batch_rows.insert(self._state, rows, places, self._job.loop.shards)
 
     def _able(self, waiting: list[Ticket], shard: int) -> list[Ticket]:
         """Returns those of ``waiting`` that can be decoded in a shard: no text that has begun leaves its own."""

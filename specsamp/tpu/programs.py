@@ -149,7 +149,8 @@ class Programs:
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
         def run(weights, request, state, rounds):
-            return loop.run_request(weights, request, state, rounds)
+            state = loop.run(weights, dataclasses.replace(state, request=request), rounds)
+            return dataclasses.replace(state, request=None)
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 

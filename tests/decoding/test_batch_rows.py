@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.batch_rows import extract, insert
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Finish, RequestBatch, Weights
@@ -22,7 +23,7 @@ WEIGHTS = Weights(target=TARGET, draft=NEAR)
 SAMPLING = chain(temperature(0.9))
 
 
-def prefill(ids, slots=SLOTS, loop=LOOP, **options):
+def prefill(ids, slots=SLOTS, loop=LOOP):
     """The state of some of the prompts, each with its own id."""
     prompts = [PROMPTS[i] for i in ids]
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -30,7 +31,7 @@ def prefill(ids, slots=SLOTS, loop=LOOP, **options):
     padded = np.ones((len(prompts), 4), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
-    return loop.prefill(WEIGHTS, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, **options)
+    return loop.prefill(WEIGHTS, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots)
 
 
 def finished(state):
@@ -56,21 +57,21 @@ def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
     newcomer = prefill([2], slots=20)
     if rounds:
         newcomer = LOOP.run(WEIGHTS, newcomer, rounds)
-    mixed = LOOP.insert(batch, newcomer, [0])
+    mixed = insert(batch, newcomer, [0])
     assert texts(finished(mixed)) == [alone[2], alone[1]]
 
 
 def test_rows_are_put_aside_and_come_back_elsewhere(alone):
     batch = LOOP.run(WEIGHTS, prefill([0, 1, 2]), 1)
-    aside = LOOP.extract(batch, [2, 0])
+    aside = extract(batch, [2, 0])
     assert texts(aside) == [texts(batch)[2], texts(batch)[0]]
-    back = LOOP.insert(prefill([1, 1, 1]), aside, [1, 2])
+    back = insert(prefill([1, 1, 1]), aside, [1, 2])
     assert texts(finished(back)) == [alone[1], alone[2], alone[0]]
 
 
 def test_the_request_of_a_caller_survives_donation():
     batch, request = prefill([0, 1]), prefill([2]).request
-    after = LOOP.insert(LOOP.run(WEIGHTS, batch, 1), prefill([2]), [1])
+    after = insert(LOOP.run(WEIGHTS, batch, 1), prefill([2]), [1])
     assert int(after.request.limits_B[1]) == int(request.limits_B[0]) == 3 + BUDGET
     assert int(batch.request.limits_B[1]) == 1 + BUDGET, "not donated"
 
@@ -81,12 +82,12 @@ def test_the_request_of_a_caller_survives_donation():
 )
 def test_places_that_do_not_exist(at, message):
     with pytest.raises(ValueError, match=message):
-        LOOP.insert(prefill([0, 1]), prefill([2]), at)
+        insert(prefill([0, 1]), prefill([2]), at)
 
 
 def test_rows_with_more_slots_are_refused():
     with pytest.raises(ValueError, match="32 slots do not fit a state of 24"):
-        LOOP.insert(prefill([0, 1]), prefill([2], slots=32), [0])
+        insert(prefill([0, 1]), prefill([2], slots=32), [0])
 
 
 def test_a_run_returns_once_fewer_rows_are_running(alone):
@@ -113,8 +114,9 @@ def test_stop_tokens_of_each_row():
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_prompts_read_in_chunks(alone, chunk):
-    """Chunks that divide the padded prompts, and one that leaves a rest."""
-    assert texts(finished(prefill([0, 1, 2], chunk=chunk))) == alone
+    state = prefill([0, 1, 2])
+    arrays = state.tokens_BS, jnp.zeros(3, jnp.int32), state.lengths_B
+    assert texts(finished(LOOP.extend(WEIGHTS, state.request, None, *arrays, chunk=chunk))) == alone
 
 
 @register_warp
@@ -190,18 +192,18 @@ def with_stops(state, stops):
 def test_a_newcomer_does_not_inherit_stop_tokens(alone):
     """The state has more columns of stop ids than the newcomer; the other way round is refused."""
     many = with_stops(prefill([0, 1]), [-1] * 15 + [0])
-    mixed = LOOP.insert(many, prefill([2]), [0])
+    mixed = insert(many, prefill([2]), [0])
     assert np.asarray(mixed.request.stop_ids_BN[0]).tolist() == [-1] * 16
     assert texts(finished(mixed))[0] == alone[2]
     with pytest.raises(ValueError, match="rows with 16 stop ids do not fit a state of 8"):
-        LOOP.insert(prefill([0, 1]), with_stops(prefill([2]), [-1] * 16), [0])
+        insert(prefill([0, 1]), with_stops(prefill([2]), [-1] * 16), [0])
 
 
 def test_rows_with_other_warps_are_refused():
     other = prefill([2])
     other = dataclasses.replace(other, request=dataclasses.replace(other.request, sampling=chain()))
     with pytest.raises(ValueError, match="rows with other warps"):
-        LOOP.insert(prefill([0, 1]), other, [0])
+        insert(prefill([0, 1]), other, [0])
 
 
 def test_a_tree_is_refused_not_scored_as_a_chain():
@@ -228,9 +230,3 @@ def test_drafters_that_prepare_differently_have_weights_of_their_own():
     plain, halved = (pair.weights(drafter(TableLM(V), 3), 128).draft for drafter in (ModelDrafter, Halved))
     assert pair.weights(ModelDrafter(TableLM(V), 5), 128).draft is plain
     np.testing.assert_array_equal(halved, plain / 2)
-
-
-@pytest.mark.parametrize("chunk", [0, -1])
-def test_chunks_without_tokens_are_refused(chunk):
-    with pytest.raises(ValueError, match="chunk must be at least 1"):
-        prefill([0], chunk=chunk)

@@ -71,7 +71,7 @@ def compiled_run(
     prompts, lengths = jnp.zeros((batch, 16), jnp.int32), jnp.full((batch,), 16)
     state = jax.eval_shape(lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights)
     state = dataclasses.replace(state, request=None)
-    return Loop.run_request.lower(loop, weights, request, state, 1000).compile(WITHOUT_LLVM)
+    return loop.program.lower(weights, request, state, 1000).compile(WITHOUT_LLVM)
 
 
 def moved(text, operation):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
@@ -113,17 +114,22 @@ def table_loop(drafter=FeatureDrafter, layer=0, K=3, **options):
     return Loop(target=target, drafter=drafter(target, table_head(V, layer), K, **options), rule=TokenRule())
 
 
-def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1, **options):
+def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1):
     prompts = [PROMPTS_READ[i] for i in ids]
     lengths = np.array([len(prompt) for prompt in prompts])
     request = RequestBatch.create(sampling=TABLE, limits=lengths + budget, prompt_ids=ids, num_samples=samples)
     tokens_BP = np.ones((len(prompts), 5), np.int32)
     for row, prompt in zip(tokens_BP, prompts):
         row[: len(prompt)] = prompt
-    read = loop.prefill(
-        WEIGHTS, request, jnp.asarray(tokens_BP), jnp.asarray(lengths), slots=slots, num_samples=samples, **options
+    arrays = jnp.asarray(tokens_BP), jnp.asarray(lengths)
+    return loop.prefill(WEIGHTS, request, *arrays, slots=slots, num_samples=samples)
+
+
+def read_in_chunks(loop, chunk):
+    whole = prefilled(loop)
+    return loop.extend(
+        WEIGHTS, whole.request, None, whole.tokens_BS, jnp.zeros(3, jnp.int32), whole.lengths_B, chunk=chunk
     )
-    return read
 
 
 def texts(state):
@@ -168,7 +174,7 @@ def test_wrong_features_bias_nothing():
 def test_prompts_read_in_chunks(chunk):
     """Chunks end anywhere: the pair over an edge needs the last feature of the chunk before."""
     loop = table_loop()
-    whole, read = (prefilled(loop, chunk=size) for size in (None, chunk))
+    whole, read = prefilled(loop), read_in_chunks(loop, chunk)
     for row, prompt in enumerate(PROMPTS_READ):
         for one, other in zip(jax.tree.leaves(whole.drafter_state.cache), jax.tree.leaves(read.drafter_state.cache)):
             np.testing.assert_array_equal(one[row, :, : len(prompt) - 1], other[row, :, : len(prompt) - 1])
@@ -179,7 +185,7 @@ def test_prompts_read_in_chunks(chunk):
 def test_a_lost_edge_is_seen():
     """The control of the test above."""
     features = [
-        prefilled(table_loop(kind), chunk=2).drafter_state.feature_BD for kind in (FeatureDrafter, ForgetsTheEdge)
+        read_in_chunks(table_loop(kind), 2).drafter_state.feature_BD for kind in (FeatureDrafter, ForgetsTheEdge)
     ]
     assert not np.array_equal(features[0][1:], features[1][1:])
 
@@ -213,7 +219,7 @@ def test_rows_inserted_in_the_middle_keep_their_tokens():
     loop = table_loop()
     alone = [texts(loop.run(WEIGHTS, prefilled(loop, ids=(i,)), 1000))[0] for i in range(3)]
     batch = loop.run(WEIGHTS, prefilled(loop, ids=(0, 1)), 2)
-    mixed = loop.insert(batch, prefilled(loop, ids=(2,), slots=32), [0])
+    mixed = insert(batch, prefilled(loop, ids=(2,), slots=32), [0])
     assert texts(loop.run(WEIGHTS, mixed, 1000)) == [alone[2], alone[1]]
 
 

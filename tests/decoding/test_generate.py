@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from support.fakes import BYTES, TableLM, counting_pair, near, random_table, table_pair
+from support.fakes import BYTES, TableLM, compiled_programs, counting_pair, near, random_table, table_pair
 from support.weights import drawn_params
 
 REPOSITORY = pathlib.Path(specsamp.__file__).parent.parent
@@ -156,8 +157,6 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
 
 def test_within_buckets_nothing_is_compiled_again():
     """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and stops too."""
-    from specsamp.decoding.loop import Loop
-
     pair = table_pair()
 
     def run(length, budget, value, seed, stop):
@@ -166,14 +165,29 @@ def test_within_buckets_nothing_is_compiled_again():
         )
 
     run(17, 25, 0.5, 0, [])
-    compiled = Loop.run_request._cache_size(), Loop.prefill._cache_size()
+    compiled = compiled_programs()
     prepared = dict(pair._prepared), dict(pair._fitted)
     for length, budget, value, seed, stop in ((24, 32, 0.0, 1, [3]), (20, 25, 2.0, 2**32 - 1, [1, 2, 3, 4, 5])):
         run(length, budget, value, seed, stop)
-    assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == compiled
+    assert compiled_programs() == compiled
     assert (pair._prepared, pair._fitted) == prepared
     run(25, 25, 0.5, 0, [])
-    assert Loop.prefill._cache_size() == compiled[1] + 1, "the control: another bucket"
+    assert compiled_programs()[1] == compiled[1] + 1, "the control: another bucket"
+
+
+def test_few_frames_stand_between_generate_and_the_loop(monkeypatch):
+    """So that a reader can follow a call; counted are functions of the package."""
+    frames = []
+
+    def while_loop(*arguments):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        frames.append(sum(str(REPOSITORY / "specsamp") in file for file in files))
+        return loop(*arguments)
+
+    loop = jax.lax.while_loop
+    monkeypatch.setattr(jax.lax, "while_loop", while_loop)
+    generate(counting_pair(), ["abc"], 5, drafter=NgramDrafter(2, max_ngram=7))  # a loop that no other test has
+    assert frames == [5]
 
 
 @pytest.mark.parametrize("size, wanted", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)])

@@ -112,12 +112,12 @@ def test_draft_log_probs_before_warping():
 
 def test_stop_token_ignored_inside_a_block():
     class Mutant(Loop):
-        def commit(self, request, state, draft, verdict, output):
+        def commit(self, request, state, draft, verdict, target):
             """Looks for stop tokens in the last emitted position only."""
             last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
             stops_B = jnp.any(last_B1 == request.stop_ids_BN, axis=1)
             nothing = dataclasses.replace(request, stop_ids_BN=jnp.full_like(request.stop_ids_BN, -1))
-            after = super().commit(nothing, state, draft, verdict, output)
+            after = super().commit(nothing, state, draft, verdict, target)
             return dataclasses.replace(after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B))
 
     def p_of(loop):

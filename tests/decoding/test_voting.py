@@ -19,11 +19,10 @@ from specsamp import (
     temperature,
 )
 from specsamp.decoding.checks import choose_drafter
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, Prefix, with_length
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
 from specsamp.decoding.state import Weights
-from specsamp.decoding.widths import with_length
 from specsamp.evaluation.audit.readers import with_models
 from specsamp.models.interface import Output
 from support import mutants

@@ -161,8 +161,8 @@ def test_a_draft_that_writes_over_its_target_fails():
 
 
 class WarpOnTheDraftAlone(Loop):
-    def verify(self, request, state, draft, output):
-        return super().verify(dataclasses.replace(request, sampling=chain()), state, draft, output)
+    def verify(self, request, state, draft, target):
+        return super().verify(request, state, draft, dataclasses.replace(target, warp=chain()))
 
 
 @pytest.mark.parametrize(

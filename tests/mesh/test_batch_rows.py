@@ -67,7 +67,7 @@ def prefill(loop, weights, first, rows=ROWS):
     ids = np.arange(first, first + rows)
     request = RequestBatch.create(sampling=chain(temperature(1.0)), limits=[3 + BUDGET] * rows, prompt_ids=ids)
     tokens_BP = jnp.asarray(np.stack([(ids * 7 + i) % 64 for i in range(4)], axis=1), jnp.int32)
-    return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS, chunk=2)
+    return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS)
 
 
 @pytest.mark.parametrize("data, model, refill", [(2, 2, 1), pytest.param(1, 4, 2, marks=pytest.mark.slow)])
@@ -96,7 +96,7 @@ def test_no_cache_travels_and_a_feature_stays_where_it_is(pair, data, model):
         state = loop.run(weights, state, 1)
         assert state.drafter_state.sharding.is_equivalent_to(before, 2)
     at_N = jnp.asarray([1, 2])
-    rows = loop.extract(state, at_N)
+    rows = batch_rows.extract(state, at_N, loop.shards)
     read = batch_rows._read.lower(state, at_N, loop.shards).compile().as_text()
     bare = [dataclasses.replace(each, request=None) for each in (state, rows)]
     write = batch_rows._write_donated.lower(*bare, at_N, loop.shards).compile().as_text()

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from specsamp import BlockRule, Pair, chain, generate, temperature
 from specsamp.decoding.checks import default_drafter
 from specsamp.decoding.job import Job
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
@@ -108,7 +107,7 @@ def test_everything_stays_where_it_is(pair, data, model):
         check(job.weights.draft["ranks_V"])
     state = job.prefill()
     bare = dataclasses.replace(state, request=None)
-    compiled = Loop.run_request.lower(job.loop, job.weights, job.request, bare, 9).compile()
+    compiled = job.loop.program.lower(job.weights, job.request, bare, 9).compile()
     rows, tokens = len(state.lengths_B) // data, 32 if "output" in params else 96
     gathered = {("all-gather", f"f32[{rows},1,{tokens}]"), ("all-gather", f"f32[{rows},4,96]")}
     assert collectives(compiled.as_text()) == gathered

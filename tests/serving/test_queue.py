@@ -21,9 +21,8 @@ from specsamp import (
     top_p,
 )
 from specsamp.decoding.job import Job
-from specsamp.decoding.loop import Loop
 from support.extras import slow_but
-from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
+from support.fakes import LayeredTableLM, compiled_programs, counting_pair, near, random_table, table_pair
 
 PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
@@ -118,15 +117,12 @@ def test_short_and_long_prompts_of_known_buckets_compile_nothing():
     def run(lengths, budget):
         return list(generate_many(PAIR, [[1] * length for length in lengths], budget, rows=2))
 
-    def programs():
-        return Loop.run_request._cache_size(), Loop.prefill._cache_size()
-
     run([3, 20, 5], 9)
-    compiled = programs()
+    compiled = compiled_programs()
     run([24, 1, 17, 16, 9], 12)
-    assert programs() == compiled
+    assert compiled_programs() == compiled
     run([3, 30], 9)
-    assert programs() == (compiled[0], compiled[1] + 1), "the control: another bucket"
+    assert compiled_programs() == (compiled[0], compiled[1] + 1), "the control: another bucket"
 
 
 def test_strings_end_texts_and_their_rows_take_the_next_prompt():

@@ -7,13 +7,12 @@ import pytest
 
 from specsamp import NoDrafter
 from specsamp.decoding.job import Job
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.serving.answer import Busy, Failed
 from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
-from support.fakes import CountingLM
+from support.fakes import CountingLM, compiled_programs
 from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service
 
 METHOD = Method(drafter=NoDrafter())
@@ -73,10 +72,10 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
         dict(prompts=["h"], budget=30, stop=["no", "zz"]),
         dict(prompts=[[99, 100]], budget=5, temperature=4.0, seed=3, num_samples=2),
     ]
-    before = Loop.run_request._cache_size(), Loop.prefill._cache_size()
+    before = compiled_programs()
     callers = [Caller(service, is_streamed=len(one["prompts"]) == 2, **one) for one in asked]
     found = [caller.wait() for caller in callers]
-    assert (Loop.run_request._cache_size(), Loop.prefill._cache_size()) == before, "all of it was compiled"
+    assert compiled_programs() == before, "all of it was compiled"
     assert found == [of(alone(**one)) for one in asked]
     assert found[2] == [(list(b"ijklmno"), "stop", "ijklm")]
     assert found[1][0] != found[1][1] and found[3][0] != found[3][1], "the control: they are sampled"

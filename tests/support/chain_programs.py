@@ -40,7 +40,6 @@ from specsamp.decoding.drafters import (
     VotingDrafter,
 )
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.prefill import first_state
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
@@ -86,7 +85,7 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     tokens_BP, lengths_B = jnp.zeros((batch, 8), jnp.int32), jnp.full((batch,), 8)
 
     def prefill(weights):
-        return first_state(loop, weights, request, tokens_BP, lengths_B, slots=SLOTS, num_samples=1)
+        return loop.prefill(weights, request, tokens_BP, lengths_B, slots=SLOTS)
 
     state = dataclasses.replace(jax.eval_shape(prefill, weights), request=None)
     return jax.jit(loop._run).lower(weights, request, state, jnp.int32(9)).as_text()

@@ -1,5 +1,6 @@
 """Table models and the exact distributions they imply: small enough to enumerate, honest enough to see cache bugs."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -18,6 +19,19 @@ from specsamp.sampling.warp import log_probs
 
 ORDER = 3  # tokens of context
 BYTES = 257  # the vocabulary of a ByteTokenizer
+COMPILED = collections.Counter()  # programs that were compiled in this process, by name
+
+
+def count_compilation(event, seconds, *, fun_name="", **_):
+    COMPILED[fun_name] += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(count_compilation)
+
+
+def compiled_programs():
+    """The number of compiled programs of the loop, and of prefill."""
+    return COMPILED["jit(_run)"], COMPILED["jit(prefill)"]
 
 
 @dataclasses.dataclass(frozen=True)

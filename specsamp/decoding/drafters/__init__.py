@@ -1,11 +1,11 @@
 """The drafters: none, a draft model or its beam search, prompt lookup, early exit of the target, a head, and several."""
 
+from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
-from specsamp.decoding.drafters.none import NoDrafter
 from specsamp.decoding.drafters.voting import ChoosingDrafter, VotingDrafter
 
 __all__ = [

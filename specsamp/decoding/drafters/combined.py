@@ -2,7 +2,7 @@
 
 If another draft was accepted, the state of a part holds its own tokens instead of the emitted ones. So ``seen_BP`` counts
 the tokens that the state of each part covers, and the part reads the missing ones before it drafts again, as after a
-pause (`specsamp.decoding.widths.catch_up`).
+pause (`specsamp.decoding.drafter.catch_up`).
 
 An emitted token counts for every part that proposed it and all tokens before it. The counts decay, so that a part that
 was not asked for long is expected to do well again.
@@ -19,10 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, hooks_of
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, catch_up, hooks_of, with_length
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
-from specsamp.decoding.widths import catch_up, with_length
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
