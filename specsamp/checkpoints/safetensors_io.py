@@ -96,7 +96,9 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     """
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
-            raise _nothing_to_read(folder)
+            if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+                raise refuse_pickles(os.fspath(folder), pickles)
+            raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
         return read_header(folder / SINGLE)
     of_tensor = read_index(folder / INDEX)
     files = sorted(set(of_tensor.values()))
@@ -109,16 +111,10 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        found = read_header(folder / file)
-        absent = sorted(name for name, there in of_tensor.items() if there == file and name not in found)
-        if absent:
-            raise ValueError(
-                f"{folder / file} lacks {len(absent)} tensors that {INDEX} says it has, such as {absent[0]}"
-            )
-        twice = sorted(found.keys() & tensors.keys())
-        if twice:
-            raise ValueError(f"{twice[0]} is in two files, {tensors[twice[0]].file} and {folder / file}")
-        tensors |= found
+        tensors |= read_header(folder / file)
+    absent = [name for name, file in of_tensor.items() if name not in tensors or tensors[name].file != folder / file]
+    if absent:
+        raise ValueError(f"{folder / INDEX} says that {absent[0]} is in {of_tensor[absent[0]]}, which is not so")
     return tensors
 
 
@@ -126,8 +122,8 @@ def read_index(path: epath.Path) -> dict[str, str]:
     """Returns the file of every tensor, by the name of the tensor.
 
     Raises:
-      ValueError: it is no index, or names something else than files of its own folder, which would make any file that
-        this user can read a part of the checkpoint.
+      ValueError: it is no index, or names files outside of its folder, which would make any file that this user can read
+        a part of the checkpoint.
     """
     of_tensor = storage.read_json(path).get("weight_map")
     if not isinstance(of_tensor, dict):
@@ -160,30 +156,19 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
         try:
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
-            spans = {name: _sizes(entry["data_offsets"]) for name, entry in header.items()}
-            shapes = {name: _sizes(entry["shape"]) for name, entry in header.items()}
-            kinds = {name: str(entry["dtype"]) for name, entry in header.items()}
-            in_order = sorted((begin, end, name) for name, (begin, end) in spans.items())
+            tensors, filled = {}, 0
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                (begin, end), shape, kind = _sizes(entry["data_offsets"]), _sizes(entry["shape"]), str(entry["dtype"])
+                dtype = (DTYPES | INTEGERS).get(kind)
+                if not filled == begin <= end or (dtype and end - begin != math.prod(shape) * dtype.itemsize):
+                    raise ValueError(f"{name} {shape} of {kind} takes bytes {begin} to {end}, behind byte {filled}")
+                tensors[name] = Tensor(file=file, kind=kind, shape=shape, offset=8 + length + begin)
+                filled = end
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise damaged(f"its header cannot be read: {type(error).__name__}: {error}") from error
-    filled = 0
-    for begin, end, name in in_order:
-        if begin != filled or end < begin:
-            raise damaged(f"{name} takes bytes {begin} to {end}, those before it end at {filled}")
-        filled = end
-    wanted = 8 + length + filled
-    if size != wanted:
-        why = "truncated" if size < wanted else "too long"
-        raise damaged(f"{why}: {size} bytes, but {wanted} with its last tensor {in_order[-1][2] if spans else None}")
-    known = DTYPES | INTEGERS
-    for name, kind in kinds.items():
-        begin, end = spans[name]
-        if kind in known and end - begin != math.prod(shapes[name]) * known[kind].itemsize:
-            raise damaged(f"{name} of shape {shapes[name]} and dtype {kind} takes {end - begin} bytes")
-    at = 8 + length
-    return {
-        name: Tensor(file=file, kind=kinds[name], shape=shapes[name], offset=at + spans[name][0]) for name in header
-    }
+    if size != 8 + length + filled:
+        raise damaged(f"truncated or too long: {size} bytes; its header says {8 + length + filled}")
+    return tensors
 
 
 def check_tensors(
@@ -231,14 +216,6 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise ValueError(f"{values!r:.60} are no sizes")
     return tuple(values)
-
-
-def _nothing_to_read(folder: epath.Path) -> Exception:
-    """Returns the error for a folder without safetensors."""
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if not pickles:
-        return FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
-    return refuse_pickles(os.fspath(folder), pickles)
 
 
 def refuse_pickles(name: str, pickles: Sequence[str]) -> ValueError:
