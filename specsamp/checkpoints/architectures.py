@@ -16,14 +16,6 @@ from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 
-# The keys of sizes in GPT-2, and in the other families.
-GPT2_ALIASES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
@@ -50,8 +42,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     architectures = content.get("architectures") or ["none"]
     architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     if architecture not in FAMILIES:
-        why = " (text only: it also sees images)" if "ConditionalGeneration" in architecture else ""
-        raise ValueError(f"{path} is of the architecture {architecture!r}{why}; known are {', '.join(FAMILIES)}")
+        raise ValueError(f"{path} is of the architecture {architecture!r}; known are {', '.join(FAMILIES)}")
     family, fields = FAMILIES[architecture], Fields(path, content)
     model_type = content.get("model_type")
     if model_type not in (None, family.model_type):  # transformers goes by the second, others by the first
@@ -188,17 +179,9 @@ def _experts(fields: Fields, **shape: Any) -> ExpertsConfig | None:
 
 def _gpt2(fields: Fields) -> dict:
     """Reads a GPT2LMHeadModel."""
-    for key, allowed in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        fields.require(key, allowed)
-    for key, alias in GPT2_ALIASES.items():
-        if (other := fields(alias, None)) not in (None, fields(key, None)):  # transformers goes by the alias
-            raise ValueError(
-                f"{fields.path} says {key} = {fields(key, None)!r} and {alias} = {other!r}: keep {key} only"
-            )
+    fields.require("scale_attn_weights", True)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("add_cross_attention", False)
     return dict(
         vocab_size=fields("vocab_size"),
         width=fields("n_embd"),

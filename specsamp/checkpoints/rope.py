@@ -10,6 +10,21 @@ from specsamp.checkpoints.fields import Fields
 from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
 
+# The fields of a `RotaryScaling` by kind, and their keys in config.json.
+LLAMA3 = {
+    "factor": "factor",
+    "original_positions": "original_max_position_embeddings",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+}
+YARN = LLAMA3 | {
+    "low": "beta_slow",
+    "high": "beta_fast",
+    "amplitude": "attention_factor",
+    "whole_dimensions": "truncate",
+}
+SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
+
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     """Returns the rotary parameters of the file, with the preferences of transformers.
@@ -58,18 +73,9 @@ def describe_rotary(config: TransformerConfig) -> dict[str, Any]:
     scaling = config.rotary_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rotary_base}
-    described = {"rope_type": scaling.kind, "rope_theta": config.rotary_base, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return described
-    described["original_max_position_embeddings"] = scaling.original_positions
-    if scaling.kind == "llama3":
-        return described | {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
-    return described | {
-        "beta_slow": scaling.low,
-        "beta_fast": scaling.high,
-        "attention_factor": scaling.amplitude,
-        "truncate": scaling.whole_dimensions,
-    }
+    keys = SCALINGS[scaling.kind]
+    described = {key: getattr(scaling, field) for field, key in keys.items()}
+    return {"rope_type": scaling.kind, "rope_theta": config.rotary_base} | described
 
 
 def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:
@@ -77,40 +83,24 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return None
-
-    def number(key: str, *default: float) -> float:
-        value = given.get(key, *default) if default else given[key]
+    if kind not in SCALINGS or (kind == "yarn" and ("mscale" in given or "mscale_all_dim" in given)):
+        raise ValueError(
+            f"{fields.path} scales its rotary positions by {dict(given)}; known are {', '.join(SCALINGS)} (scaling that "
+            "depends on the length of the text would turn keys that are cached already)"
+        )
+    if kind == "yarn":
+        factor = given.get("factor", 1)
+        amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1
+        usual = dict(beta_slow=1, beta_fast=32, attention_factor=amplitude, truncate=True)
+        given = usual | {"original_max_position_embeddings": max_positions} | given
+    values = {field: given.get(key) for field, key in SCALINGS[kind].items()}
+    for field, value in values.items():
+        if field == "whole_dimensions":
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            key = SCALINGS[kind][field]
             raise ValueError(
-                f"{fields.path} scales rotary positions with {key} = {value!r}; a positive number is wanted"
+                f"{fields.path} has {kind} scaling of rotary positions with {key} = {value!r}; a positive number is wanted"
             )
-        return value
-
-    try:
-        if kind == "linear":
-            return RotaryScaling(kind=kind, factor=float(number("factor")))
-        if kind == "llama3":
-            return RotaryScaling(
-                kind=kind,
-                factor=float(number("factor")),
-                original_positions=number("original_max_position_embeddings"),
-                low=float(number("low_freq_factor")),
-                high=float(number("high_freq_factor")),
-            )
-        if kind == "yarn" and "mscale" not in given and "mscale_all_dim" not in given:
-            factor = float(number("factor"))
-            return RotaryScaling(
-                kind=kind,
-                factor=factor,
-                original_positions=number("original_max_position_embeddings", max_positions),
-                low=float(number("beta_slow", 1)),
-                high=float(number("beta_fast", 32)),
-                amplitude=float(number("attention_factor", 0.1 * math.log(factor) + 1 if factor > 1 else 1)),
-                whole_dimensions=given.get("truncate", True),
-            )
-    except KeyError as error:
-        raise ValueError(f"{fields.path} has {kind} scaling of rotary positions without {error}") from error
-    raise ValueError(
-        f"{fields.path} scales its rotary positions by {dict(given)}; known are linear, llama3 and yarn (what depends "
-        "on the length of the text would turn keys that are cached already)"
-    )
+        values[field] = value if field == "original_positions" else float(value)
+    return RotaryScaling(kind=kind, **values)

@@ -45,12 +45,6 @@ def test_gemma_3_refuses_what_transformers_ignores_of_yarn():
         read("gemma3", rope_scaling=yarn | dict(truncate=False))
 
 
-def test_gpt_2_has_one_name_for_each_size():
-    assert read("gpt2", num_attention_heads=4) == read("gpt2")
-    with pytest.raises(ValueError, match="n_head = 4 and num_attention_heads = 2: keep n_head only"):
-        read("gpt2", num_attention_heads=2)
-
-
 @pytest.mark.parametrize("name", WHOLE_HEADS)
 def test_families_that_turn_whole_heads_ignore_a_part(name):
     assert read(name, rope_parameters=None, partial_rotary_factor=0.5) == read(name, rope_parameters=None)
