@@ -42,7 +42,7 @@ from specsamp.analysis.grid import Results, check_output
 from specsamp.decoding.checks import check_exact
 from specsamp.decoding.method import Method
 from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
-from specsamp.evaluation.task import Problem, Task
+from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
 from specsamp.serving.log import CompletionLog
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def measure(
-    task: Task,
+    task: EvaluationTask,
     blocks: Mapping[str, Mapping[int, Problem]],
     methods: Mapping[str, Method],
     experiment: Experiment,

@@ -23,7 +23,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import Completion, RowStats
-from specsamp.evaluation.task import Answer, Problem, Task, compare, summarise
+from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare, summarise
 from specsamp.serving.generate_many import generate_many
 from specsamp.serving.log import CompletionLog
 from specsamp.serving.queue import Queue
@@ -53,7 +53,7 @@ class Requests:
 
 def decode(
     pair: Pair,
-    task: Task,
+    task: EvaluationTask,
     problems: Mapping[int, Problem],
     method: Method,
     requests: Requests,
@@ -168,12 +168,14 @@ def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> co
     )
 
 
-def _score(task: Task, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]) -> dict[str, float]:
+def _score(
+    task: EvaluationTask, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]
+) -> dict[str, float]:
     if any(one.finish == "invalid" for one in completions):
         raise ValueError(f"after {problem.id} the target's logits are no distribution (NaN or inf): check its weights")
-    answers = [Answer(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
+    attempts = [Attempt(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
     log_probs = [value for one in completions for value in one.log_probs]
-    return task.score(problem, answers) | {LOG_PROB: float(np.mean(log_probs))}
+    return task.score(problem, attempts) | {LOG_PROB: float(np.mean(log_probs))}
 
 
 def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequence[Completion]]) -> dict[str, RowStats]:

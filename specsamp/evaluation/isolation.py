@@ -1,14 +1,13 @@
-"""Runs untrusted programs in isolation: without network, with files that are not theirs out of reach, and with limits.
+"""Runs untrusted programs in isolation: without network, without other users' files, and with limits.
 
-    print("\\n".join(describe().sentences))
-    outcome = run("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
+    print("\\n".join(find_isolation().sentences))
+    outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-What a machine offers differs (a container may forbid namespaces), so `describe` tries it with a program that attempts
-all it should not be able to do. Where it reaches a network or others' files nothing runs, unless the caller insists.
-A program passes if it reaches its end: the harness then reports a word that is drawn anew for each run, and that until
-then neither a descriptor nor Python's introspection gives. A program that is written against this very harness can still
-search its own memory for the word with ctypes, or skip its tests with a trace function. That would make its score wrong;
-it would not lead out of the walls.
+Machines differ (a container may forbid namespaces), so `find_isolation` runs a program that attempts what must fail. If
+it reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
+its end: the harness then reports a word that is drawn anew for each run. Until then neither a descriptor nor Python's
+introspection gives this word. A program that is written against this very harness can still search its own memory for
+the word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls still hold.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import IO
 READY = b"ready\n"  # the first line of a report: the walls stand
 JAIL = pathlib.Path(__file__).with_name("jail.py")
 WALLS = ("namespaces", "landlock", "system calls")
-# What must be out of a program's reach, and the walls that see to it.
+# What must be out of a program's reach, and the walls that keep it there.
 ASPECTS = {
     "network": ("namespaces", "system calls"),
     "files": ("namespaces", "landlock"),
@@ -53,14 +52,14 @@ class IsolationError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Holds what one program may use."""
+    """Limits of one program."""
 
     seconds: float = 10.0  # of the wall clock, its start included
     cpu_seconds: int = 5  # of computation, by process
     memory_mib: int = 1024  # of addresses, by process
     processes: int = 16  # threads included
     files: int = 64  # open ones
-    file_mib: int = 4  # size of a file; only within namespaces are all of them together limited, to four times as much
+    file_mib: int = 4  # size of a file; within namespaces all files together may have four times as much
     output_kib: int = 64
 
 
@@ -72,13 +71,11 @@ class Outcome:
       status: "passed", "failed" (an exception, or an end before the last line), "timeout", "memory", "output" (more
         than allowed) or "killed" (by a signal).
       detail: the exception, the signal or the limit.
-      seconds: of the wall clock.
-      output: what it printed, up to the limit.
+      output: the beginning of what it printed.
     """
 
     status: str
     detail: str
-    seconds: float
     output: str = ""
 
     @property
@@ -91,9 +88,9 @@ class Isolation:
     """The isolation of programs on this machine.
 
     Attributes:
-      walls: those of `WALLS` that can be built.
-      missing: why the others cannot, by name.
-      by: by aspect of `ASPECTS`, what isolates it; empty: nothing does.
+      walls: the names in `WALLS` that can be built.
+      missing: the other names, with the reason.
+      by: for each aspect of `ASPECTS`, what isolates it; empty: nothing does.
     """
 
     walls: tuple[str, ...]
@@ -102,17 +99,19 @@ class Isolation:
 
     @property
     def suffices(self) -> bool:
-        """Returns whether programs may run without the caller's insisting."""
+        """Returns whether programs may run although the caller does not insist."""
         return all(self.by[aspect] for aspect in NEEDED)
 
     @property
     def sentences(self) -> list[str]:
-        """Returns what a user should know: how each aspect is isolated, and which walls are missing."""
-        told = [f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()]
-        return told + [f"without {wall}: {why}" for wall, why in self.missing.items()]
+        """Returns sentences for a user: how each aspect is isolated, and which walls are missing."""
+        lines = [
+            f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()
+        ]
+        return lines + [f"without {wall}: {why}" for wall, why in self.missing.items()]
 
 
-# A program that says what it could do. It is told of a server, a file and a process outside.
+# A program that prints what it can reach of a server, a file and a process outside.
 PROBE = """
 import json, os, socket, time
 def can(attempt):
@@ -137,8 +136,8 @@ open("own", "w").write("")
 
 
 @functools.cache
-def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
-    """Finds out, by trying, which of ``walls`` can be built and what a program within them cannot reach.
+def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
+    """Returns which of ``walls`` can be built and what a program within them cannot reach; both are tried.
 
     Raises:
       IsolationError: no program runs at all.
@@ -161,11 +160,11 @@ def describe(walls: tuple[str, ...] = WALLS) -> Isolation:
             memory=limits.memory_mib,
         )
         outcome = _run(probe, limits, walls)
-    if not outcome.passed:  # such as where nobody may not read the Python that root has in its home
+    if not outcome.passed:  # for example, Python lies in root's home, which nobody may read
         why = f"a program that only looks around fails within the walls ({outcome.detail})"
         if not walls:
             raise IsolationError(why)
-        found = describe(walls[1:])
+        found = find_isolation(walls[1:])
         return dataclasses.replace(found, missing={**missing, walls[0]: why, **found.missing})
     reached = json.loads(outcome.output)
     by = {name: " and ".join(how for how in ways if how in (*walls, "limits")) for name, ways in ASPECTS.items()}
@@ -181,19 +180,21 @@ def require(isolation: Isolation) -> None:
         )
 
 
-def run(
+def run_isolated(
     program: str, limits: Limits = Limits(), *, isolation: Isolation | None = None, insist: bool = False
 ) -> Outcome:
-    """Runs one program in a process of its own, with everything that it started ended when it returns.
+    """Runs one program in a new process, and ends all processes that it started.
 
     Args:
-      isolation: default `describe`.
+      program: Python source.
+      limits: of this program.
+      isolation: default that of `find_isolation`.
       insist: run it although this machine isolates too little.
 
     Raises:
       IsolationError: network or files are not isolated, and the caller does not insist.
     """
-    isolation = describe() if isolation is None else isolation
+    isolation = find_isolation() if isolation is None else isolation
     if not insist:
         require(isolation)
     return _run(program, limits, isolation.walls)
@@ -207,13 +208,13 @@ def run_all(
     isolation: Isolation | None = None,
     insist: bool = False,
 ) -> Iterator[Outcome]:
-    """Runs programs side by side, as `run` does, and yields their outcomes in order.
+    """Runs programs side by side, as `run_isolated` does, and yields their outcomes in order.
 
     Args:
       workers: programs at a time; default one per core.
     """
-    isolation = describe() if isolation is None else isolation  # once, not in every thread
-    one = functools.partial(run, limits=limits, isolation=isolation, insist=insist)
+    isolation = find_isolation() if isolation is None else isolation  # once, not in every thread
+    one = functools.partial(run_isolated, limits=limits, isolation=isolation, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         yield from pool.map(one, programs)
 
@@ -231,7 +232,7 @@ def readable() -> list[str]:
 def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
     """Runs a program within walls; raises IsolationError if one of them cannot be built."""
     source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
-    begin = time.monotonic()
+    deadline = time.monotonic() + limits.seconds
     report, jail_report = os.pipe()
     with (
         open(report, "rb", buffering=0) as reports,
@@ -263,7 +264,7 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                     _write(process.stdin, source)
                     _write(process.stdin, word)  # so short that a pipe takes it whole
                     process.stdin.close()
-                told, output, why = _follow(reports, process.stdout, begin + limits.seconds, limits.output_kib << 10)
+                told, output, why = _follow(reports, process.stdout, deadline, limits.output_kib << 10)
                 if not why:
                     _wait_for_end(reports)
             finally:
@@ -271,9 +272,8 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             _wait_for_end(reports)
-    seconds = time.monotonic() - begin
     status, detail = _judge(told, word, why, code, limits, output)
-    return Outcome(status=status, detail=detail, seconds=seconds, output=output.decode("utf-8", "replace"))
+    return Outcome(status=status, detail=detail, output=output.decode("utf-8", "replace"))
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:

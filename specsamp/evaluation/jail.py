@@ -1,6 +1,6 @@
 """Builds walls around one untrusted program and runs it: the script that `isolation` starts, of the standard library.
 
-    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run`
+    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
 Three processes: this one, which the caller can kill; the first of the new namespaces, whose end ends all that the
 program has started; and the program. Each wall is refused with an OSError where the kernel has none:
@@ -78,7 +78,7 @@ REFUSED_WITH = {
 }
 
 
-def main() -> None:
+def enter() -> None:
     """Builds what surrounds the program, starts it, and ends as it does."""
     request = json.loads(sys.argv[1])
     os.umask(0o022)
@@ -93,7 +93,7 @@ def main() -> None:
             is_root = enter_namespaces()
             build_root(request["folder"], request["readable"], request["file_mib"])
     except OSError as error:
-        refuse(request, "namespaces", error)
+        report_missing(request, "namespaces", error)
     if (first := os.fork()) == 0:
         die_with_parent()
         if (program := os.fork()) == 0:
@@ -119,12 +119,12 @@ def be_program(request: dict, source: bytearray, is_root: bool) -> None:
         if (wall := "system calls") in walls:
             filter_calls()
     except OSError as error:
-        refuse(request, wall, error)
+        report_missing(request, wall, error)
     os.write(request["report"], b"ready\n")
-    run(source.decode("utf-8", "surrogatepass"), word, request["report"])
+    run_program(source.decode("utf-8", "surrogatepass"), word, request["report"])
 
 
-def run(source: str, word: int, report: int) -> None:
+def run_program(source: str, word: int, report: int) -> None:
     """Runs a program as ``__main__``, reports how it ended, and ends the process.
 
     The word is read first, and while the program runs it is an operand of an unfinished sum: no descriptor gives it, and
@@ -144,7 +144,7 @@ def run(source: str, word: int, report: int) -> None:
     leave(0)
 
 
-def refuse(request: dict, wall: str, error: OSError) -> None:
+def report_missing(request: dict, wall: str, error: OSError) -> None:
     """Reports that a wall cannot be built, and ends the process."""
     os.write(request["report"], f"refused\n{wall}: {error}".encode())
     os._exit(1)
@@ -170,9 +170,9 @@ def enter_namespaces() -> bool:
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
         with contextlib.suppress(OSError):  # a root without the privilege does as others do
-            checked(libc.unshare(flags))
+            succeeded(libc.unshare(flags))
             return True
-    checked(libc.unshare(flags | NEW_USER))
+    succeeded(libc.unshare(flags | NEW_USER))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -199,8 +199,8 @@ def build_root(folder: str, readable: list[str], file_mib: int) -> None:
     syscall(MOUNT_SETATTR, -100, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
     mount("tmpfs", folder + WORK, "tmpfs", NOSUID | NODEV, f"size={4 * file_mib}m,nr_inodes=1k,mode=1777")
     os.chdir(folder)
-    syscall(number("pivot_root"), b".", b".")
-    checked(libc.umount2(b".", DETACH))
+    syscall(call_number("pivot_root"), b".", b".")
+    succeeded(libc.umount2(b".", DETACH))
     os.chdir(WORK)
 
 
@@ -210,9 +210,9 @@ def drop_privileges(is_root: bool) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        checked(libc.unshare(NEW_USER))  # where its processes are counted apart from others of nobody
+        succeeded(libc.unshare(NEW_USER))  # where its processes are counted apart from others of nobody
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    syscall(number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
+    syscall(call_number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 def restrict_files(readable: list[str], work: str) -> None:
@@ -266,7 +266,7 @@ def filter_calls() -> None:
         tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
         steps += of_call(pair[column], load_argument(place), *tests, allow)
     steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # its flags cannot be read: clone is tried next
-    steps += of_call(number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
+    steps += of_call(call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
     for own in numbers(OF_ITSELF):
         tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
         steps += of_call(own, load_argument(0), *tests, refuse)
@@ -293,31 +293,31 @@ def machine() -> tuple[int, int]:
     return MACHINES[name]
 
 
-def number(call: str) -> int:
+def call_number(call: str) -> int:
     """Returns this machine's number of a system call."""
     return NEEDED[call][machine()[0]]
 
 
 def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:
     """Mounts, where strings may be empty."""
-    checked(libc.mount(source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    succeeded(libc.mount(source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
 def prctl(*arguments: int | bytes) -> None:
     """Calls prctl with up to five arguments."""
-    checked(libc.prctl(*map(_word, [*arguments, 0, 0, 0, 0][:5])))
+    succeeded(libc.prctl(*map(_word, [*arguments, 0, 0, 0, 0][:5])))
 
 
 def syscall(*arguments: int | bytes | None) -> int:
     """Calls the kernel by number."""
-    return checked(libc.syscall(*map(_word, arguments)))
+    return succeeded(libc.syscall(*map(_word, arguments)))
 
 
 def _word(argument: int | bytes | None) -> ctypes.c_long | bytes | None:
     return ctypes.c_long(argument) if isinstance(argument, int) else argument
 
 
-def checked(result: int) -> int:
+def succeeded(result: int) -> int:
     """Returns a call's result; raises OSError where it failed."""
     if result < 0:
         error = ctypes.get_errno()
@@ -326,4 +326,4 @@ def checked(result: int) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    enter()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import codeop
-import dataclasses
 import enum
 import warnings
 from collections.abc import Sequence
 
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.evaluation.task import Answer, Problem
+from specsamp.evaluation.task import Attempt, EvaluationTask, Problem
 
 
 class ParseResult(enum.Enum):
@@ -34,19 +33,19 @@ def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     """
     text = prompt + completion
     if ended:
-        return parse(text) is ParseResult.COMPLETE
+        return parse_python(text) is ParseResult.COMPLETE
     whole = text[: text.rfind("\n") + 1]
-    verdict = parse(whole)
+    verdict = parse_python(whole)
     if verdict is ParseResult.ERROR:
         return False
     lines = [line + "\n" for line in whole.split("\n")[:-1]]  # not splitlines: a form feed ends no line
     # The shortest cut that holds a line of the completion that is not blank.
     of_prompt = prompt.count("\n") + (not prompt.endswith("\n"))
     shortest = next((n + 1 for n in range(of_prompt, len(lines)) if lines[n].strip()), len(lines) + 1)
-    return any(parse("".join(lines[:n])) is ParseResult.COMPLETE for n in range(len(lines), shortest - 1, -1))
+    return any(parse_python("".join(lines[:n])) is ParseResult.COMPLETE for n in range(len(lines), shortest - 1, -1))
 
 
-def parse(text: str) -> ParseResult:
+def parse_python(text: str) -> ParseResult:
     """Parses a text as a module."""
     try:
         with warnings.catch_warnings():
@@ -59,22 +58,13 @@ def parse(text: str) -> ParseResult:
         return ParseResult.ERROR
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PythonSyntax:
-    """Prompts of a pair that writes Python, scored by the share of completions that parse."""
-
-    problems: Sequence[Problem]
-    name: str = "python"
-    stop: tuple[str, ...] = ()
-    max_new_tokens: int = 128
-    continues: bool = True
-
-    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
-        return {"parses": sum(parses(problem.prompt, one.text, one.ended) for one in answers) / len(answers)}
-
-
-def load(pair: str = "python") -> PythonSyntax:
+def load_python(pair: str = "python") -> EvaluationTask:
     """Reads the prompts that come with a pair; see `load_prompts`."""
-    return PythonSyntax(
-        problems=[Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))]
-    )
+    problems = [Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))]
+    return EvaluationTask(name="python", problems=problems, max_new_tokens=128, continues=True, score=score_syntax)
+
+
+def score_syntax(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Returns the share of completions that parse."""
+    sound = sum(parses(problem.prompt, attempt.text, attempt.ended) for attempt in attempts)
+    return {"parses": sound / len(attempts)}

@@ -1,13 +1,12 @@
 """Defines what an evaluation is made of: problems, texts that stop a completion, and scores whose means have intervals.
 
-A task is one file that reads its problems and scores what was written; `specsamp.evaluation.tasks` lists them.
+A task is one function that reads its problems and one that scores completions; `specsamp.evaluation.tasks` lists them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -36,49 +35,35 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class Attempt:
     """A completion: its text, and whether it ended by itself rather than by the budget or a stop text."""
 
     text: str
     ended: bool = False
 
 
-class Task(Protocol):
-    """Problems in an order, and the scores of their answers."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def problems(self) -> Sequence[Problem]: ...
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Texts that end a completion, and are no part of it."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def continues(self) -> bool:
-        """Whether an answer goes on with the prompt's own text; a chat model's, which begins anew, would score 0."""
-
-    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
-        """Returns a problem's value of each measure, estimated from some answers: empty if only speed is measured."""
+def no_score(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Returns no measures: of such tasks only time and acceptance are measured, by category."""
+    return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """A task whose texts have no score: time and acceptance are measured, by category."""
+class EvaluationTask:
+    """Problems in an order, and how their completions are scored.
+
+    Attributes:
+      name: one of `specsamp.evaluation.tasks.TASKS`.
+      stop: texts that end a completion, and are no part of it.
+      continues: a completion goes on with the prompt's own text; a chat model's, which begins anew, would score 0.
+      score: returns a problem's value of each measure, estimated from its attempts.
+    """
 
     name: str
     problems: Sequence[Problem]
     stop: tuple[str, ...] = ()
     max_new_tokens: int = 512
     continues: bool = False
-
-    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
-        return {}
+    score: Callable[[Problem, Sequence[Attempt]], dict[str, float]] = no_score
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
@@ -87,7 +72,7 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Interval:
+class ScoreInterval:
     """A mean over problems with its bootstrap interval.
 
     Attributes:
@@ -111,7 +96,7 @@ class Interval:
         return max((1.96 + 0.84) * self.error, 3 / self.problems)
 
 
-def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> Interval:
+def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> ScoreInterval:
     """Returns the mean over problems, with an interval from resampled problems.
 
     Raises:
@@ -123,7 +108,7 @@ def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> Interval:
     P = len(values_P)
     means_R = np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), RESAMPLES) @ values_P / P
     low, high = np.quantile(means_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(
+    return ScoreInterval(
         mean=float(values_P.mean()),
         low=float(low),
         high=float(high),
@@ -132,12 +117,12 @@ def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> Interval:
     )
 
 
-def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
-    """Returns the mean of each measure over problems, from what `Task.score` gave for each."""
+def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]:
+    """Returns the mean of each measure over problems, from the scores of each."""
     return {name: mean_interval([score[name] for score in scores]) for name in (scores[0] if scores else ())}
 
 
-def compare(scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> dict[str, Interval]:
-    """Returns the mean of what ``scores`` exceed ``others`` by, problem for problem, which must be the same ones."""
+def compare(scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]:
+    """Returns the mean difference of each measure between two lists of scores of the same problems."""
     pairs = list(zip(scores, others, strict=True))
     return summarise([{name: score[name] - other[name] for name in score} for score, other in pairs])

@@ -1,31 +1,34 @@
-"""Tasks by name; a new one is a file beside this one, and a line here."""
+"""Tasks by name; a new one is two functions, which read and score, and a line here."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 from specsamp import validate
-from specsamp.evaluation import humaneval, isolation, python_syntax, spec_bench, xsum
-from specsamp.evaluation.task import Task
+from specsamp.evaluation import isolation, programs, python_syntax, questions, xsum
+from specsamp.evaluation.task import EvaluationTask
 
 # What reads each task from a file or a data set of the hub; for `python`, the name of a pair with prompts.
-TASKS: dict[str, Callable[..., Task]] = {
-    "humaneval": humaneval.load,
-    "xsum": xsum.load,
-    "spec_bench": spec_bench.load,
-    "mt_bench": spec_bench.load_mt_bench,
-    "gsm8k": spec_bench.load_gsm8k,
-    "mbpp": spec_bench.load_mbpp,
-    "python": python_syntax.load,
+TASKS: dict[str, Callable[..., EvaluationTask]] = {
+    "humaneval": programs.load_humaneval,
+    "xsum": xsum.load_xsum,
+    "spec_bench": questions.load_spec_bench,
+    "mt_bench": questions.load_mt_bench,
+    "gsm8k": questions.load_gsm8k,
+    "mbpp": programs.load_mbpp,
+    "python": python_syntax.load_python,
 }
 RUN_PROGRAMS = ("humaneval", "mbpp")
 WITHOUT_SOURCE = ("spec_bench", "mt_bench")
 
 
-def load_task(name: str, source: str | None = None, *, insist: bool = False) -> Task:
+def load_task(name: str, source: str | None = None, *, insist: bool = False) -> EvaluationTask:
     """Reads a task.
 
     Args:
+      name: one of `TASKS`.
       source: a file or a data set of the hub; default the task's own on the hub, or of the pair `python`.
       insist: run generated programs although this machine does not isolate them.
 
@@ -37,13 +40,13 @@ def load_task(name: str, source: str | None = None, *, insist: bool = False) -> 
     validate.choice("task", name, TASKS)
     if source is None and name in WITHOUT_SOURCE:
         raise ValueError(f"the task {name} has no source of its own: name its question.jsonl")
-    given = () if source is None else (source,)
+    task = TASKS[name]() if source is None else TASKS[name](source)
     if name not in RUN_PROGRAMS:
-        return TASKS[name](*given)
-    task = TASKS[name](*given, insist=insist)
-    if not insist:
-        try:
-            isolation.require(isolation.describe())
-        except isolation.IsolationError as error:
-            raise ValueError(str(error)) from error
+        return task
+    if insist:
+        return dataclasses.replace(task, score=functools.partial(task.score, insist=True))
+    try:
+        isolation.require(isolation.find_isolation())
+    except isolation.IsolationError as error:
+        raise ValueError(str(error)) from error
     return task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,29 +9,15 @@ from typing import Any
 import numpy as np
 
 from specsamp.evaluation.records import Record, read_records
-from specsamp.evaluation.task import Answer, Problem, cut
+from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, cut
 
 HUB = "EdinburghNLP/xsum"
 MEASURES = ("rouge1", "rouge2", "rougeL")
+STOP = ("\n\n", "\nArticle:")
 TEMPLATE = "Article: {document}\nSummary:"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class XSum:
-    """Articles, and the F-measures of ROUGE-1, 2 and L of their summaries."""
-
-    problems: Sequence[Problem]
-    name: str = "xsum"
-    stop: tuple[str, ...] = ("\n\n", "\nArticle:")
-    max_new_tokens: int = 128
-    continues: bool = True
-
-    def score(self, problem: Problem, answers: Sequence[Answer]) -> dict[str, float]:
-        found = [_scorer().score(problem.reference, cut(answer.text, self.stop)) for answer in answers]
-        return {name: float(np.mean([one[name].fmeasure for one in found])) for name in MEASURES}
-
-
-def load(source: str = HUB) -> XSum:
+def load_xsum(source: str = HUB) -> EvaluationTask:
     """Reads articles with the fields ``document`` and ``summary``; the first of them is the example.
 
     Raises:
@@ -43,12 +28,19 @@ def load(source: str = HUB) -> XSum:
     if not records:
         raise ValueError(f"{source} has one article, which is the example: give more")
     shown = f"{_ask(example)} {_flat(example['summary'])}\n\n"
-    return XSum(
-        problems=[
-            Problem(id=str(record.get("id", number)), prompt=shown + _ask(record), reference=_flat(record["summary"]))
-            for number, record in enumerate(records, 2)
-        ]
+    problems = [
+        Problem(id=str(record.get("id", number)), prompt=shown + _ask(record), reference=_flat(record["summary"]))
+        for number, record in enumerate(records, 2)
+    ]
+    return EvaluationTask(
+        name="xsum", problems=problems, stop=STOP, max_new_tokens=128, continues=True, score=score_summaries
     )
+
+
+def score_summaries(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Returns the mean F-measures of ROUGE-1, 2 and L of the summaries."""
+    found = [_scorer().score(problem.reference, cut(attempt.text, STOP)) for attempt in attempts]
+    return {name: float(np.mean([scores[name].fmeasure for scores in found])) for name in MEASURES}
 
 
 def _ask(record: Record) -> str:

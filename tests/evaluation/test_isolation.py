@@ -13,7 +13,16 @@ import threading
 import pytest
 
 from specsamp.evaluation import isolation
-from specsamp.evaluation.isolation import ASPECTS, WALLS, Isolation, IsolationError, Limits, describe, run, run_all
+from specsamp.evaluation.isolation import (
+    ASPECTS,
+    WALLS,
+    Isolation,
+    IsolationError,
+    Limits,
+    find_isolation,
+    run_all,
+    run_isolated,
+)
 
 LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
 SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
@@ -141,7 +150,7 @@ def read(path):
 @pytest.fixture(params=[WALLS, FALLBACK], ids=["all walls", "without namespaces"])
 def walls(request, processes):
     """Isolation by some of the walls; no process may be left."""
-    found = describe(request.param)
+    found = find_isolation(request.param)
     if request.param[0] in found.missing or (found.missing and not found.suffices):
         pytest.skip("; ".join(found.sentences))
     assert found.missing or all(found.by.values()), found.sentences  # no wall is missing, so all must hold
@@ -178,7 +187,7 @@ def test_nothing_is_reached(walls, outside):
 
 def test_without_walls_everything_is_reached(outside):
     """The control: the programs do what they are said to do."""
-    none = describe(())
+    none = find_isolation(())
     assert not any(none.by[aspect] for aspect in ASPECTS if aspect != "memory")
     assert not none.suffices
     programs = {name: text.format(**outside) for name, text in REACHES.items()}
@@ -196,30 +205,30 @@ def test_programs_end(walls):
 
 def test_the_filter_refuses_calls():
     """None of them is refused without walls."""
-    found = describe(FALLBACK)
+    found = find_isolation(FALLBACK)
     if "system calls" in found.missing:
         pytest.skip("; ".join(found.sentences))
-    left, count = output_lines(CALLS, describe(()))
+    left, count = output_lines(CALLS, find_isolation(()))
     assert len(json.loads(left)) == int(count)
     assert json.loads(output_lines(CALLS, found)[0]) == []
 
 
 def output_lines(program, walls):
-    outcome = run(program, LIMITS, isolation=walls, insist=True)
+    outcome = run_isolated(program, LIMITS, isolation=walls, insist=True)
     assert outcome.passed, outcome.detail
     return outcome.output.splitlines()
 
 
 def test_namespaces_alone(processes):
     """Namespaces by themselves: files cannot be written, processes are counted, and end with the program."""
-    alone = describe(("namespaces",))
+    alone = find_isolation(("namespaces",))
     if alone.missing:
         pytest.skip("; ".join(alone.sentences))
     assert alone.suffices, alone.sentences
     read_only = "import os, sys\nfor path in ('/', '/usr', sys.prefix, os.__file__): assert os.statvfs(path).f_flag & 1"
-    assert run(read_only, LIMITS, isolation=alone).passed
+    assert run_isolated(read_only, LIMITS, isolation=alone).passed
     many = "for n in range(5): open(str(n), 'wb').write(bytes(4 << 20))"
-    assert "No space left" in run(many, LIMITS, isolation=alone).detail
+    assert "No space left" in run_isolated(many, LIMITS, isolation=alone).detail
     daemon = """
 import os, time
 if os.fork() == 0:
@@ -228,10 +237,10 @@ if os.fork() == 0:
         os.closerange(0, 64)
     time.sleep(60)
 """
-    assert run(daemon, LIMITS, isolation=alone).passed
+    assert run_isolated(daemon, LIMITS, isolation=alone).passed
     if os.geteuid() or is_privileged():  # the kernel does not count the processes of any other root
         assert alone.by["processes"], alone.sentences
-        assert run(BOMBS["forks"], LIMITS, isolation=alone).status == "failed"
+        assert run_isolated(BOMBS["forks"], LIMITS, isolation=alone).status == "failed"
     assert processes() == []
 
 
@@ -243,11 +252,13 @@ def is_privileged():
 
 def test_what_passes(walls):
     """Ordinary programs, the standard library and others', a working folder, and what they print."""
-    outcome = run("import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls)
+    outcome = run_isolated(
+        "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls
+    )
     assert (outcome.status, outcome.output) == ("passed", "b\n")
-    outcome = run("print(1)\nassert 1 == 2, 'one'", isolation=walls)
+    outcome = run_isolated("print(1)\nassert 1 == 2, 'one'", isolation=walls)
     assert (outcome.status, outcome.detail, outcome.output) == ("failed", "AssertionError: one", "1\n")
-    assert run(
+    assert run_isolated(
         "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)", isolation=walls
     ).passed
 
@@ -255,8 +266,8 @@ def test_what_passes(walls):
 def test_without_isolation_nothing_runs_unless_the_caller_insists(tmp_path):
     open_files = Isolation(walls=(), missing={}, by=dict.fromkeys(ASPECTS, "walls") | {"files": ""})
     with pytest.raises(IsolationError, match="files: NOT ISOLATED.*or insist"):
-        run("x = 1", isolation=open_files)
-    assert run("x = 1", isolation=open_files, insist=True).passed
+        run_isolated("x = 1", isolation=open_files)
+    assert run_isolated("x = 1", isolation=open_files, insist=True).passed
 
 
 def test_what_stays_behind_without_walls_is_not_waited_for(tmp_path):
@@ -271,7 +282,7 @@ if os.fork() == 0:
         time.sleep(0.1)
     open({str(late)!r}, "w")
 """
-    assert run(stays, LIMITS, isolation=describe(()), insist=True).passed
+    assert run_isolated(stays, LIMITS, isolation=find_isolation(()), insist=True).passed
     assert not late.exists()
     go.touch()
 
@@ -279,23 +290,23 @@ if os.fork() == 0:
 def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
     monkeypatch.setattr(isolation, "readable", lambda: ["/no/such/folder"])
     with pytest.raises(IsolationError, match="(namespaces|landlock): .*No such file"):
-        run("x = 1", isolation=walls)
+        run_isolated("x = 1", isolation=walls)
 
 
 def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch):
     """Root has Python in its home, which nobody may not read."""
-    fallback, run_it = describe(FALLBACK), isolation._run
+    fallback, run_it = find_isolation(FALLBACK), isolation._run
 
     def run_within(program, limits, walls):
         return run_it("import _no_such" if program and "namespaces" in walls else program, limits, walls)
 
     monkeypatch.setattr(isolation, "_run", run_within)
-    found = describe.__wrapped__()
+    found = find_isolation.__wrapped__()
     assert (found.walls, found.by) == (fallback.walls, fallback.by)
     assert "namespaces" in found.missing
 
 
 def test_other_systems_have_no_walls(monkeypatch):
     monkeypatch.setattr(isolation.sys, "platform", "darwin")
-    found = describe.__wrapped__()
+    found = find_isolation.__wrapped__()
     assert (found.walls, set(found.missing), found.suffices) == ((), set(WALLS), False)

@@ -7,7 +7,7 @@ import tokenize
 
 import pytest
 
-from specsamp.evaluation.python_syntax import ParseResult, parse, parses
+from specsamp.evaluation.python_syntax import ParseResult, parse_python, parses
 
 SOURCE = inspect.getsource(textwrap)
 DEF = "def f(x):\n"
@@ -36,7 +36,7 @@ DEF = "def f(x):\n"
     ],
 )
 def test_verdicts(text, verdict):
-    assert parse(text) is verdict
+    assert parse_python(text) is verdict
 
 
 @pytest.mark.parametrize(

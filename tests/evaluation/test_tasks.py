@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.evaluation import humaneval, isolation, spec_bench, xsum
-from specsamp.evaluation.programs import pass_at_k
+from specsamp.evaluation import isolation, programs, questions, xsum
+from specsamp.evaluation.programs import load_humaneval, load_mbpp, pass_at_k
 from specsamp.evaluation.records import choose_files, read_records
-from specsamp.evaluation.task import Answer, compare, cut, mean_interval, summarise
+from specsamp.evaluation.task import Attempt, compare, cut, mean_interval, summarise
 from specsamp.evaluation.tasks import TASKS, load_task
 from support.extras import is_here, needs
 
@@ -56,26 +56,31 @@ def test_humaneval_counts_what_passes(write, packed):
     source = write(gzip.compress(text.encode()), "a.jsonl.gz") if packed else write(text)
     task = load_task("humaneval", source, insist=True)
     add, last = task.problems
-    assert (add.id, add.prompt, task.stop, task.max_new_tokens) == ("Own/0", ADD["prompt"], humaneval.STOP, 512)
-    if not isolation.describe().suffices:
+    assert (add.id, add.prompt, task.stop, task.max_new_tokens) == (
+        "Own/0",
+        ADD["prompt"],
+        programs.HUMANEVAL_STOP,
+        512,
+    )
+    if not isolation.find_isolation().suffices:
         pytest.skip("programs are not isolated here")
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
-    answers = [Answer(text=text) for text in (right, right + after, *wrong)]
+    answers = [Attempt(text=text) for text in (right, right + after, *wrong)]
     assert task.score(add, answers) == {
         "pass@1": pytest.approx(1 / 3),
         "parses": pytest.approx(5 / 6),
     }  # six answers tell nothing of pass@10
-    assert task.score(last, [Answer(text=LAST["canonical_solution"])]) == {"pass@1": 1.0, "parses": 1.0}
+    assert task.score(last, [Attempt(text=LAST["canonical_solution"])]) == {"pass@1": 1.0, "parses": 1.0}
 
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
-    monkeypatch.setattr(isolation, "describe", lambda: nothing)
-    path, answers = write(lines([ADD])), [Answer(text=ADD["canonical_solution"])]
+    monkeypatch.setattr(isolation, "find_isolation", lambda: nothing)
+    path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
     with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):  # before anything is decoded
         load_task("humaneval", path)
-    task, insisting = humaneval.load(path), load_task("humaneval", path, insist=True)
+    task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
     with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
         task.score(task.problems[0], answers)
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
@@ -131,7 +136,7 @@ def test_cut_at_the_first_of_the_stop_texts():
 )
 def test_bad_files(write, content, name, message):
     with pytest.raises(ValueError, match=message):
-        humaneval.load(write(content, name))
+        load_humaneval(write(content, name))
 
 
 def test_there_is_no_such_file_or_task(tmp_path):
@@ -185,10 +190,10 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ADD, LAST]), path)
-    assert read_records(str(path), humaneval.FIELDS) == [ADD, LAST]
+    assert read_records(str(path), programs.HUMANEVAL_FIELDS) == [ADD, LAST]
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match="a.parquet is damaged"):
-        read_records(str(path), humaneval.FIELDS)
+        read_records(str(path), programs.HUMANEVAL_FIELDS)
 
 
 def test_parquet_needs_a_library(write, monkeypatch):
@@ -211,14 +216,14 @@ def test_xsum_asks_with_one_example(write, monkeypatch):
     )
     assert (problem.id, problem.reference) == ("7", "A cat sat.")
     with pytest.raises(ValueError, match="one article, which is the example"):
-        xsum.load(write(lines(ARTICLES[:1])))
+        xsum.load_xsum(write(lines(ARTICLES[:1])))
 
 
 @needs("rouge_score")
 def test_rouge(write):
     """Against hand counts of unigrams, bigrams and the longest common subsequence."""
     task = load_task("xsum", write(lines(ARTICLES)))
-    found = task.score(task.problems[0], [Answer(text=" A cat slept.\n\nArticle: A cat sat.")])
+    found = task.score(task.problems[0], [Attempt(text=" A cat slept.\n\nArticle: A cat sat.")])
     assert found == {"rouge1": pytest.approx(2 / 3), "rouge2": pytest.approx(1 / 2), "rougeL": pytest.approx(2 / 3)}
 
 
@@ -229,23 +234,28 @@ def test_xsum_needs_a_library(write, monkeypatch):
         load_task("xsum", write(lines(ARTICLES)))
 
 
-def test_spec_bench_keeps_categories_and_turns(write):
-    record = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}
-    task = load_task("mt_bench", write(lines([record])))
-    (problem,) = task.problems
-    assert task.name == "mt_bench"
-    assert (problem.id, problem.category, problem.prompt, problem.further_turns) == (
-        *("81", "writing", "Write."),
-        ("Again.",),
-    )
-    assert task.score(problem, [Answer(text="a")]) == {}
+def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
+    records = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 82, "category": "summarization", "turns": ["Sum up."]},
+    ]
+    source = write(lines(records))
+    for name, category in (("mt_bench", "writing"), ("spec_bench", "mt_bench")):
+        task = load_task(name, source)
+        first, second = task.problems
+        assert (task.name, first.category, second.category) == (name, category, "summarization")
+        assert (first.id, first.prompt, first.further_turns) == ("81", "Write.", ("Again.",))
+        assert task.score(first, [Attempt(text="a")]) == {}
     with pytest.raises(ValueError, match="question 81 has no turns"):
-        spec_bench.load(write(lines([{**record, "turns": []}])))
+        questions.load_spec_bench(write(lines([{**records[0], "turns": []}])))
 
 
-def test_gsm8k(write):
-    (problem,) = load_task("gsm8k", write(lines([{"question": "1 + 1?", "answer": "It is.\n#### 2"}]))).problems
-    assert (problem.prompt, problem.category) == ("Question: 1 + 1?\nAnswer:", "math")
+def test_gsm8k_is_scored_by_the_last_number(write):
+    task = load_task("gsm8k", write(lines([{"question": "999 + 1?", "answer": "It is 1 + 9 * 111.\n#### 1,000"}])))
+    (problem,) = task.problems
+    assert (problem.prompt, problem.category) == ("Question: 999 + 1?\nAnswer:", "math")
+    answers = (" It is 1000.", " #### 1,000.00", " 999, then 1000\nQuestion: 3", " 1", " none", " 1000 - 1 = 999")
+    assert task.score(problem, [Attempt(text=text) for text in answers]) == {"correct": pytest.approx(1 / 2)}
 
 
 @pytest.mark.parametrize("field", ["text", "prompt"])
@@ -257,25 +267,37 @@ def test_mbpp(write, field):
     task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
     assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
-    if isolation.describe().suffices:
-        found = task.score(problem, [Answer(text="def f(x):\n    return x + 1\n\nassert 0"), Answer(text="f = len")])
+    if isolation.find_isolation().suffices:
+        found = task.score(problem, [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")])
         assert found == {"pass@1": 0.5, "parses": 1.0}
-    with pytest.raises(ValueError, match="task 1 has neither a field 'text' nor 'prompt'"):
-        spec_bench.load_mbpp(write(lines([{"task_id": 1, "test_list": []}])))
+    with pytest.raises(ValueError, match="task 11 has neither a field 'text' nor 'prompt'"):
+        load_mbpp(write(lines([{"task_id": 11, "test_list": []}])))
+
+
+def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
+    records = [{"task_id": number, "text": "a", "test_list": ["b"]} for number in (10, 11, 510, 511)]
+    assert [problem.id for problem in load_mbpp(write(lines(records))).problems] == ["11", "510"]
+    with pytest.raises(ValueError, match="no task_id from 11 to 510"):
+        load_mbpp(write(lines(records[:1])))
 
 
 @pytest.mark.parametrize("tests", [[], [3], ["assert f(1) == 2", " "]])
 def test_mbpp_without_tests_would_let_every_program_pass(write, tests):
-    good = {"task_id": 10, "text": "a", "test_list": ["assert f(1) == 2"]}
+    good = {"task_id": 12, "text": "a", "test_list": ["assert f(1) == 2"]}
     path = write(lines([good, {**good, "task_id": 11, "test_list": tests}]))
     with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold lines of code, not \["):
-        spec_bench.load_mbpp(path)
+        load_mbpp(path)
 
 
 def test_python_is_scored_by_what_parses():
     task = load_task("python")
     assert [problem.prompt for problem in task.problems] == load_prompts("python")
-    answers = [Answer(text="\n\nx = 1\ny = 2\n"), Answer(text="\n\n)(\n"), Answer(text="\n\nx = 1"), Answer(text=")")]
+    answers = [
+        Attempt(text="\n\nx = 1\ny = 2\n"),
+        Attempt(text="\n\n)(\n"),
+        Attempt(text="\n\nx = 1"),
+        Attempt(text=")"),
+    ]
     found = [task.score(problem, answers[:2])["parses"] for problem in task.problems]
     assert set(found) <= {0.0, 0.5}
     assert 0.5 in found
@@ -285,7 +307,7 @@ def test_every_task_has_what_the_protocol_asks(write, monkeypatch):
     files = {
         "humaneval": lines([ADD]),
         "gsm8k": lines([{"question": "a", "answer": "b"}]),
-        "mbpp": lines([{"task_id": 1, "text": "a", "test_list": ["b"]}]),
+        "mbpp": lines([{"task_id": 11, "text": "a", "test_list": ["b"]}]),
         **dict.fromkeys(("spec_bench", "mt_bench"), lines([{"question_id": 1, "category": "a", "turns": ["b"]}])),
         "xsum": lines(ARTICLES),
     }

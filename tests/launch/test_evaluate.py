@@ -10,7 +10,7 @@ from specsamp import Method, NgramDrafter
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.results import RowStats
 from specsamp.evaluation.evaluate import Requests, decode, tabulate
-from specsamp.evaluation.task import Problem, Prompts
+from specsamp.evaluation.task import EvaluationTask, Problem
 from support.fakes import counting_pair
 from support.run_script import call
 
@@ -92,7 +92,7 @@ def test_a_turn_follows_the_answer_to_the_one_before():
 
     pair = dataclasses.replace(counting_pair(), tokenizer=Template())
     problems = {3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)), 5: Problem(id="b", prompt="mn")}
-    task = Prompts(name="chat", problems=list(problems.values()))
+    task = EvaluationTask(name="chat", problems=list(problems.values()))
     method = Method(drafter=NgramDrafter(K=2))
     found = decode(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
     assert [("user", "ab"), ("assistant", "cde"), ("user", "uv")] in given

@@ -1,0 +1,64 @@
+"""Questions by category, in their public formats: Spec-Bench and MT-bench, whose answers have no score, and GSM8K."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from specsamp.evaluation.records import read_records
+from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, cut
+
+GSM8K = "openai/gsm8k"
+GSM8K_STOP = ("\nQuestion:",)
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def load_mt_bench(source: str) -> EvaluationTask:
+    """Reads ``question.jsonl`` of MT-bench: question_id, category and turns."""
+    return EvaluationTask(name="mt_bench", problems=_read_turns(source))
+
+
+def load_spec_bench(source: str) -> EvaluationTask:
+    """Reads ``question.jsonl`` of Spec-Bench, whose six tasks are five categories and the eight of MT-bench together."""
+    return EvaluationTask(name="spec_bench", problems=_read_turns(source, dict.fromkeys(MT_BENCH, "mt_bench")))
+
+
+def load_gsm8k(source: str = GSM8K) -> EvaluationTask:
+    """Reads questions and answers; the answer's last number follows ``####``."""
+    problems = [
+        Problem(
+            id=str(place),
+            category="math",
+            prompt=f"Question: {record['question']}\nAnswer:",
+            reference=record["answer"],
+        )
+        for place, record in enumerate(read_records(source, {"question": str, "answer": str}), 1)
+    ]
+    return EvaluationTask(name="gsm8k", problems=problems, stop=GSM8K_STOP, score=score_numbers)
+
+
+def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Returns the share of attempts whose last number is that of the reference."""
+    right = sum(last_number(cut(attempt.text, GSM8K_STOP)) == last_number(problem.reference) for attempt in attempts)
+    return {"correct": right / len(attempts)}
+
+
+def last_number(text: str) -> float | None:
+    """Returns the last number of a text, whose thousands may be set off by commas; None if there is none."""
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+def _read_turns(source: str, names: Mapping[str, str] | None = None) -> list[Problem]:
+    """Returns questions of one or more turns; ``names`` replaces names of categories."""
+    problems = []
+    for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
+        first, *further = map(str, record["turns"]) if record["turns"] else [""]
+        if not first:
+            raise ValueError(f"{source}: question {record['question_id']} has no turns")
+        category = (names or {}).get(record["category"], record["category"])
+        problems.append(
+            Problem(id=str(record["question_id"]), category=category, prompt=first, further_turns=tuple(further))
+        )
+    return problems
