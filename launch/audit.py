@@ -72,7 +72,7 @@ def main() -> int:
         found = audit(subject, settings, progress=say)
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     entry.show([audit_table(checks, claims=True)], console)
-    console.print(found.summary, style="bold green" if found.passed else "bold red", soft_wrap=True, markup=False)
+    console.print(found.summary, style="bold green" if found.passed else "bold red")
     document = {
         "config": config.to_dict(),
         "pair": experiment.pair_name,

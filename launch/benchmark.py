@@ -88,7 +88,7 @@ def main() -> None:
     tracing.check_trace(_TRACE.value)
     experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
-    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", soft_wrap=True)
+    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     measure(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
@@ -99,13 +99,14 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
     for cell in cells:
         check_fits(pair, [cell.drafter], cell.workload)
     output = _OUTPUT.value
-    results = grid.Results.open(output, identity, lambda text: console.print(text, style="yellow", soft_wrap=True))
+    results = grid.Results.open(output, identity, lambda text: console.print(text, style="yellow"))
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
     if made_up:
-        console.print("[bold red]SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not.[/]")
+        told = "SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not."
+        console.print(told, style="bold red")
     if there := sum(results.find(cell.key) is not None for cell in cells):
         told = "replaced one by one" if _AGAIN.value else "not measured again (--again would)"
-        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}", soft_wrap=True)
+        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}")
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
     start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:
@@ -138,7 +139,7 @@ def gather(console: Console) -> None:
         document = grid.read_document(path)
         with entry.reading(path):
             table = tables.grid_table(path, document["cells"], full=console.width >= tables.FULL_WIDTH)
-        console.print(grid.origin(path, document), soft_wrap=True, markup=False)
+        console.print(grid.origin(path, document))
         entry.show([table], console)
 
 

@@ -38,7 +38,7 @@ COMMANDS = {"/new", "/undo", "/quit"}
 
 
 def main() -> None:
-    console = entry.make_console(soft_wrap=True)
+    console = entry.make_console()
     if jax.process_count() > 1:
         raise ValueError("a chat is one process's, which has a keyboard: leave out --distributed and --coordinator")
     config = _CONFIG.value
@@ -51,7 +51,7 @@ def main() -> None:
     has_template = knows_conversations(tokenizer)
     if _SYSTEM.value and not has_template:
         raise ValueError("--system: this pair has no chat template, and nobody to be told")
-    console.print(headline(experiment), markup=False)
+    console.print(headline(experiment))
     told = "/new, /undo, /quit" if has_template else "no chat template: what you type is completed; /new, /undo, /quit"
     console.print(told, style="dim")
     talk = Talk(experiment, has_template, _SYSTEM.value, console)
@@ -65,7 +65,7 @@ def ask(console: Console) -> str | None:
     """Returns the next line that is not empty; None at the end of the input."""
     while True:
         try:
-            line = console.input("[bold]> [/]" if console.is_terminal else "")
+            line = console.input("> " if console.is_terminal else "")
         except EOFError:
             return None
         if line.strip():
@@ -117,7 +117,7 @@ class Talk:
         except KeyboardInterrupt:
             self.console.print(" (ended)", style="dim")
         except ValueError as error:  # longer than there is room for, or nothing that the template takes
-            self.console.print(f"{error}. /new begins anew", style="red", markup=False)
+            self.console.print(f"{error}. /new begins anew", style="red")
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats

@@ -44,14 +44,14 @@ NUM_PROMPTS = 3
 
 
 def main() -> None:
-    console = entry.make_console(soft_wrap=True)
+    console = entry.make_console()
     config = _CONFIG.value
     refuse(config)
     tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])
-    console.print(headline(experiment), markup=False)
-    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim", markup=False)
+    console.print(headline(experiment))
+    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
     # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
     warps = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
@@ -100,7 +100,7 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     coloured = console.color_system is not None and not console.no_color
     console.print(
-        f"\n[bold]prompt {prompt}[/bold], sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
+        f"\nprompt {prompt}, sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
         Text("drafted and accepted", style=DRAFTED),
         ", ",
         own("the target's own", coloured),

@@ -26,7 +26,7 @@ import os
 
 from absl import flags
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from launch.lib import entry
 from launch.lib.cells import define_prompts, read_prompts
@@ -74,7 +74,7 @@ def look_at_machine(console: Console) -> int:
     for finding in findings:
         sign, colour = SIGNS[finding.level]
         fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
-        console.print(f"[{colour}]{sign:<9}[/]{escape(finding.what + fix)}", soft_wrap=True)
+        console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
     return max(finding.level for finding in findings)
 
 
@@ -118,7 +118,7 @@ def look_at_head(console: Console) -> int:
         found = check_head(experiment.pair, texts, experiment.drafter.K, sampling=sampling)
     entry.show([readings_table(found)], console)
     for sentence in found.sentences:
-        console.print(sentence, style="bold green" if found.fits else "bold red", soft_wrap=True, markup=False)
+        console.print(sentence, style="bold green" if found.fits else "bold red")
     readings = [
         {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance_by_position": one.by_position}
         for one in found.readings

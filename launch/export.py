@@ -69,7 +69,7 @@ MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
 def main() -> None:
-    console = entry.make_console(soft_wrap=True, markup=False)
+    console = entry.make_console()
     if sum(flags.FLAGS[name].value is not None for name in FORMS) != 1 or (_TARGET.value and not _DRAFT.value):
         raise ValueError("give one of --run, --pair and --checkpoint, or --target and --draft")
     entry.check_goes_with(GOES_WITH)

@@ -137,7 +137,7 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None, "synthetic_acceptance": None}
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
     document = grid.read_document(_MEASURED.value)
-    console.print(grid.origin(_MEASURED.value, document), soft_wrap=True, markup=False)
+    console.print(grid.origin(_MEASURED.value, document))
     cells = grid.chosen(document["cells"], **wanted)
     distributions = sorted({grid.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
     if len(distributions) == 1:

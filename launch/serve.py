@@ -68,7 +68,7 @@ _REQUIRE_EXACT = define_require_exact()
 
 
 def main() -> None:
-    console = entry.make_console(soft_wrap=True)
+    console = entry.make_console()
     if jax.process_count() > 1:
         raise ValueError("an endpoint is one process's: leave out --distributed and --coordinator")
     try:
@@ -88,7 +88,7 @@ def main() -> None:
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
         service = make_service(experiment)
-        console.print(headline(experiment, describe(experiment, service)), markup=False)
+        console.print(headline(experiment, describe(experiment, service)))
         with entry.progress(console, "compiling") as say:
             service.compile(say)
         service.start()
@@ -148,9 +148,9 @@ def describe(experiment: Experiment, service: Service) -> str:
 def say_where(console: Console, url: str, model: str, key: str | None) -> None:
     """Prints that the server is ready, and where; and what is to fear."""
     guarded = "with a key" if key else "without a key"
-    console.print(f"ready: {url}/v1 serves {model!r}, {guarded}; Ctrl-C ends it", markup=False, style="bold")
+    console.print(f"ready: {url}/v1 serves {model!r}, {guarded}; Ctrl-C ends it", style="bold")
     if not key and not is_loopback(_HOST.value):
-        console.print("anybody who reaches this address can use it: give --key_file", style="yellow", markup=False)
+        console.print("anybody who reaches this address can use it: give --key_file", style="yellow")
 
 
 def is_loopback(host: str) -> bool:

@@ -25,7 +25,7 @@ def main() -> None:
     console = entry.make_console()
     if _PAGE.value:
         for path in page.write():
-            console.print(f"filled {path}", soft_wrap=True)
+            console.print(f"filled {path}")
         return
     if not _LIST.value:
         raise ValueError("name a study, such as: python launch/study.py memory; --list shows all")

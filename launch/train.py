@@ -108,7 +108,7 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
         and first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]
     ):
         told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
-        console.print(told, style="yellow", markup=False, soft_wrap=True)
+        console.print(told, style="yellow")
     if entry.is_first():
         run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from specsamp import doctor
@@ -101,3 +102,15 @@ def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
     found = call("doctor", "--config=configs/chinchilla.py", "--bucket=/proc/nowhere")
     assert found.returncode == 2
     assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout and "/proc/nowhere cannot be" in found.stdout
+
+
+def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch):
+    """As with JAX_PLATFORMS=cuda and no plugin, or a TPU that another process holds."""
+
+    def fail(*_):
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    for name in ("local_devices", "process_index", "process_count"):
+        monkeypatch.setattr(jax, name, fail)
+    done = call("doctor")
+    assert done.returncode == 2 and "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout

@@ -26,7 +26,7 @@ import jax
 from absl import flags, logging
 from jax.experimental import multihost_utils
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from launch.lib.config import ConfigFlag
 from specsamp import machine, storage
@@ -44,6 +44,7 @@ UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 WIDTH_OF_FILES = 160  # columns of what is no terminal
 SAY_EVERY_SECONDS = 20.0
+INSTALLED = "specsamp"  # the program, where a wheel brought the commands along
 
 _OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which nobody needs here
 _PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
@@ -105,12 +106,12 @@ def status_of(main: Callable[[], int | None], config: ConfigFlag | None, argumen
 def guarded(command: Callable[[], int]) -> int:
     """Calls ``command`` and returns its exit status, or that of the error that it ends with.
 
-    What a user can get wrong (ValueError, OSError, a wrong flag or configuration), memory that runs out and an
-    interrupt become one line on stderr. Everything else is a mistake in this program, and keeps its traceback.
+    Wrong input (ValueError, OSError, a wrong flag or configuration), a backend that does not start, a lack of memory and
+    an interrupt become one line on stderr. Everything else is a mistake in this program, and keeps its traceback.
     """
     try:
         return command()
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
@@ -121,31 +122,24 @@ def guarded(command: Callable[[], int]) -> int:
     except MemoryError as error:
         return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():
             distributed.end_now(
                 f"a computation of {jax.process_count()} processes failed; has one of them died? {error}"
             )
         if not is_out_of_memory(error):
             raise
         return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
+    except (RuntimeError, AssertionError) as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
+            raise
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        return _end(error, f"JAX finds no devices (JAX_PLATFORMS={asked}): {_in_words(error)}; see doctor", UNUSABLE)
 
 
 def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
     if any(argument in HELP for argument in arguments[1:]):
         print(_help(main, config, arguments))
         return 0
-    _parse(config, arguments)
-    logging.use_absl_handler()
-    logging.set_verbosity(logging.ERROR)
-    _join()
-    status = main() or 0
-    if jax.process_count() > 1:  # else the first would end the others while it is still writing
-        multihost_utils.sync_global_devices("the end")
-    sys.stdout.flush()
-    return status
-
-
-def _parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
     rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
     try:
         left = flags.FLAGS([arguments[0], *rest])
@@ -153,15 +147,19 @@ def _parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
         raise ValueError(f"--config.FIELD=VALUE: {error}") from error
     if len(left) > 1:
         raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
-
-
-def _join() -> None:
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.ERROR)
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    if _DISTRIBUTED.value or any(number is not None for number in numbers):
+    if _DISTRIBUTED.value or numbers != (None, None, None):
         try:
             distributed.start(*numbers)
         except (ValueError, ConnectionError, RuntimeError) as error:
             raise ValueError(f"joining other processes: {error}") from error
+    status = main() or 0
+    if jax.distributed.is_initialized():  # else the first would end the others while it is still writing
+        multihost_utils.sync_global_devices("the end")
+    sys.stdout.flush()
+    return status
 
 
 def _end(error: BaseException, line: str, status: int) -> int:
@@ -182,7 +180,7 @@ def _in_words(error: BaseException) -> str:
 def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
     """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
     text = (main.__doc__ or main.__globals__.get("__doc__") or "").strip()
-    if _is_installed():
+    if sys.argv[0] == INSTALLED:
         text = re.sub(r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text)
     lines = [text, "", "Flags:"]
     if config is not None:
@@ -199,20 +197,17 @@ def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: 
     return "\n".join(lines)
 
 
-def _is_installed() -> bool:
-    return sys.argv[0] == "specsamp"
-
-
 def is_first() -> bool:
-    """Returns whether this process is the one that prints and writes."""
-    return jax.process_index() == 0
+    """Returns whether this process is the one that prints and writes; of a single process without starting JAX."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def make_console(**options: Any) -> Console:
-    """Returns where a command prints: without colours after --plain or NO_COLOR, and wide where no terminal is."""
+    """Returns a console: without colours after --plain or NO_COLOR, and wide where no terminal is."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         options = {"width": WIDTH_OF_FILES, **options}
-    return Console(quiet=not is_first(), no_color=_PLAIN.value or None, highlight=False, **options)
+    plain = dict(no_color=_PLAIN.value or None, highlight=False, markup=False, soft_wrap=True)
+    return Console(quiet=not is_first(), **plain, **options)
 
 
 def show(tables: Sequence[report.Table], console: Console) -> None:
@@ -225,22 +220,22 @@ def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
     """Shows what is going on while the block runs: a spinner on a terminal, a line now and then on stderr elsewhere.
 
     Args:
-      doing: what is shown until the function that the block gets is called with something else.
+      doing: is shown until the function that the block gets is called with another text.
     """
     start, now, ended = time.monotonic(), [doing], threading.Event()
 
     def tell(show: Callable[[str], None], every: float) -> None:
         while not ended.wait(every):
-            show(escape(f"{visible(now[0])}, {time.monotonic() - start:.0f} s"))
+            show(Text(f"{visible(now[0])}, {time.monotonic() - start:.0f} s"))
 
     def say(text: str) -> None:
         now[0] = text
 
     with contextlib.ExitStack() as stack:
         if console.is_terminal and not console.quiet:
-            show, every = stack.enter_context(console.status(doing)).update, 0.2
+            show, every = stack.enter_context(console.status(Text(doing))).update, 0.2
         else:
-            show, every = Console(stderr=True, quiet=console.quiet, soft_wrap=True).print, SAY_EVERY_SECONDS
+            show, every = make_console(stderr=True).print, SAY_EVERY_SECONDS
         watcher = threading.Thread(target=tell, args=(show, every), daemon=True)
         watcher.start()
         try:
@@ -257,7 +252,7 @@ def weights_progress(console: Console) -> Callable[[str, int, int], None]:
     def say(name: str, done: int, total: int) -> None:
         if done // 1e9 != last[0] or done == total:
             last[0] = done // 1e9
-            console.print(visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim", markup=False)
+            console.print(visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim")
 
     return say
 
@@ -292,7 +287,7 @@ def visible(text: str) -> str:
 
 def command() -> str:
     """Returns the command line as it was typed."""
-    return shlex.join(sys.argv if _is_installed() else ["python", *sys.argv])
+    return shlex.join(sys.argv if sys.argv[0] == INSTALLED else ["python", *sys.argv])
 
 
 def check_output(path: str | None, flag: str = "output") -> None:
@@ -329,4 +324,4 @@ def header() -> dict[str, Any]:
 def say_written(path: str | None, console: Console) -> None:
     """Prints where a result was written."""
     if path and not storage.is_stream(path):
-        console.print(f"\nwritten to {path}", soft_wrap=True, markup=False)
+        console.print(f"\nwritten to {path}")

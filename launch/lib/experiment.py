@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.fields import CheckpointFields, ExperimentConfig
@@ -126,21 +125,21 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
 
     Texts that are too short for a draft say nothing.
     """
-    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
     if max(map(len, texts)) < K + 2:
         return
     found = check_head(pair, texts, K, sampling=sampling)
     for sentence in found.sentences:
-        console.print(entry.visible(sentence), style=None if found.fits else "bold red", markup=False)
+        console.print(entry.visible(sentence), style=None if found.fits else "bold red")
     if not found.fits:
-        console.print("launch/doctor.py --look_at=head with the same configuration shows all readings", markup=False)
+        console.print("launch/doctor.py --look_at=head with the same configuration shows all readings")
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
-    console = Console(stderr=True, quiet=jax.process_index() != 0, highlight=False)
+    console = entry.make_console(stderr=True)
     read = read_head_pair if config.word.draft == "head" else read_pair
     return read(
         config.hugging_face.target,
@@ -150,7 +149,7 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
         mesh=mesh,
         draft_model_parallelism=config.mesh.draft_model_parallelism or None,
         progress=entry.weights_progress(console),
-        say=lambda text: console.print(entry.visible(text), markup=False, soft_wrap=True),
+        say=lambda text: console.print(entry.visible(text)),
         check=config.make_drafter,
     )
 

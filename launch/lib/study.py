@@ -218,9 +218,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     keys = [report.as_json(key) for key in study.cells(prepared)]
     missing = [key for key in keys if options.again or results.find(key) is None]
     if len(missing) < len(keys):
-        console.print(
-            f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already", soft_wrap=True
-        )
+        console.print(f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already")
     kept = f"the cells measured so far are in {options.output}; the same command goes on"
     with entry.keeps(kept if options.output else "nothing was written"), entry.progress(console, "starting") as say:
         for number, key in enumerate(missing, 1):
@@ -255,7 +253,7 @@ def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console:
             told = ", ".join(different)
             raise ValueError(f"{path} holds the result of another {told}: it is left alone. Give another --output")
         if not options.again:
-            console.print(f"the result is in {path} already (--again measures anew)", soft_wrap=True)
+            console.print(f"the result is in {path} already (--again measures anew)")
             return there
     with entry.progress(console, "starting") as say:
         document = entry.header() | asked | study.measure(prepared, {}, say)
@@ -297,4 +295,4 @@ def made(shown: Published, folder: pathlib.Path = RESULTS) -> Any:
 def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:
     for name, figure in drawn.items():
         storage.write(f"{folder}/{name}.png", figures.to_png(figure))
-        console.print(f"drawn: {folder}/{name}.png", soft_wrap=True, markup=False)
+        console.print(f"drawn: {folder}/{name}.png")

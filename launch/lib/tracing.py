@@ -31,5 +31,5 @@ def show_trace(decoder: Decoder, folder: str, console: Console) -> Trace:
     entry.show(traced.tables(), console)
     console.print()
     for sentence in traced.sentences:
-        console.print(entry.visible(sentence), soft_wrap=True, markup=False)
+        console.print(entry.visible(sentence))
     return traced

@@ -55,7 +55,7 @@ def prepare(options: Any) -> Any:
             "more by --prompts (python launch/study.py prompts), or fewer texts"
         )
     task = f"adaptive draft lengths, {options.texts} texts in each setting"
-    entry.make_console().print(headline(experiment, task), markup=False)
+    entry.make_console().print(headline(experiment, task))
     use_compilation_cache()
     return types.SimpleNamespace(**{**vars(options), "config": config}, experiment=experiment)
 

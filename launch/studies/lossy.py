@@ -60,7 +60,7 @@ def prepare(options: Any) -> Any:
         raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")
     experiment = build(config)
     task = f"{len(rules)} rules, K = {experiment.drafter.K}, {options.prompts} prompts"
-    entry.make_console().print(headline(experiment, task), markup=False)
+    entry.make_console().print(headline(experiment, task))
     use_compilation_cache()
     return types.SimpleNamespace(**vars(options) | {"config": config, "rules": rules}, experiment=experiment)
 
