@@ -299,7 +299,7 @@ def train_mesh(config: TrainingConfig) -> Mesh:
     model = config.mesh.model
     if model < 1 or jax.device_count() % model:
         raise ValueError(f"mesh.model {model} does not divide the {jax.device_count()} devices")
-    return make_mesh(jax.device_count() // model, model)
+    return make_mesh(model=model)
 
 
 def make_model(config: TrainingConfig) -> TransformerLM:

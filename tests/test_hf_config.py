@@ -12,8 +12,7 @@ from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
-from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.mesh.sharded_head import shard_head
+from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config, default_layers
 from specsamp.models.heads import DRAFT_IDS, FeatureHead

@@ -55,7 +55,7 @@ def read(options, checkpoint_folder: str, converted_folder: pathlib.Path) -> dic
     largest = max(np.prod(tensor.shape) * tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     model = TransformerLM(checkpoint.config)
     if jax.device_count() > 1:
-        mesh = make_mesh(jax.device_count() // options.model, options.model)
+        mesh = make_mesh(model=options.model)
         model = shard_model(model, Layout.tensor_parallel(mesh))
     jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the runtime's own memory is there before it counts
     begin = held("VmRSS")

@@ -42,7 +42,7 @@ from specsamp.checkpoints.safetensors_io import (
     read_header,
 )
 from specsamp.checkpoints.tensor_names import TensorSource, find_source
-from specsamp.mesh.sharded_head import ShardedHead
+from specsamp.mesh.sharded import ShardedHead
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 

@@ -16,8 +16,7 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
-from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.mesh.sharded_head import shard_head
+from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead, HeadConfig
 from specsamp.models.int8 import FLOAT, Int8

@@ -1,40 +1,50 @@
 """Meshes of devices, and the rules that say how arrays are split over their axes.
 
 Models name the axes of their parameters, weights and caches ("heads", "vocab", ...). A `Layout` maps each of these
-logical axes to mesh axes. All mesh axes are Auto: the compiler derives the shardings of intermediate values.
+logical axes to mesh axes by `RULES`. All mesh axes are Auto: the compiler derives the shardings of intermediate values.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specsamp import validate
 from specsamp.decoding.data_shards import DATA, constrain
 from specsamp.models.int8 import Int8Weight, is_int8
 
 REPLICA, MODEL = "replica", "model"
+ROWS = "rows"  # the logical axis of logits and of everything sampled from them: the sequences of a data shard
 
-# The logical axis of logits and of everything sampled from them: the devices that hold a model together divide the
-# rows of their data shard among them.
-ROWS = "rows"
-
-# Tensor parallelism (Shoeybi et al., arXiv 1909.08053) splits the first of these; every device has all of the second.
-SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp", "experts", "expert_mlp", "features", ROWS)
-WHOLE_AXES = ("embed", "head", "slots")
-# These are split over as many devices as divide them; the other devices hold replicas.
-AS_FAR_AS_POSSIBLE = ("kv_heads", ROWS)
-# Arrays of experts are split by expert, or where these do not divide, by the width of each.
-EXPERTS, EXPERT_WIDTH = "experts", "expert_mlp"
+SPLIT = "over the devices of the model, which must divide it"
+AS_FAR_AS_POSSIBLE = "over as many of these devices as divide it; the others hold copies"
+OVER_THE_REST = "over the devices that no earlier axis of the array is split over, which must divide it"
+WHOLE = "not at all"
+# How each logical axis is split: tensor parallelism (Shoeybi et al., arXiv 1909.08053). Experts that do not divide over
+# all devices leave some of them to their widths.
+RULES = {
+    "vocab": SPLIT,
+    "heads": SPLIT,
+    "kv_heads": AS_FAR_AS_POSSIBLE,
+    "mlp": SPLIT,
+    "experts": AS_FAR_AS_POSSIBLE,
+    "expert_mlp": OVER_THE_REST,
+    "features": SPLIT,
+    ROWS: AS_FAR_AS_POSSIBLE,
+    "embed": WHOLE,
+    "head": WHOLE,
+    "slots": WHOLE,
+}
 
 
 def make_mesh(
-    data: int = 1,
+    data: int | None = None,
     model: int | None = None,
     *,
     draft_model_parallelism: int | None = None,
@@ -44,31 +54,35 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh with the axes ``data`` and ``model``.
 
-    The last three sizes can split the model axis in two, ``replica`` x ``model``: what does not divide over all
+    The sizes after them can split the model axis in two, ``replica`` x ``model``: an array that does not divide over all
     ``model`` devices is split over the inner axis and replicated over the outer one. The first size that requires it
     decides, in the order of the arguments.
 
     Args:
-      data: number of data-parallel shards of the batch.
-      model: number of devices that hold one copy of the target together; by default all devices / ``data``.
+      data: number of data-parallel shards of the batch; by default all devices / ``model``.
+      model: number of devices that hold one copy of the target together; by default all devices / ``data``. Without
+        both, one copy is split over all devices.
       draft_model_parallelism: number of devices that hold one copy of the draft together; 1 and ``model`` need no
-        axis of their own.
+        mesh axis.
       num_kv_heads: kv heads of the target. If there are fewer than ``model`` devices, each device stores the cache of
         its own kv heads instead of all of them.
-      rows: batch rows of one data shard. If there are fewer than ``model`` devices, sampling is split over as many
+      rows: sequences of one data shard. If there are fewer than ``model`` devices, sampling is split over as many
         devices as divide them.
       devices: devices of the mesh; by default all devices of all processes, with neighbours in the network together.
 
     Raises:
       ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism`` does not divide
-        ``model``, or a size is negative.
+        ``model``, or a size is no positive integer.
     """
     count = jax.device_count() if devices is None else len(devices)
-    if model is None and data >= 1:
+    given = {"data": data, "model": model}
+    for name, size in given.items():
+        if size is not None:
+            validate.integer(f"the mesh axis {name!r}", size, 1)
+    if data is None:
+        data = 1 if model is None else max(count // model, 1)
+    if model is None:
         model = max(count // data, 1)
-    for name, size in (("data", data), ("model", model)):
-        if size < 1:
-            raise ValueError(f"the mesh axis {name!r} must have at least 1 device; got {size}")
     if data * model != count:
         raise ValueError(
             f"a mesh of data {data} x model {model} has {data * model} devices, but there are {count}: "
@@ -86,15 +100,16 @@ def mesh_axes(
     rows: int | None = None,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the shape and the axis names of the mesh that `make_mesh` makes."""
-    if draft_model_parallelism is not None and (draft_model_parallelism < 1 or model % draft_model_parallelism):
+    sizes = dict(draft_model_parallelism=draft_model_parallelism, num_kv_heads=num_kv_heads, rows=rows)
+    for name, size in sizes.items():
+        if size is not None:
+            validate.integer(name, size, 1 if name == "draft_model_parallelism" else 0)
+    if draft_model_parallelism is not None and model % draft_model_parallelism:
         raise ValueError(
             f"draft_model_parallelism {draft_model_parallelism} does not divide the {model} devices of the mesh axis "
             "'model'"
         )
-    for name, count in (("num_kv_heads", num_kv_heads), ("rows", rows)):
-        if count is not None and count < 0:
-            raise ValueError(f"{name} must not be negative; got {count}")
-    parts = (math.gcd(count, model) for count in (draft_model_parallelism, num_kv_heads, rows) if count)
+    parts = (math.gcd(size, model) for size in sizes.values() if size)
     inner = next((part for part in parts if 1 < part < model), model)
     if inner == model:
         return (data, model), (DATA, MODEL)
@@ -103,74 +118,66 @@ def mesh_axes(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and the logical axis rules of a model; hashable."""
+    """Says how the arrays of a model lie on a mesh, by `RULES`; hashable."""
 
     mesh: Mesh
-    rules: tuple[tuple[str, tuple[str, ...]], ...]  # logical axis -> the mesh axes it is split over, major first
+    over: tuple[str, ...]  # the mesh axes that hold one copy of the model together, major first
 
-    @classmethod
-    def from_rules(cls, mesh: Mesh, rules: Mapping[str, Sequence[str]]) -> Layout:
-        """Makes a layout from a dictionary of rules.
-
-        Raises:
-          ValueError: a rule names a mesh axis that does not exist, or the mesh has Explicit axes.
-        """
-        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    def __post_init__(self):
+        if DATA not in self.mesh.shape:
+            raise ValueError(f"the mesh has no axis {DATA!r}, only {', '.join(self.mesh.shape)}: use make_mesh")
+        if any(kind == AxisType.Explicit for kind in self.mesh.axis_types):
             raise ValueError("the mesh has Explicit axes: pass axis_types=(AxisType.Auto, ...) or use make_mesh")
-        for name, axes in rules.items():
-            for axis in axes:
-                if axis not in mesh.shape:
-                    raise ValueError(f"{name!r} is to be split over {axis!r}, but the mesh has {dict(mesh.shape)}")
-        return cls(mesh, tuple(sorted((name, tuple(axes)) for name, axes in rules.items())))
 
     @classmethod
-    def tensor_parallel(cls, mesh: Mesh, over: Sequence[str] | None = None) -> Layout:
-        """Returns the layout that splits heads, feed-forward and vocabulary over all model axes, or over ``over``."""
+    def tensor_parallel(cls, mesh: Mesh) -> Layout:
+        """Returns the layout that splits heads, feed-forward and vocabulary over all model axes."""
         # The model axis is major, so that an array split over it alone lies with its part of one split over both.
-        axes = tuple(axis for axis in (MODEL, REPLICA) if axis in mesh.shape) if over is None else tuple(over)
-        split, whole = dict.fromkeys(SPLIT_AXES, axes), dict.fromkeys(WHOLE_AXES, ())
-        return cls.from_rules(mesh, split | whole | {"batch": (DATA,)})
+        return cls(mesh, tuple(axis for axis in (MODEL, REPLICA) if axis in mesh.shape))
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> Layout:
         """Returns the layout that gives every device a copy of all parameters."""
-        return cls.tensor_parallel(mesh, over=())
+        return cls(mesh, ())
 
     def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
         """Maps the logical axes of an array of this shape to mesh axes.
 
         Raises:
-          ValueError: an axis name is unknown, a size does not divide over its devices, or two axes of the array are
-            split over the same mesh axis.
+          ValueError: an axis name is unknown, or a size does not divide over its devices.
         """
-        rules, placed, used = dict(self.rules), [], {}
         if len(axes) != len(shape):
             raise ValueError(f"{len(axes)} axis names {tuple(axes)} for an array of shape {tuple(shape)}")
+        placed = []
         for name, size in zip(axes, shape):
-            if name is not None and name not in rules:
-                raise ValueError(f"no logical axis {name!r} in the layout: it has {', '.join(rules)}")
-            over = rules.get(name, ())
-            if name in AS_FAR_AS_POSSIBLE:
-                while size % self._num_devices(over):
-                    over = over[:-1]
-            if name == EXPERTS and size % self._num_devices(over) or name == EXPERT_WIDTH and EXPERTS in used.values():
-                over = ()
-            if name == EXPERT_WIDTH and size % self._num_devices(over):
-                raise self._indivisible_experts(dict(zip(axes, shape))[EXPERTS], size, over)
+            over = self._axes_of(name, size, used=placed)
             if size % self._num_devices(over):
                 raise ValueError(
                     f"{name!r} has {size} entries, which do not divide over the {self._num_devices(over)} devices of "
                     f"{' x '.join(over)}: {self._advice(size, over)}"
                 )
-            for axis in over:
-                if axis in used:
-                    both = f"{used[axis]!r} and {name!r} of {tuple(axes)}"
-                    raise ValueError(f"mesh axis {axis!r} is used twice, by {both}")
-                used[axis] = name
-            placed.append(None if not over else over[0] if len(over) == 1 else over)
-        while placed and placed[-1] is None:  # P("a", None) and P("a") are different objects
-            placed.pop()
-        return PartitionSpec(*placed)
+            placed.append(over)
+        specs = [None if not over else over[0] if len(over) == 1 else over for over in placed]
+        while specs and specs[-1] is None:  # P("a", None) and P("a") are different objects
+            specs.pop()
+        return PartitionSpec(*specs)
+
+    def _axes_of(self, name: str | None, size: int, used: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+        """Returns the mesh axes that a logical axis is split over; ``used`` are those of the axes before it."""
+        if name == "batch":
+            return (DATA,)
+        if name is None:
+            return ()
+        if name not in RULES:
+            raise ValueError(f"no logical axis {name!r} in the layout: it has batch, {', '.join(RULES)}")
+        rule, over = RULES[name], self.over
+        if rule == WHOLE:
+            return ()
+        if rule == OVER_THE_REST:
+            return tuple(axis for axis in over if not any(axis in earlier for earlier in used))
+        while rule == AS_FAR_AS_POSSIBLE and size % self._num_devices(over):
+            over = over[:-1]
+        return over
 
     def shardings(self, axes: Any, shapes: Any) -> Any:
         """Returns the `NamedSharding` of each array (or shape) of a tree, from the tree of their logical axes.
@@ -181,9 +188,8 @@ class Layout:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
 
         def sharding(names, x):
-            if is_int8(
-                x
-            ):  # scales lie with their output channels; of a table all do, or looking one up is a collective
+            if is_int8(x):
+                # Scales lie with their output channels. Every device has those of a table: no lookup is a collective.
                 kept = (size > 1 and name != "vocab" for name, size in zip(names, x.scale.shape))
                 of_scale = PartitionSpec(*(name if keep else None for name, keep in zip(names, kept)))
                 return Int8Weight(sharding(names, x.values), sharding(of_scale, x.scale))
@@ -195,32 +201,25 @@ class Layout:
         """Constrains the shardings of a tree inside a compiled function, from the tree of its logical axes."""
         return constrain(tree, self.shardings(axes, tree))
 
-    # What models and heads have in common inside a compiled function.
-
-    def of_all_rows(self, *of_rows: jax.Array) -> tuple[jax.Array, ...]:
-        """Gathers tokens, starts and the like: rows were sampled on different devices, and a call needs all of them."""
-        return tuple(self.on_all_devices(x) for x in of_rows)
-
-    def on_all_devices(self, x: jax.Array) -> jax.Array:
-        """Gives all devices of a data shard the whole array, such as a stream ``[B, T, D]``."""
-        return self.constrain(PartitionSpec(*(None,) * x.ndim), x)
+    def on_all_devices(self, tree: Any) -> Any:
+        """Gives all devices of a data shard whole arrays: streams, and tokens that were sampled on different devices."""
+        return jax.tree.map(lambda x: self.constrain(PartitionSpec(*(None,) * x.ndim), x), tree)
 
     def split_features(self, x_BTX: jax.Array) -> jax.Array:
-        """Splits a concatenation like the rows of the matrix it is multiplied by, in two steps.
+        """Splits a concatenation like the rows of the matrix that it is multiplied by, in two steps.
 
-        Directly, the compiler splits the tokens of its parts, joins these and sends them round.
+        In one step the compiler splits the tokens of each part, joins the parts and sends them round.
         """
         return self.constrain(PartitionSpec(None, None, "features"), self.on_all_devices(x_BTX))
 
     def by_rows(self, logits_BTV: jax.Array) -> jax.Array:
-        """Gathers the vocabulary of each row, and divides the rows among the devices as far as they divide.
+        """Gathers the vocabulary of each sequence, and divides the sequences among the devices as far as they divide.
 
-        Warps then need no collectives. If all devices warped all rows, a batch of eight would cost ten times the cycles
-        (notebooks/results/compile_variants.json); divided rows cost a few small collectives per round, for tokens and
-        accepted counts. A single row is on all devices.
+        Warps then need no collectives. If all devices warped all sequences, a batch of eight would cost ten times the
+        cycles (notebooks/results/compile_variants.json). A single sequence is on all devices.
 
-        The sharding changes in two steps. Directly from the product to divided rows the compiler gathers the embedding,
-        and from a vocabulary split over more devices than the rows it gathers all rows.
+        The sharding changes in two steps. In one step the compiler would gather the embedding, or all sequences where
+        the vocabulary is split over more devices.
         """
         rows = self.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
         over = rows[0] if rows else None
@@ -241,12 +240,14 @@ class Layout:
         axes = jax.tree.map(without_batch, axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return self.constrain(axes, cache)
 
-    def _indivisible_experts(self, count: int, width: int, over: Sequence[str]) -> ValueError:
-        devices = self._num_devices(over)
-        best = max((count, width), key=lambda size: math.gcd(size, devices))
-        return ValueError(
-            f"neither {count} experts nor their width of {width} divide over the {devices} devices of "
-            f"{' x '.join(over)}: {self._advice(best, over)}"
+    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Returns ``function`` applied on each device to its part of the arrays, within data shards too."""
+        mesh, axes = self.mesh, set(self.mesh.axis_names)
+        outer = jax.sharding.get_abstract_mesh()
+        if not outer.empty:  # within data shards
+            mesh, axes = outer, axes - set(outer.manual_axes)
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
 
     def _advice(self, size: int, over: Sequence[str]) -> str:
@@ -254,7 +255,7 @@ class Layout:
         fitting = math.gcd(size, self._num_devices(over))
         if fitting == 1:
             return "pad the model, or give every device a whole copy (model=1)"
-        if self._num_devices(over) < self._num_devices([axis for axis in self.mesh.shape if axis != DATA]):
+        if len(self.over) < len(self.mesh.shape) - 1:
             return f"split the draft over {fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
         data = math.prod(self.mesh.shape.values()) // fitting
         flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"

@@ -1,4 +1,4 @@
-"""Shards a pair of models over a mesh; `generate` is then called as on one device and gives the same tokens.
+"""Shards a pair over a mesh: models and heads. `generate` is then called as on one device and gives the same tokens.
 
     mesh = make_mesh(data=2, model=4)
     completions = generate(shard(pair, mesh), prompts)
@@ -11,6 +11,7 @@ with a program of its own devices, and the shards only agree on when to end.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
-from specsamp.mesh.sharded_head import shard_head
+from specsamp.models.cache import KVCache
 from specsamp.models.compiling import fewest_collectives_on_tpu
+from specsamp.models.heads import FeatureHead, HeadModule
 from specsamp.models.int8 import decode_weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
@@ -38,21 +40,29 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
 
     Raises:
       ValueError: a size of a model does not divide over the devices; the message names both numbers.
-      TypeError: ``pair`` is not a `Pair`.
+      TypeError: ``pair`` is not a `Pair`, or ``mesh`` is not a `Mesh`.
     """
     if not isinstance(pair, Pair):
         raise TypeError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a Mesh, such as make_mesh(data=2, model=4); got {mesh!r}")
+    layout = draft_layout(mesh, draft_model_parallelism)
     target = shard_model(pair.target, Layout.tensor_parallel(mesh))
-    sides = {"target": target, "target_params": put(pair.target_params, target.param_shardings(pair.target_params))}
-    if pair.draft is not None:
-        draft = shard_model(pair.draft, draft_layout(mesh, draft_model_parallelism))
-        sides |= {"draft": draft, "draft_params": put(pair.draft_params, draft.param_shardings(pair.draft_params))}
-    elif pair.head is not None:
-        head = shard_head(pair.head, draft_layout(mesh, draft_model_parallelism))
-        sides |= {"head": head, "draft_params": put(pair.draft_params, head.param_shardings(pair.draft_params))}
-    elif pair.draft_params is not None:  # parameters of a drafter that is no model
-        sides["draft_params"] = put(pair.draft_params, Layout.replicated(mesh).shardings(None, pair.draft_params))
-    return dataclasses.replace(pair, **sides, shards=DataShards(mesh))
+    draft = pair.draft and shard_model(pair.draft, layout)
+    head = pair.head and shard_head(pair.head, layout)
+    if drafting := draft or head:
+        shardings = drafting.param_shardings(pair.draft_params)
+    else:  # parameters of a drafter that is no model, or None
+        shardings = Layout.replicated(mesh).shardings(None, pair.draft_params)
+    return dataclasses.replace(
+        pair,
+        target=target,
+        target_params=put(pair.target_params, target.param_shardings(pair.target_params)),
+        draft=draft,
+        head=head,
+        draft_params=put(pair.draft_params, shardings),
+        shards=DataShards(mesh),
+    )
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
@@ -70,7 +80,12 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
             f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this one is "
             f"{dict(mesh.shape)}"
         )
-    return Layout.tensor_parallel(mesh, over=(MODEL,))
+    return Layout(mesh, (MODEL,))
+
+
+def shard_head(head: FeatureHead, layout: Layout) -> ShardedHead:
+    """Wraps a head so that its weights, cache and logits are laid out over a mesh."""
+    return ShardedHead(head.config, layout)
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
@@ -199,27 +214,26 @@ class ShardedModel(LayeredModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> Output:
-        tokens_BT, start_B = self.layout.of_all_rows(tokens_BT, start_B)
+        tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         trees = {} if block is None else {"block": block}
         output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
         return Output(
             logits_BTV=self.layout.by_rows(output.logits_BTV),
             cache=self._place_cache(output.cache),
-            hidden=tuple(map(self.layout.on_all_devices, output.hidden)),
+            hidden=self.layout.on_all_devices(output.hidden),
         )
 
     def first(self, num_layers: int) -> ShardedModel:
-        """Returns the model that ends after its first layers, for the weights and the caches of this one."""
         return dataclasses.replace(self, model=self.model.first(num_layers), whole=self.whole or self.model)
 
     def compact(self, cache: Any, start_B: jax.Array, rows_BT: jax.Array, num_rows: int) -> Any:
-        rows_BT, start_B = self.layout.of_all_rows(rows_BT, start_B)
+        rows_BT, start_B = self.layout.on_all_devices((rows_BT, start_B))
         return self._place_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
 
     def embed(
         self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, block: Block | None = None
     ) -> tuple[jax.Array, Any]:
-        tokens_BT, start_B = self.layout.of_all_rows(tokens_BT, start_B)
+        tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
         # What embedding does not write is left alone: else a loop that only embeds would move whole caches.
         placed = self._place_cache(written)
@@ -241,11 +255,8 @@ class ShardedModel(LayeredModel):
         x_BTD, cache, hidden = self.model.layers(
             weights, x_BTD, start_B, cache, first, last, hidden_layers=hidden_layers, block=block
         )
-        return (
-            self.layout.on_all_devices(x_BTD),
-            self._place_cache(cache),
-            tuple(map(self.layout.on_all_devices, hidden)),
-        )
+        x_BTD, hidden = self.layout.on_all_devices((x_BTD, hidden))
+        return x_BTD, self._place_cache(cache), hidden
 
     def unembed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
         return self.layout.by_rows(self.model.unembed(weights, x_BTD))
@@ -255,3 +266,55 @@ class ShardedModel(LayeredModel):
 
     def _place_cache(self, cache: Any) -> Any:
         return self.layout.place_cache((self.whole or self.model).cache_axes(), cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedHead(FeatureHead):
+    """A `FeatureHead` whose weights and cache are sharded. Features are on all devices of a data shard."""
+
+    layout: Layout
+
+    def param_shardings(self, params: Any) -> Any:
+        """Returns the shardings of parameters, or of their shapes."""
+        return self.layout.shardings(self.param_axes(), params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return put(weights, self.layout.shardings(self.weight_axes(), weights))
+
+    def init_cache(self, batch: int, slots: int) -> KVCache:
+        return self.layout.place_cache(self.cache_axes(), super().init_cache(batch, slots))
+
+    def fuse(self, weights: Any, hidden: tuple[jax.Array, ...]) -> jax.Array:
+        return self.layout.on_all_devices(super().fuse(weights, hidden))
+
+    def embed(self, weights: Any, tokens_BT: jax.Array) -> jax.Array:
+        return self.layout.on_all_devices(super().embed(weights, self.layout.on_all_devices(tokens_BT)))
+
+    def __call__(
+        self,
+        weights: Any,
+        embedded_BTD: jax.Array,
+        features_BTD: jax.Array,
+        start_B: jax.Array,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, KVCache]:
+        # The features that come in, too: else the compiler keeps them split in the carry, for their product.
+        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
+        features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache)
+        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
+
+    def logits(
+        self,
+        weights: Any,
+        features_BTD: jax.Array,
+        of_target: Callable[[jax.Array], jax.Array],
+        offset: jax.Array | int = 0,
+    ) -> jax.Array:
+        logits = super().logits(weights, features_BTD, of_target, offset)
+        return self.layout.by_rows(logits) if self.config.own_output else logits  # the target has placed its own
+
+    def take(self, features_BTD: jax.Array, row_B: jax.Array) -> jax.Array:
+        return self.layout.on_all_devices(super().take(features_BTD, self.layout.on_all_devices(row_B)))
+
+    def _module(self) -> HeadModule:
+        return self.config.module(self.config, split=self.layout.split_features)

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.interface import MeshLayout
 from specsamp.models.modules import ACTIVATIONS, weight
-from specsamp.models.per_device import per_device
 from specsamp.models.products import contract, contract_slice
 
 Array = jax.Array
@@ -78,7 +77,7 @@ class Experts(nn.Module):
             return jax.lax.psum(y_RD, over) if over else y_RD
 
         in_specs = (PartitionSpec(), of_shares, specs)
-        return per_device(mix_and_add, self.layout, in_specs, PartitionSpec())(x_RD, shares_RE, stacked)
+        return self.layout.per_device(mix_and_add, in_specs, PartitionSpec())(x_RD, shares_RE, stacked)
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -42,7 +42,7 @@ class Block:
 
 
 class MeshLayout(Protocol):
-    """Says how arrays lie over a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
+    """Says how arrays lie on a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
 
     mesh: Mesh
 
@@ -51,6 +51,9 @@ class MeshLayout(Protocol):
 
     def shardings(self, axes: Any, shapes: Any) -> Any:
         """Returns the `NamedSharding` of each array of a tree, from the tree of their logical axes."""
+
+    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Returns ``function`` applied on each device to its part of the arrays."""
 
 
 class LanguageModel(abc.ABC):

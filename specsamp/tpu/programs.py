@@ -23,8 +23,7 @@ from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDr
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.mesh.layout import Layout
-from specsamp.mesh.sharded import ShardedModel, shard_model
-from specsamp.mesh.sharded_head import shard_head
+from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.head_model import HeadModel
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel, Output
@@ -193,7 +192,7 @@ class _ShardedHeadModel(ShardedModel):
 
     def __call__(self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, **options: Any) -> Output:
         inside = HeadModel(shard_model(self.model.target, self.layout), shard_head(self.model.head, self.layout))
-        return inside(weights, *self.layout.of_all_rows(tokens_BT, start_B), cache)
+        return inside(weights, *self.layout.on_all_devices((tokens_BT, start_B)), cache)
 
 
 def sharded_head_model(target: LayeredModel, head: FeatureHead, layout: Layout) -> ShardedModel:

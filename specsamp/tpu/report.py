@@ -187,7 +187,7 @@ def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
 def model_parallelism(model: ShardedModel) -> int:
     """Returns the number of devices that hold one replica of a model together."""
     layout = model.layout
-    return math.prod(layout.mesh.shape[axis] for axis in dict(layout.rules).get("heads", ()))
+    return math.prod(layout.mesh.shape[axis] for axis in layout.over)
 
 
 def measure(

@@ -29,22 +29,22 @@ def model_of(count, width, weight_dtype=None):
 
 
 @pytest.mark.parametrize(
-    "count, width, weight_dtype, part, length",
+    "count, width, weight_dtype, part, length, inner",
     [
-        (8, 12, None, (1, 32, 12), 5),
-        (16, 12, "int8", (2, 32, 12), 40),
-        (6, 16, None, (6, 32, 2), 40),
-        (6, 16, "int8", (6, 32, 2), 5),
+        (8, 12, None, (1, 32, 12), 5, None),
+        (16, 12, "int8", (2, 32, 12), 40, None),
+        (6, 16, None, (6, 32, 2), 40, None),
+        (6, 16, "int8", (3, 32, 4), 5, 2),
     ],
 )
-def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length):
-    """Splits by expert, and by width where experts do not divide; one all-reduce sums over devices, and no weight moves.
+def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
+    """Splits by expert, by width where experts do not divide, or by both where experts divide over an inner axis.
 
-    Few tokens, and so many that they are sorted in blocks.
+    One all-reduce sums over devices, and no weight moves. Few tokens, and so many that they are sorted in blocks.
     """
     model = model_of(count, width, weight_dtype)
     params, tokens_BT = drawn_params(model), np.arange(2 * length, dtype=np.int32).reshape(2, length) % 64
-    sharded = shard_model(model, Layout.tensor_parallel(make_mesh(1, 8)))
+    sharded = shard_model(model, Layout.tensor_parallel(make_mesh(1, 8, num_kv_heads=inner)))
     weights = sharded.fit_slots(sharded.prepare(put(params, sharded.param_shardings(params))), SLOTS)
     gate = weights["params"]["layer_0"]["experts"]["gate"]
     assert jax.tree.leaves(gate)[0].addressable_shards[0].data.shape == part
@@ -69,7 +69,7 @@ def test_rows_of_data_shards_choose_for_themselves():
 def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     model = model_of(6, 12)
     layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="6 experts.* width of 12.* 8 devices") as error:
+    with pytest.raises(ValueError, match="'expert_mlp' has 12 entries.* 8 devices") as error:
         shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
     assert "--config.mesh.data=2 --config.mesh.model=4" in str(error.value) and "\n" not in str(error.value)
 

@@ -19,7 +19,6 @@ from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
 from specsamp.models.kernels.seen_slots import SeenSlots
-from specsamp.models.per_device import per_device
 from specsamp.models.slots import write_pair
 
 Array = jax.Array
@@ -47,8 +46,9 @@ class Kernels:
         return KernelCache(cache=cache, kernels=self)
 
     def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Returns ``function`` applied on each device, within `jax.shard_map` over data shards too."""
-        return per_device(functools.partial(function, interpret=self.interpret), self.layout, in_specs, out_specs)
+        """Returns a kernel applied on each device to its part of the arrays."""
+        function = functools.partial(function, interpret=self.interpret)
+        return function if self.layout is None else self.layout.per_device(function, in_specs, out_specs)
 
     def heads_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
         """Returns how queries are split: as far as kv heads are, and further if a device has a single kv head."""
