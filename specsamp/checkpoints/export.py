@@ -5,7 +5,6 @@ Gated models are written as Llama, ungated ones as Arcee, which is Llama without
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from safetensors.numpy import save
 
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
-from specsamp.checkpoints.fields import ACTIVATIONS, SIZES
+from specsamp.checkpoints.fields import ACTIVATIONS, SIZES, differing_fields
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes
@@ -47,8 +46,9 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
     names = FAMILIES[content["architectures"][0]].names
     shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
-    files, weight_map = _file_names(len(shards)), {}
-    for name in WRITTEN:  # what is there of an older model is none now, and no reader takes it for this one's
+    count, weight_map = len(shards), {}
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for name in WRITTEN:  # of an older export: no reader may take it for a part of this one
         (place / name).unlink(missing_ok=True)
     for file, shard in zip(files, shards):
         tensors = {}
@@ -88,11 +88,7 @@ def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
         "eos_token_id": eos_id,
     }
     _, read = parse_config("config.json", content, config.dtype)
-    different = [
-        f"{field.name} = {getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if field.name not in DECODING and getattr(read, field.name) != getattr(config, field.name)
-    ]
+    different = [f"{name} = {ours!r}" for name, (ours, _) in differing_fields(config, read, but=DECODING).items()]
     if different:
         raise ValueError(
             f"{content['architectures'][0]} has no counterpart of {', '.join(different)}: train the model with "
@@ -104,16 +100,8 @@ def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
 def _shards(sizes: dict[str, int]) -> list[list[str]]:
     """Returns the names of the parameters of each file, given the bytes of each parameter."""
     shards: list[list[str]] = [[]]
-    filled = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > SHARD_BYTES:
+        if shards[-1] and sum(map(sizes.get, shards[-1])) + size > SHARD_BYTES:
             shards.append([])
-            filled = 0
         shards[-1].append(name)
-        filled += size
     return shards
-
-
-def _file_names(count: int) -> list[str]:
-    """Returns the names of ``count`` files as the format has them."""
-    return [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # The names of activations in config.json, and ours; of several that mean one, the first is written.
@@ -29,6 +30,12 @@ SIZES = {
     "max_positions": "max_position_embeddings",
 }
 OPTIONAL_SIZES = ("num_kv_heads", "head_size")
+
+
+def differing_fields(ours: Any, theirs: Any, but: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of each field, ``but`` some, that differs between two dataclasses of one class."""
+    values = {f.name: (getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in but}
 
 
 class Fields:

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.fields import SIZES
+from specsamp.checkpoints.fields import SIZES, differing_fields
 from specsamp.checkpoints.head_config import (
     EAGLE,
     MEDUSA,
@@ -109,14 +109,10 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written
     _, read = parse_head("config.json", content, target, layer.dtype, found)
     if not config.has_layer:
         read = dataclasses.replace(read, layer=layer)
-    if read != config:
-        different = [
-            f"{field.name} = {getattr(side, field.name)!r}"
-            for side, other in ((config, read), (config.layer, read.layer))
-            for field in dataclasses.fields(side)
-            if field.name != "layer" and getattr(side, field.name) != getattr(other, field.name)
-        ]
-        raise ValueError(f"the layout of {written.whose} has no counterpart of {', '.join(different)}")
+    different = differing_fields(config, read, but=("layer",)) | differing_fields(layer, read.layer)
+    if different:
+        told = ", ".join(f"{name} = {ours!r}" for name, (ours, _) in different.items())
+        raise ValueError(f"the layout of {written.whose} has no counterpart of {told}")
     return written, content
 
 

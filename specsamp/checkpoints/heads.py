@@ -66,15 +66,12 @@ class HeadCheckpoint:
         def last(name: str) -> str:
             return name.rstrip("/").split("/")[-1]
 
-        if self.trained_for is not None and last(self.trained_for) != last(target_name):
-            return [
-                f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, such as its base "
-                "model, expect less acceptance"
-            ]
-        tuned = "instruct" in self.name.lower() or "chat" in self.name.lower()
-        if self.trained_for is None and tuned and not re.search("instruct|chat", target_name.lower()):
-            return [f"{self.name} seems to be for a tuned model; {target_name} is a base model: expect less acceptance"]
-        return []
+        if self.trained_for is None or last(self.trained_for) == last(target_name):
+            return []
+        return [
+            f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, such as its base model, "
+            "expect less acceptance"
+        ]
 
 
 def open_head(
@@ -194,26 +191,18 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder; EAGLE's by the names that speculators has for them.
-
-    Safetensors come before pickles, and what is left without either is refused by `find_tensors`.
-    """
-    whole = [name for name in (INDEX, SINGLE) if (folder / name).exists()]
+    """Returns all tensors of a folder, by the names that speculators has for them; safetensors come before pickles."""
     apart = [name for name in (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE) if (folder / name).exists()]
-    if whole or not apart:
-        found = find_tensors(folder)
-    else:
-        read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle
-        found = read(folder / apart[0])
-    return _renamed(found)
+    if not apart or (folder / INDEX).exists() or (folder / SINGLE).exists():
+        return _renamed(find_tensors(folder))
+    read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle
+    return _renamed(read(folder / apart[0]))
 
 
 def _renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors by the names that speculators has for them."""
-    renamed = {r"^midlayer\.": "layers.0.", r"^medusa_heads?\.": ""}
-    for pattern, name in renamed.items():
-        found = {re.sub(pattern, name, key): tensor for key, tensor in found.items()}
-    return found
+    medusa = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.items()}
+    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in medusa.items()}
 
 
 def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.ndarray:
@@ -227,17 +216,12 @@ def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.
             raise ValueError(f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; integers {shape} are wanted")
     file = found[OFFSETS].file
     ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(config.num_outputs)
-    beyond = np.flatnonzero((ids_U < 0) | (ids_U >= config.layer.vocab_size))
-    if len(beyond):
+    wrong = np.flatnonzero((ids_U < 0) | (ids_U >= config.layer.vocab_size) | (np.diff(ids_U, prepend=-1) <= 0))
+    if len(wrong):
+        at, size = wrong[0], config.layer.vocab_size
         raise ValueError(
-            f"{file}: {OFFSETS}[{beyond[0]}] makes token {ids_U[beyond[0]]} of {beyond[0]}; the target has "
-            f"{config.layer.vocab_size} tokens"
-        )
-    falling = np.flatnonzero(np.diff(ids_U) <= 0)
-    if len(falling):
-        raise ValueError(
-            f"{file}: {OFFSETS} holds offsets, whose tokens increase; token {ids_U[falling[0]]} is followed by "
-            f"{ids_U[falling[0] + 1]} at {falling[0] + 1}"
+            f"{file}: {OFFSETS}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be below {size}, the "
+            "number of the target's tokens"
         )
     if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
         raise ValueError(f"{file}: {KEPT} keeps other tokens than {OFFSETS} names")

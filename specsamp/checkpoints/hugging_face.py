@@ -32,6 +32,7 @@ from specsamp import storage
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
@@ -315,19 +316,14 @@ def read_piece(
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
     """Raises ValueError unless ``config`` is the checkpoint's; dtype and padding of the vocabulary may differ."""
-    free = {*DECODING, "num_real_tokens", "vocab_size"}
-    values = {
-        field.name: (getattr(checkpoint.config, field.name), getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.name not in free
-    }
-    different = [
-        f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in values.items() if there != here
-    ]
+    different = differing_fields(checkpoint.config, config, but=(*DECODING, "num_real_tokens", "vocab_size"))
     if config.vocab_size < checkpoint.config.vocab_size:
-        different.append(f"vocab_size is {checkpoint.config.vocab_size} there, {config.vocab_size} in the model")
+        different["vocab_size"] = checkpoint.config.vocab_size, config.vocab_size
     if different:
-        raise ValueError(f"{checkpoint.name} is another model: {'; '.join(different)}")
+        told = "; ".join(
+            f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in different.items()
+        )
+        raise ValueError(f"{checkpoint.name} is another model: {told}")
 
 
 def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...], rows: int) -> JsonTokenizer | None:
