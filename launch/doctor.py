@@ -10,9 +10,9 @@
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
 --look_at=head checks that a head fits its target. The target continues the prompts by itself. On these texts the head
-drafts as it does in decoding, but reads the tokens of the text: once as it is configured, and once for each way in which
-its files could be meant instead, such as layers that are counted from one. A head that is read wrongly costs speed and
-nothing else, so nothing but this shows it.
+drafts a token after every position: once as it is configured, and once for each way in which its files could be meant
+instead, such as layers that are counted from one. A head that is read wrongly costs speed and nothing else, so nothing
+but this shows it.
 
 --look_at=names looks whether public names exist, may be read and would load. Config, tokenizer and the headers of the
 tensors are read from the hub, some megabytes; no weights are downloaded.
@@ -115,20 +115,19 @@ def look_at_head(console: Console) -> int:
     with entry.progress(console, "the target writes the texts"):
         texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
     with entry.progress(console, "the head reads them"):
-        found = check_head(experiment.pair, texts, experiment.drafter.K, sampling=sampling)
+        found = check_head(experiment.pair, texts, sampling=sampling)
     entry.show([readings_table(found)], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     readings = [
-        {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance_by_position": one.by_position}
-        for one in found.readings
+        {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance": one.acceptance} for one in found.readings
     ]
     document = {
         "config": config.to_dict(),
         "pair": experiment.pair_name,
         "fits": found.fits,
         "sentences": found.sentences,
-        "drafts": len(found.readings[0].acceptance_NK),
+        "drafts": len(found.readings[0].acceptance_N),
         "readings": readings,
     }
     entry.write_result(_OUTPUT.value, document, console)
@@ -137,11 +136,8 @@ def look_at_head(console: Console) -> int:
 
 def readings_table(found: HeadCheck) -> Table:
     """Returns a row for each way to read a head."""
-    most = max(len(one.by_position) for one in found.readings)
-    shares = [[f"{share:.1%}" for share in one.by_position] for one in found.readings]
-    rows = [(one.name, *cells, *[""] * (most - len(cells))) for one, cells in zip(found.readings, shares)]
-    header = ("read", *(str(k + 1) for k in range(most)))
-    return Table(title="Acceptance by position, teacher-forced", header=header, rows=rows)
+    rows = [(one.name, f"{one.acceptance:.1%}") for one in found.readings]
+    return Table(title="Acceptance of the first drafted token, teacher-forced", header=("read", "accepted"), rows=rows)
 
 
 def look_at_names(console: Console) -> int:

@@ -107,7 +107,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
     pair = with_attention(pair, config.attention)
     drafter, sampling = config.make_drafter(pair.target, pair.draft_or_head), config.sampling.warp()
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
-        say_how_a_head_fits(pair, workload, drafter.K, sampling)
+        say_how_a_head_fits(pair, workload, sampling)
     return Experiment(
         pair=pair,
         pair_name=name,
@@ -120,7 +120,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
     )
 
 
-def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> None:
+def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
     """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly.
 
     Texts that are too short for a draft say nothing.
@@ -128,9 +128,9 @@ def say_how_a_head_fits(pair: Pair, work: Workload, K: int, sampling: Warp) -> N
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
-    if max(map(len, texts)) < K + 2:
+    if max(map(len, texts)) < 2:
         return
-    found = check_head(pair, texts, K, sampling=sampling)
+    found = check_head(pair, texts, sampling=sampling)
     for sentence in found.sentences:
         console.print(entry.visible(sentence), style=None if found.fits else "bold red")
     if not found.fits:

@@ -1,11 +1,10 @@
 """Checks that a head fits its target and is read as it was trained, since wrong features cost speed and nothing else.
 
-    found = check_head(pair, write_texts(pair, ["def fibonacci(n):"]), K=4)
+    found = check_head(pair, write_texts(pair, ["def fibonacci(n):"]))
     print("\\n".join(found.sentences))
 
-Drafts begin at several places of a few texts. Each drafts K tokens as it would in decoding, from the target's true hidden
-states and then its own features, but reads the tokens of the text (teacher forcing). A drafted token is accepted with
-probability ``sum_x min(q(x), p(x))`` of the target's distribution q and the head's p. This is measured as the head is
+The target and the head read a few texts (teacher forcing). After every pair of tokens the first drafted token is accepted
+with probability ``sum_x min(q(x), p(x))`` of the target's distribution q and the head's p. This is measured as the head is
 configured, and again for each other way in which its files could be meant: the layers before or after those it reads,
 what its configuration names as plausible (`HeadConfig.other_readings`), and other ids of a reduced vocabulary.
 """
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp import validate
 from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
@@ -38,16 +36,15 @@ from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
 Array = jax.Array
 
 CONFIGURED = "as configured"
-STARTS = 16  # drafts per text, at most
-# Another reading is clearly better if it gains so much acceptance, a mean over positions, and so many standard errors.
+# Another reading is clearly better if its mean acceptance is higher by this much, and by so many standard errors.
 CLEAR_GAIN, CLEAR_ERRORS = 0.05, 4.0
-CHECKED_TEXTS, CHECKED_TOKENS, CHECKED_K = 4, 64, 2  # of a head that is read
+CHECKED_TEXTS, CHECKED_TOKENS = 4, 64  # of a head that is read
 EXAMPLES = (
     "The steam engine was improved by James Watt, whose separate condenser kept the cylinder hot. It soon drove mills,",
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
     "In a large bowl, mix the flour and the salt. Then add the water, a little at a time, and knead the dough until it",
 )
-LOW = 0.2  # acceptance of the first position; heads that fit have more than a half
+LOW = 0.2  # acceptance; heads that fit have more than a half
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,25 +53,23 @@ class Reading:
 
     Attributes:
       name: the difference from the configured reading.
-      hidden_layers: what is read of the target, as in `HeadConfig`.
-      acceptance_NK: float64, of each draft's positions, given that all tokens before were accepted.
+      hidden_layers: the target's layers that are read, as in `HeadConfig`.
+      acceptance_N: float64, of the first drafted token after each pair of tokens.
     """
 
     name: str
     hidden_layers: tuple[int, ...]
-    acceptance_NK: np.ndarray
+    acceptance_N: np.ndarray
 
     @property
-    def by_position(self) -> list[float]:
-        """Returns the mean acceptance of each position."""
-        return self.acceptance_NK.mean(0).tolist()
+    def acceptance(self) -> float:
+        """Returns the mean acceptance."""
+        return float(self.acceptance_N.mean())
 
     def is_clearly_better(self, other: Reading) -> bool:
-        """Returns whether it gains more than noise over another reading of the same drafts."""
-        K = min(self.acceptance_NK.shape[1], other.acceptance_NK.shape[1])
-        gain_N = (self.acceptance_NK[:, :K] - other.acceptance_NK[:, :K]).mean(1)
-        error = gain_N.std() / np.sqrt(len(gain_N))
-        return bool(gain_N.mean() > max(CLEAR_GAIN, CLEAR_ERRORS * error))
+        """Returns whether it gains more than noise over another reading of the same texts."""
+        gain_N = self.acceptance_N - other.acceptance_N
+        return bool(gain_N.mean() > max(CLEAR_GAIN, CLEAR_ERRORS * gain_N.std() / np.sqrt(len(gain_N))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,43 +82,45 @@ class HeadCheck:
     def better(self) -> Reading | None:
         """Returns the best reading that fits and is clearly better than the configured one, or None."""
         configured, *others = self.readings
-        fitting = [reading for reading in others if reading.by_position[0] >= LOW]
-        clear = [reading for reading in fitting if reading.is_clearly_better(configured)]
-        return max(clear, key=lambda reading: reading.acceptance_NK[:, 0].mean(), default=None)
+        clear = [one for one in others if one.acceptance >= LOW and one.is_clearly_better(configured)]
+        return max(clear, key=lambda reading: reading.acceptance, default=None)
 
     @property
     def fits(self) -> bool:
         """Returns whether the head's acceptance is at least `LOW` and no other reading is clearly better."""
-        return self.better is None and self.readings[0].by_position[0] >= LOW
+        return self.better is None and self.readings[0].acceptance >= LOW
 
     @property
     def sentences(self) -> list[str]:
         """Returns the findings for a user: the acceptance, and warnings in capitals."""
         configured, better = self.readings[0], self.better
-        told = [f"the head is accepted with {_percent(configured)} at positions 1, 2, ... ({_count(configured)})"]
-        if configured.by_position[0] < LOW:
-            told.append(
-                f"WARNING: THE HEAD DOES NOT FIT: {configured.by_position[0]:.0%} of its first tokens are accepted, where "
+        found = [
+            f"{configured.acceptance:.0%} of the head's first tokens are accepted "
+            f"({len(configured.acceptance_N)} drafts, teacher-forced)"
+        ]
+        if configured.acceptance < LOW:
+            found.append(
+                f"WARNING: THE HEAD DOES NOT FIT: {configured.acceptance:.0%} of its first tokens are accepted, where "
                 "heads that fit have more than half. Was it trained for this very target (a tuned model is another one "
                 "than its base), and on prompts like these (with the chat template)?"
             )
         if better is not None:
-            told.append(
-                f"WARNING: THE HEAD IS READ WRONGLY: with {better.name} it is accepted with {_percent(better)}: correct "
+            found.append(
+                f"WARNING: THE HEAD IS READ WRONGLY: with {better.name} {better.acceptance:.0%} are accepted: correct "
                 "its config.json"
             )
-        return told
+        return found
 
 
 def check_head(
-    pair: Pair, texts: Sequence[Sequence[int]], K: int = 4, *, sampling: Warp | None = None, others: bool = True
+    pair: Pair, texts: Sequence[Sequence[int]], *, sampling: Warp | None = None, others: bool = True
 ) -> HeadCheck:
     """Measures the acceptance of a pair's head under each way to read it.
 
     Args:
-      texts: token ids of texts like those that will be decoded, such as `write_texts` gives; at least one must be longer
-        than ``K + 2`` tokens.
-      K: tokens per draft.
+      pair: a pair with a head.
+      texts: token ids of texts like those that will be decoded, such as `write_texts` gives; texts of a single token are
+        left out.
       sampling: the warp of both distributions; default none, temperature 1.
       others: False: only the way in which it is configured, which takes the fewest programs.
 
@@ -132,10 +129,9 @@ def check_head(
     """
     if pair.head is None:
         raise ValueError("the pair has no head that could be checked")
-    K = validate.integer("K", K, 1)
-    texts = [text for text in texts if len(text) >= K + 2]
+    texts = [text for text in texts if len(text) > 1]
     if not texts:
-        raise ValueError(f"all texts are shorter than {K + 2} tokens, which a draft of {K} takes: give longer ones")
+        raise ValueError("all texts are shorter than 2 tokens, after which a head drafts first: give longer ones")
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(FeatureDrafter(pair.target, pair.head, 1), slots)
     warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
@@ -143,14 +139,14 @@ def check_head(
     ways |= _other_ways(pair.head, pair.draft_params) if others else {}
     layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))
     found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
-    for number, (tokens_BT, _, indices) in enumerate(batches):
+    for number, (tokens_BT, lengths_B, indices) in enumerate(batches):
         logits_BTV, hidden = _read_target(pair.target, pair.shards, weights.target, tokens_BT, layers, slots)
-        starts_BS, counts_BS = _starts([texts[i] for i in indices], K)
+        counts_BN = np.arange(1, tokens_BT.shape[1]) < np.asarray(lengths_B)[:, None]
         # The last batch is filled up with copies of the last text, which do not count.
-        counts_BS &= (number * len(indices) + np.arange(len(indices)) == indices)[:, None]
+        counts_BN &= (number * len(indices) + np.arange(len(indices)) == indices)[:, None]
         for name, way in ways.items():
             prepared = weights.draft if name == CONFIGURED else way.head.fit_slots(way.head.prepare(way.params), slots)
-            acceptance_BSK = draft_acceptance(
+            acceptance_BN = first_acceptance(
                 pair.target,
                 way.head,
                 pair.shards,
@@ -159,15 +155,13 @@ def check_head(
                 tuple(hidden[layers.index(layer)] for layer in way.hidden_layers),
                 logits_BTV,
                 tokens_BT,
-                jnp.asarray(starts_BS),
                 for_rows(warp, len(indices)),
-                K=min(K, way.head.config.max_tokens or K),
                 slots=slots,
             )
-            found[name].append(np.asarray(to_host(acceptance_BSK), np.float64)[counts_BS])
+            found[name].append(np.asarray(to_host(acceptance_BN), np.float64)[counts_BN])
     return HeadCheck(
         readings=tuple(
-            Reading(name=name, hidden_layers=way.hidden_layers, acceptance_NK=np.concatenate(found[name]))
+            Reading(name=name, hidden_layers=way.hidden_layers, acceptance_N=np.concatenate(found[name]))
             for name, way in ways.items()
         )
     )
@@ -178,11 +172,9 @@ def warn_unless_it_fits(pair: Pair, texts: Sequence[Prompt] = EXAMPLES) -> None:
 
     Other readings of its files are measured only then.
     """
-    tokens = [one[:CHECKED_TOKENS] for one in encode(pair, texts[:CHECKED_TEXTS])]
-    if max(map(len, tokens)) < CHECKED_K + 2:
-        return
-    if not check_head(pair, tokens, CHECKED_K, others=False).fits:
-        warnings.warn("\n".join(check_head(pair, tokens, CHECKED_K).sentences), stacklevel=3)
+    tokens = [text[:CHECKED_TOKENS] for text in encode(pair, texts[:CHECKED_TEXTS])]
+    if max(map(len, tokens)) > 1 and not check_head(pair, tokens, others=False).fits:
+        warnings.warn("\n".join(check_head(pair, tokens).sentences), stacklevel=3)
 
 
 def write_texts(
@@ -230,16 +222,6 @@ def _other_ways(head: FeatureHead, params: Mapping[str, Any]) -> dict[str, _Way]
     return ways
 
 
-def _starts(texts: Sequence[Sequence[int]], K: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the pairs that drafts begin with, evenly spaced, ``[B, S]``, and whether each counts."""
-    starts_BS = np.zeros((len(texts), STARTS), np.int32)
-    counts_BS = np.zeros(starts_BS.shape, bool)
-    for row, text in enumerate(texts):
-        chosen = np.unique(np.linspace(0, len(text) - 2 - K, STARTS).astype(np.int32))
-        starts_BS[row, : len(chosen)], counts_BS[row, : len(chosen)] = chosen, True
-    return starts_BS, counts_BS
-
-
 @functools.partial(jax.jit, static_argnames=("target", "shards", "layers", "slots"))
 def _read_target(
     target: LayeredModel, shards: DataShards, weights: Any, tokens_BT: Array, layers: tuple[int, ...], slots: int
@@ -255,8 +237,8 @@ def _read_target(
     return shards.map(read, (REPLICATED, BY_ROWS))(weights, tokens_BT)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "head", "shards", "K", "slots"))
-def draft_acceptance(
+@functools.partial(jax.jit, static_argnames=("target", "head", "shards", "slots"))
+def first_acceptance(
     target: LayeredModel,
     head: FeatureHead,
     shards: DataShards,
@@ -265,45 +247,20 @@ def draft_acceptance(
     hidden: tuple[Array, ...],
     logits_BTV: Array,
     tokens_BT: Array,
-    starts_BS: Array,
     warp: Warp,
     *,
-    K: int,
     slots: int,
 ) -> Array:
-    """Returns the acceptance ``[B, S, K]`` of drafts that begin with the pairs ``starts_BS``."""
+    """Returns the acceptance ``[B, T-1]`` of the first token that is drafted after each pair of tokens."""
 
-    def read(target_weights, head_weights, hidden, logits_BTV, tokens_BT, starts_BS, warp):
-        batch, starts = starts_BS.shape
-        of_target = functools.partial(target.unembed_normed, target_weights)
+    def read(target_weights, head_weights, hidden, logits_BTV, tokens_BT, warp):
         weights = Weights(target=target_weights, draft=head_weights)
-        empty = target.init_cache(batch, slots), head.init_cache(batch, slots)
-        embedded_BTD, returned_BTD, cache = read_pairs(target, head, weights, tokens_BT, hidden, empty)
-        # From here on every draft is a row of its own.
-        cache = jax.tree.map(lambda leaf: jnp.repeat(leaf, starts, axis=0), cache)
-        feature_R1D = rows_at(returned_BTD, starts_BS)
-        accepted = []
-        for offset in range(K):
-            if offset:
-                token_R1D = rows_at(embedded_BTD, starts_BS + 1 + offset)
-                feature_R1D, cache = head(head_weights, token_R1D, feature_R1D, (starts_BS + offset).reshape(-1), cache)
-            logits_R1U = head.logits(head_weights, feature_R1D, of_target, offset)
-            p_BSV = jnp.exp(log_probs(warp, head.expand(head_weights, logits_R1U).reshape(batch, starts, -1)))
-            at_BS1 = (starts_BS + 1 + offset)[..., None]
-            q_BSV = jnp.exp(log_probs(warp, jnp.take_along_axis(logits_BTV, at_BS1, axis=1)))
-            accepted.append(jnp.minimum(p_BSV, q_BSV).sum(-1))
-        return jnp.stack(accepted, axis=-1)
+        empty = target.init_cache(len(tokens_BT), slots), head.init_cache(len(tokens_BT), slots)
+        _, returned_BND, _ = read_pairs(target, head, weights, tokens_BT, hidden, empty)
+        of_target = functools.partial(target.unembed_normed, target_weights)
+        drafted_BNV = head.expand(head_weights, head.logits(head_weights, returned_BND, of_target))
+        distributions = (jnp.exp(log_probs(warp, x_BNV)) for x_BNV in (drafted_BNV, logits_BTV[:, 1:]))
+        return jnp.minimum(*distributions).sum(-1)
 
-    def rows_at(x_BTD, at_BS):
-        return jnp.take_along_axis(x_BTD, at_BS[..., None], axis=1).reshape(-1, 1, x_BTD.shape[-1])
-
-    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-    return shards.map(read, specs)(target_weights, head_weights, hidden, logits_BTV, tokens_BT, starts_BS, warp)
-
-
-def _percent(reading: Reading) -> str:
-    return ", ".join(f"{share:.0%}" for share in reading.by_position)
-
-
-def _count(reading: Reading) -> str:
-    return f"{len(reading.acceptance_NK)} drafts, teacher-forced"
+    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+    return shards.map(read, specs)(target_weights, head_weights, hidden, logits_BTV, tokens_BT, warp)
