@@ -12,7 +12,7 @@ from launch.lib.study import Document, Published
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, ratio, words
+from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, words
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import ROUNDS_MS, calibrate, two_digits
@@ -125,18 +125,6 @@ def stored(pair: Document) -> Table:
     return Table(title="What storing the pair in int8 changed", header=header, rows=rows)
 
 
-def draft_temperatures(grid: Document) -> Table:
-    """Returns what a draft gains that has a temperature of its own."""
-    rows = []
-    for cell in (cell for cell in grid["cells"] if cell["key"]["draft_temperature"] is not None):
-        counts, speedup = cell["result"]["acceptance"], ratio(cell["result"]["speedup"])
-        rate = f"{counts['rate']:.3f} ± {counts['rate_error']:.3f}"
-        temperature = f"{cell['key']['draft_temperature']:g}"
-        rows.append((temperature, rate, f"{counts['emitted_per_round']:.2f}", speedup))
-    header = ("temperature of the draft", "acceptance", "tokens per round", "speedup")
-    return Table(title="Temperatures of the draft", header=header, rows=rows)
-
-
 def random_pair(*documents: Document) -> Table:
     """Returns what a round costs whose draft is hardly ever right."""
     rows = []
@@ -214,7 +202,6 @@ TABLES = {
     "pair": Published(["pair"], trained),
     "int8_stored": Published(["pair"], stored),
     "grid": Published(["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)),
-    "draft_temperature": Published(["python_pair_grid"], draft_temperatures),
     "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
     "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
