@@ -115,16 +115,6 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
-def stored(pair: Document) -> Table:
-    """Returns the held-out loss and the acceptance of the pair before its weights were stored in int8, and after."""
-    rows = []
-    for precision, sides in pair["provenance"]["held_out"].items():
-        values = sides["target"]["loss"], sides["draft"]["loss"], sides["draft"]["acceptance (temperature 1)"]
-        rows.append((precision, *(f"{value:.5f}" for value in values)))
-    header = ("stored in", "held-out loss of the target", "of the draft", "acceptance at T = 1")
-    return Table(title="What storing the pair in int8 changed", header=header, rows=rows)
-
-
 def random_pair(*documents: Document) -> Table:
     """Returns what a round costs whose draft is hardly ever right."""
     rows = []
@@ -200,7 +190,6 @@ def public_pairs(*documents: Document) -> Table:
 
 TABLES = {
     "pair": Published(["pair"], trained),
-    "int8_stored": Published(["pair"], stored),
     "grid": Published(["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)),
     "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
