@@ -12,7 +12,7 @@ from launch.lib.study import Document, Published
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, words
+from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import ROUNDS_MS, calibrate, two_digits
@@ -115,29 +115,6 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
-def random_pair(*documents: Document) -> Table:
-    """Returns what a round costs whose draft is hardly ever right."""
-    rows = []
-    for document in documents:
-        result, split, temperature = document["result"], document["result"]["split"], document["config"]["sampling"]
-        parts = split["draft_sampling"]["median"], *(split[part]["ms"]["median"] for part in ("verify", "commit"))
-        share = split["sampling_share"]
-        rows.append(
-            (
-                words(f"temperature {temperature['temperature']}") if temperature["temperature"] else "greedy",
-                f"{result['autoregressive']['ms_per_token']['median']:.2f}",
-                f"{result['speculative']['ms_per_round']['median']:.2f}",
-                f"{split['round']['ms']['median']:.2f}",
-                ", ".join(f"{ms:.3f}" for ms in parts),
-                f"{share['median']:.1%} ({share['lower']:.1%} to {share['upper']:.1%})",
-                f"{result['speedup']['median']:.2f}x",
-            )
-        )
-    header = ("", "plain, ms per token", "ms per round", "a round timed beside its parts, ms")
-    header += ("draft sampling, verification, bookkeeping, ms", "share of the round", "speedup")
-    return Table(title="A round of a random pair", header=header, rows=rows)
-
-
 def chinchilla(document: Document) -> Table:
     """Returns the programs of the paper's pair on 16 TPU v4 chips."""
     report = read_report(document["report"])
@@ -194,7 +171,6 @@ TABLES = {
     "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
     "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
-    "random_pair": Published(["random_38m_sampled", "random_38m_greedy"], random_pair),
 }
 REPORTS = {
     "chinchilla": Published(["compile_chinchilla_v4"], chinchilla),
