@@ -67,7 +67,7 @@ def main() -> int:
 
 def look_at_machine(console: Console) -> int:
     """Prints what is found of the machine, and returns how bad it is."""
-    known = doctor.facts()
+    known = doctor.read_facts()
     findings = doctor.examine(known, wanted(known.devices))
     if _BUCKET.value:
         findings.append(writable(_BUCKET.value))
@@ -99,8 +99,8 @@ def writable(folder: str) -> Finding:
         told = " ".join(str(error).split())
         log_in = "gcloud auth application-default login, and pip install gcsfs"
         fix = log_in if folder.startswith("gs://") else "choose another"
-        return Finding(level=Level.ERROR, what=f"{folder} cannot be written ({type(error).__name__}: {told})", fix=fix)
-    return Finding(level=Level.FINE, what=f"{folder} can be written")
+        return Finding(Level.ERROR, f"{folder} cannot be written ({type(error).__name__}: {told})", fix)
+    return Finding(Level.FINE, f"{folder} can be written")
 
 
 def look_at_head(console: Console) -> int:

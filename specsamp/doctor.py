@@ -1,10 +1,9 @@
-"""Looks for what makes a machine slow or wrong without a word: versions that do not fit, devices that JAX does not see.
+"""Looks for silent causes of slow or failing runs: versions that do not fit, devices that JAX does not see.
 
     from specsamp import doctor
     doctor.check()          # first thing in a notebook: stops with the fix, before a minute is spent on the wrong device
 
-``specsamp doctor`` prints all findings, and says more about a pair that is asked for. (A jaxlib that JAX does not take
-ends every import; JAX says so itself.)
+``specsamp doctor`` prints all findings, also about a pair. (A jaxlib that JAX refuses ends every import; JAX says so.)
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Level(enum.IntEnum):
     ERROR = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """Says what was found, and what to do about it."""
 
@@ -51,12 +50,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Holds what there is to know about a machine.
+    """Facts about a machine.
 
     Attributes:
       versions: of JAX and its plugins, as far as they are installed.
       required: for each of these, what JAX says that it needs, such as ``==0.0.50.*``.
-      has_tpu, has_gpu: whether the machine has one, whatever JAX sees.
+      has_tpu, has_gpu: whether the machine has one, also where JAX does not see it.
       platform: of the devices that JAX sees.
       failed: why JAX did not start; empty where it did.
       asked_platforms: ``JAX_PLATFORMS``; empty: all.
@@ -78,7 +77,6 @@ class Facts:
     cache: str | None
     free_bytes: int | None
     has_hub_token: bool
-    has_gcloud: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ def check() -> None:
     Raises:
       RuntimeError: an error was found; with its fix.
     """
-    findings = examine(facts())
+    findings = examine(read_facts())
     for finding in findings:
         if finding.level is Level.WARNING:
             warnings.warn(f"{finding.what}: {finding.fix}", stacklevel=2)
@@ -113,15 +111,49 @@ def check() -> None:
 
 def examine(known: Facts, wanted: Wanted = Wanted()) -> list[Finding]:
     """Returns what facts mean, also for a pair that is asked for."""
-    cloud = "gcloud" if known.has_gcloud else "no gcloud: launch/tpu needs it to order slices (cloud.google.com/sdk)"
     return [
         *_versions(known),
         _devices(known),
         *_pair(known, wanted),
         _cache(known),
         _hub(known, wanted),
-        Finding(level=Level.FINE, what=cloud),
     ]
+
+
+def _versions(known: Facts) -> list[Finding]:
+    """Returns packages of other versions than JAX asks for: errors where they keep it from what the machine has."""
+    found, works = [], known.platform != "cpu" and not known.failed
+    python = "{}.{}".format(*known.python)
+    if known.python < (3, 11):
+        found.append(
+            Finding(Level.ERROR, f"Python {python} is too old", "make an environment with Python 3.11 or newer")
+        )
+    used = {"jaxlib": True, **dict.fromkeys(TPU, known.has_tpu), **dict.fromkeys(GPU, known.has_gpu)}
+    for name, needed in known.required.items():
+        if used[name] and not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):
+            what = f"{name} {known.versions[name]} does not fit jax {known.versions['jax']}, which needs {needed}"
+            found.append(Finding(Level.WARNING if works else Level.ERROR, what, f"pip install '{name}{needed}'"))
+    versions = ", ".join(f"{name} {version}" for name, version in known.versions.items())
+    return found or [Finding(Level.FINE, f"Python {python}, {versions}")]
+
+
+def _devices(known: Facts) -> Finding:
+    if known.failed:
+        fix = "unset JAX_PLATFORMS to see what there is" if known.asked_platforms else "mend that device's installation"
+        return Finding(Level.ERROR, f"JAX does not start: {known.failed}", fix)
+    there, plugins, install = "GPU", GPU, "pip install 'jax[cuda13]' (jax[cuda12] for an older driver)"
+    if known.has_tpu:
+        there, plugins, install = "TPU", TPU, "pip install 'jax[tpu]'"
+    seen = f"{known.devices} x {known.platform}"
+    if known.platform != "cpu" or not (known.has_tpu or known.has_gpu):
+        memory = "" if known.memory_bytes is None else f", {known.memory_bytes / 1e9:.1f} GB each"
+        return Finding(Level.FINE, f"JAX sees {seen}{memory}")
+    what = f"this machine has a {there}, but JAX sees only {seen}"
+    if known.asked_platforms == "cpu":
+        return Finding(Level.WARNING, what, "JAX_PLATFORMS is 'cpu': unset it, unless that is meant")
+    if any(name in known.versions for name in plugins):
+        install = f"end the process that holds the {there}, or see what JAX says of it"
+    return Finding(Level.ERROR, what, f"{install}, and start again")
 
 
 def _pair(known: Facts, wanted: Wanted) -> list[Finding]:
@@ -129,80 +161,38 @@ def _pair(known: Facts, wanted: Wanted) -> list[Finding]:
     if wanted.devices > known.devices:
         what = f"the pair's mesh takes {wanted.devices} devices, JAX sees {known.devices}"
         fix = "set --config.mesh.data and --config.mesh.model to what there is, or take a larger slice"
-        found.append(Finding(level=Level.ERROR, what=what, fix=fix))
+        found.append(Finding(Level.ERROR, what, fix))
     if wanted.weights_bytes is not None and known.memory_bytes is not None:
         what = f"weights take {wanted.weights_bytes / 1e9:.1f} of the {known.memory_bytes / 1e9:.1f} GB of a device"
         if wanted.weights_bytes < USABLE * known.memory_bytes:
-            found.append(Finding(level=Level.FINE, what=what))
+            found.append(Finding(Level.FINE, what))
         else:
             fix = "divide the target over more devices (--config.mesh.model), or take a smaller pair"
-            found.append(Finding(level=Level.ERROR, what=what, fix=fix))
+            found.append(Finding(Level.ERROR, what, fix))
     return found
 
 
 def _cache(known: Facts) -> Finding:
     fix = "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
     if known.cache is None:
-        what = "compiled programs are not kept, so every start compiles again"
-        return Finding(level=Level.WARNING, what=what, fix=fix)
+        return Finding(Level.WARNING, "compiled programs are not kept, so every start compiles again", fix)
     if known.free_bytes is not None and known.free_bytes < LEAST_FREE_BYTES:
         what = f"{known.cache}, for compiled programs, has {known.free_bytes / 1e9:.1f} GB left"
-        return Finding(level=Level.WARNING, what=what, fix=f"make room, or {fix}")
-    return Finding(level=Level.FINE, what=f"compiled programs are kept in {known.cache}")
+        return Finding(Level.WARNING, what, f"make room, or {fix}")
+    return Finding(Level.FINE, f"compiled programs are kept in {known.cache}")
 
 
 def _hub(known: Facts, wanted: Wanted) -> Finding:
     gated = [name for name in wanted.from_hub if name.startswith(GATED)]
     if known.has_hub_token:
-        return Finding(level=Level.FINE, what="a token of the hub")
+        return Finding(Level.FINE, "there is a token of the hub")
     if not gated:
-        return Finding(level=Level.FINE, what="no token of the hub: gated checkpoints need one (hf auth login)")
+        return Finding(Level.FINE, "no token of the hub: gated checkpoints need one (hf auth login)")
     fix = "accept its licence on its page, then: hf auth login"
-    return Finding(level=Level.WARNING, what=f"{gated[0]} is gated, and there is no token of the hub", fix=fix)
+    return Finding(Level.WARNING, f"{gated[0]} is gated, and there is no token of the hub", fix)
 
 
-def _versions(known: Facts) -> list[Finding]:
-    """Returns packages of other versions than JAX asks for: errors where they keep it from what the machine has."""
-    found, works = [], known.platform != "cpu" and not known.failed
-    if known.python < (3, 11):
-        what = f"Python {known.python[0]}.{known.python[1]} is too old"
-        found.append(Finding(level=Level.ERROR, what=what, fix="make an environment with Python 3.11 or newer"))
-    used = {"jaxlib": True, **dict.fromkeys(TPU, known.has_tpu), **dict.fromkeys(GPU, known.has_gpu)}
-    for name, needed in known.required.items():
-        if used[name] and not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):
-            what = f"{name} {known.versions[name]} does not fit jax {known.versions['jax']}, which needs {needed}"
-            level = Level.WARNING if works else Level.ERROR
-            found.append(Finding(level=level, what=what, fix=f"pip install '{name}{needed}'"))
-    told = ", ".join(f"{name} {version}" for name, version in known.versions.items())
-    return found or [Finding(level=Level.FINE, what=f"Python {known.python[0]}.{known.python[1]}, {told}")]
-
-
-def _devices(known: Facts) -> Finding:
-    there = "TPU" if known.has_tpu else "GPU"
-    if known.failed:
-        fix = (
-            "unset JAX_PLATFORMS to see what there is"
-            if known.asked_platforms
-            else "mend the installation of that device"
-        )
-        return Finding(level=Level.ERROR, what=f"JAX does not start: {known.failed}", fix=fix)
-    seen = f"{known.devices} x {known.platform}"
-    if known.platform != "cpu" or not (known.has_tpu or known.has_gpu):
-        memory = "" if known.memory_bytes is None else f", {known.memory_bytes / 1e9:.1f} GB each"
-        return Finding(level=Level.FINE, what=f"JAX sees {seen}{memory}")
-    what = f"this machine has a {there}, but JAX sees only {seen}"
-    if known.asked_platforms == "cpu":
-        return Finding(level=Level.WARNING, what=what, fix="JAX_PLATFORMS is 'cpu': unset it, unless that is meant")
-    if any(name in known.versions for name in (TPU if known.has_tpu else GPU)):
-        fix = f"end the process that holds the {there}, or see what JAX says of it"
-    else:
-        fix = (
-            "pip install 'jax[tpu]'" if known.has_tpu else "pip install 'jax[cuda13]' (jax[cuda12] for an older driver)"
-        )
-    return Finding(level=Level.ERROR, what=what, fix=f"{fix}, and start again")
-
-
-def facts() -> Facts:
+def read_facts() -> Facts:
     """Reads the facts of this machine; the devices are JAX's, which starts its backend."""
     versions = {name: found for name in ("jax", *PLUGINS) if (found := machine.version(name)) is not None}
     cache = find_compilation_cache()
@@ -231,7 +221,6 @@ def facts() -> Facts:
         cache=cache,
         free_bytes=None if cache is None or not os.path.isdir(cache) else shutil.disk_usage(cache).free,
         has_hub_token=bool(os.environ.get("HF_TOKEN")) or token.exists(),
-        has_gcloud=shutil.which("gcloud") is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Says what machine, devices and versions these are: for results that are kept, for the doctor, for estimates of TPUs."""
+"""Reads facts about machine, devices and versions: for results that are kept, for the doctor, for estimates of TPUs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = {
 def environment() -> dict[str, Any]:
     """Returns versions, device and date, for a result that is kept."""
     device = jax.devices()[0]
-    here = facts()
+    here = host_facts()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -59,11 +59,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def facts() -> dict[str, Any]:
+def host_facts() -> dict[str, Any]:
     """Returns the CPU's model, cores of this process, memory in GiB, the platform, and a hashed id of the machine.
 
-    The id tells two equal machines apart. It is a hash of the operating system's own, from which that cannot be
-    found; None where the system has none.
+    The id tells two equal machines apart. It is a hash of the operating system's id; None where the system has none.
     """
     return {
         "cpu": _cpu(),
@@ -110,7 +109,7 @@ def _id() -> str | None:
 
 
 def source_version() -> str:
-    """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree; see `code_version`."""
+    """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree."""
     digest = hashlib.sha256()
     folders = [PACKAGE] + [folder for name in ("launch", "configs") if (folder := PACKAGE.parent / name).is_dir()]
     for folder in folders:
@@ -133,7 +132,7 @@ def commit() -> str:
 
 
 def has_tpu() -> bool:
-    """Returns whether a TPU is on this machine's PCI bus, whatever is installed."""
+    """Returns whether a TPU is on this machine's PCI bus, also where no driver is installed."""
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
         try:
             vendor, chip = (pathlib.Path(path).with_name(name).read_text().strip() for name in ("vendor", "device"))
@@ -145,7 +144,7 @@ def has_tpu() -> bool:
 
 
 def has_gpu() -> bool:
-    """Returns whether this machine has a GPU of NVIDIA's with a driver, whatever JAX sees."""
+    """Returns whether this machine has an NVIDIA GPU with a driver, also where JAX does not see it."""
     return os.path.exists("/dev/nvidia0")
 
 

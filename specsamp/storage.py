@@ -59,10 +59,10 @@ def is_stream(path: str | os.PathLike) -> bool:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Refuses to replace what exists and is no regular file: a folder, a pipe, a socket or a block device.
+    """Refuses to replace a path that exists and is no regular file: a folder, a pipe, a socket or a block device.
 
     Raises:
-      IsADirectoryError, OSError: with the path and what it is.
+      IsADirectoryError, OSError: with the path and its kind.
     """
     path = place(path)
     if os.fspath(path).startswith(BUCKETS) or not os.path.exists(path):
@@ -85,7 +85,7 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     """
     content = content.encode() if isinstance(content, str) else content
     if is_stream(path):
-        sys.stdout.flush()  # what was printed before stands before it
+        sys.stdout.flush()  # earlier output comes first
         try:
             with open(os.open(os.path.expanduser(path), os.O_WRONLY | os.O_APPEND), "wb") as file:
                 file.write(content)
@@ -105,6 +105,8 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
     try:
         with open(handle, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine could leave an empty file under the new name
         if os.path.exists(target):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         os.replace(temporary, target)
@@ -115,10 +117,10 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
-    """Holds a lock on ``path`` while the block runs: another process that asks for it waits.
+    """Holds a lock on ``path`` while the block runs; other processes wait for it.
 
     The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one machine, and on
-    shared disks that know ``flock``. A bucket and a stream have no lock: there, of two writers the last one wins.
+    shared disks that support ``flock``. A bucket and a stream have no lock: there the last of two writers wins.
 
     Raises:
       ValueError: another process holds it, and ``wait`` is false.
@@ -141,7 +143,7 @@ def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # the one who held it before has removed it
+        os.close(handle)  # its previous holder has removed the file
     try:
         yield
     finally:

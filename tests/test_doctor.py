@@ -23,7 +23,6 @@ SOUND = Facts(
     cache="/home/me/.cache/specsamp/xla",
     free_bytes=100 << 30,
     has_hub_token=False,
-    has_gcloud=True,
 )
 
 
@@ -35,7 +34,7 @@ def test_a_sound_machine_has_nothing_to_mend():
 
 TROUBLES = [
     (dict(python=(3, 10)), "Python 3.10 is too old", "3.11 or newer"),
-    (dict(failed="no TPU", devices=8), "JAX does not start: no TPU", "mend the installation"),
+    (dict(failed="no TPU", devices=8), "JAX does not start: no TPU", "mend that device"),
     (dict(failed="no TPU", asked_platforms="tpu"), "JAX does not start: no TPU", "unset JAX_PLATFORMS"),
     (dict(platform="cpu", versions={"jax": "0.12.0"}, required={}), "sees only 8 x cpu", "pip install 'jax[tpu]'"),
     (dict(platform="cpu"), "this machine has a TPU", "the process that holds the TPU"),
@@ -78,15 +77,15 @@ def test_versions_that_keep_jax_from_the_tpu_are_errors():
 
 
 def test_a_notebook_stops_with_the_fix(monkeypatch):
-    monkeypatch.setattr(doctor, "facts", lambda: SOUND)
+    monkeypatch.setattr(doctor, "read_facts", lambda: SOUND)
     doctor.check()
-    monkeypatch.setattr(doctor, "facts", lambda: dataclasses.replace(SOUND, platform="cpu"))
+    monkeypatch.setattr(doctor, "read_facts", lambda: dataclasses.replace(SOUND, platform="cpu"))
     with pytest.raises(RuntimeError, match="sees only 8 x cpu: end the process that holds the TPU"):
         doctor.check()
 
 
 def test_the_facts_of_this_machine():
-    known = doctor.facts()
+    known = doctor.read_facts()
     assert (known.platform, known.devices, known.failed) == ("cpu", 8, "")
     assert known.required["jaxlib"] and known.memory_bytes > 0
 
@@ -104,11 +103,12 @@ def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
     assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout and "/proc/nowhere cannot be" in found.stdout
 
 
-def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, error):
     """As with JAX_PLATFORMS=cuda and no plugin, or a TPU that another process holds."""
 
     def fail(*_):
-        raise RuntimeError("Unable to initialize backend 'tpu'")
+        raise error("Unable to initialize backend 'tpu'")
 
     for name in ("local_devices", "process_index", "process_count"):
         monkeypatch.setattr(jax, name, fail)

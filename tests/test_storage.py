@@ -48,6 +48,19 @@ def test_a_file_is_written_with_its_folder(tmp_path):
     assert os.listdir(tmp_path / "a") == ["b.txt"]
 
 
+def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a crash of the machine could leave an empty file under the name."""
+    path, calls, fsync = tmp_path / "a.json", [], os.fsync
+
+    def note(handle):
+        calls.append((path.exists(), os.fstat(handle).st_size))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage.write(path, "text")
+    assert calls == [(False, 4)] and path.read_text() == "text"
+
+
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
 def test_a_new_file_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mode):
     before = os.umask(umask)

@@ -128,7 +128,7 @@ def machine_identity() -> dict[str, Any]:
     """
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
-    return {"device": found} | ({"machine": machine.facts()} if device.platform == "cpu" else {})
+    return {"device": found} | ({"machine": machine.host_facts()} if device.platform == "cpu" else {})
 
 
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console:
 
 def here() -> dict[str, Any]:
     """Returns the part of an identity that times depend on: the machine and the version of JAX."""
-    return {"machine": machine.facts(), "jax": jax.__version__}
+    return {"machine": machine.host_facts(), "jax": jax.__version__}
 
 
 def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
