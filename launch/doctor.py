@@ -151,7 +151,7 @@ def look_at_names(console: Console) -> int:
             say(f"pair {number + 1} of {len(asked)}, {word}")
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
             names = {"name": word, "target": pair.target, "draft": pair.draft}
-            findings += name_check.check_pair(name_check.NamedPair(**names, is_head=is_head, chat=pair.chat))
+            findings += name_check.check_pair(**names, is_head=is_head, chat=pair.chat)
     entry.show([names_table(findings)], console)
     entry.write_result(_OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console)
     return int(any(finding.problem is not None for finding in findings))

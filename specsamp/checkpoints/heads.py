@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
-from specsamp.checkpoints.hub import download_head, find_folder, read_headers
+from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import OnProgress, read_leaves, read_piece
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
@@ -47,6 +47,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
+APART = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # files of heads alone
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,7 +102,7 @@ def open_head(
     if from_hub and headers_only:
         found = _renamed(read_headers(name))
     else:
-        found = _find(download_head(name) if from_hub else folder)
+        found = _find(download_weights(name, *APART) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
     sources = head_sources(config, layout)
@@ -192,7 +193,7 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
     """Returns all tensors of a folder, by the names that speculators has for them; safetensors come before pickles."""
-    apart = [name for name in (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE) if (folder / name).exists()]
+    apart = [name for name in APART if (folder / name).exists()]
     if not apart or (folder / INDEX).exists() or (folder / SINGLE).exists():
         return _renamed(find_tensors(folder))
     read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle

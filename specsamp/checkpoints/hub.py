@@ -11,19 +11,9 @@ from typing import Any
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.safetensors_io import (
-    INDEX,
-    MEDUSA_PICKLE,
-    MEDUSA_SINGLE,
-    PICKLE,
-    PICKLES,
-    SINGLE,
-    Tensor,
-    read_index,
-    refuse_pickles,
-)
+from specsamp.checkpoints.safetensors_io import INDEX, PICKLES, SINGLE, Tensor, read_index, refuse_pickles
 
-# config.json and what tells whether a checkpoint can be read at all: weights are downloaded last.
+# These files tell whether a checkpoint can be read: weights are downloaded last.
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "chat_template.jinja", INDEX),
@@ -54,32 +44,23 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     return _download(name, SMALL_FILES), True
 
 
-def download_weights(name: str, folder: epath.Path) -> epath.Path:
+def download_weights(name: str, *others: str) -> epath.Path:
     """Downloads the tensors of a model of the hub, and returns their folder.
 
     Args:
-      folder: of its small files, whose index names the files of tensors.
+      others: files that are taken where the model has no `SINGLE`, the first that is there.
 
     Raises:
-      FileNotFoundError: the hub does not give them. ValueError: the model has pickles only.
+      FileNotFoundError: the hub does not give them. ValueError: the model has other pickles only.
     """
-    index = folder / INDEX
-    files = set(read_index(index).values()) if index.exists() else {SINGLE}
-    folder = _download(name, sorted(files))
-    if not index.exists() and not (folder / SINGLE).exists():
-        _refuse_what_the_hub_has(name)
-    return folder
-
-
-def download_head(name: str) -> epath.Path:
-    """Downloads the tensors of a head of the hub, a pickle only where there is nothing else; returns their folder."""
     folder = _download(name, [INDEX])
-    if (folder / INDEX).exists():  # of a whole checkpoint, which has a module for multi-token prediction
-        return download_weights(name, folder)
-    for file in (SINGLE, MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE):
+    if (folder / INDEX).exists():
+        return _download(name, sorted(set(read_index(folder / INDEX).values())))
+    for file in (SINGLE, *others):
         folder = _download(name, [file])
         if (folder / file).exists():
-            break
+            return folder
+    _refuse_what_the_hub_has(name)
     return folder
 
 
@@ -121,11 +102,9 @@ def why_not(name: str) -> str | None:
         return "gated: accept its licence on its page, then hf auth login"
     except hub.errors.RepositoryNotFoundError:
         return "not on the hub, or private: then hf auth login"
-    except hub.errors.HfHubHTTPError as error:
+    except (hub.errors.HfHubHTTPError, ValueError) as error:  # the second: no name that a model can have
         return f"the hub does not give it ({_told(error)})"
-    except ValueError as error:  # no name that a model can have
-        return _told(error)
-    except Exception as error:  # whatever the library's own library of HTTP raises
+    except Exception as error:  # of the library that it makes requests with
         raise ConnectionError(
             f"the hub cannot be reached, and names are looked up there ({_told(error)}): check network and HF_HUB_OFFLINE"
         ) from error
@@ -143,7 +122,7 @@ def _library(name: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"there is no folder {name!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
+            f"no folder {name!r}, and without its library the hub cannot be asked: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 
@@ -152,7 +131,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
     """Downloads files of a model into the cache of the hub's library, and returns their folder."""
     hub = _library(name)
     try:
-        # What lies deeper than config.json is the same model in another format.
+        # Folders beside config.json hold the same model in other formats.
         found = hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(

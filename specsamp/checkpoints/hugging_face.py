@@ -111,7 +111,7 @@ class Checkpoint:
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
         """Returns all tensors of the files, downloaded if they are not here, by the names that the family has for them."""
-        folder = download_weights(self.name, self.folder) if self.from_hub else self.folder
+        folder = download_weights(self.name) if self.from_hub else self.folder
         return self._named(find_tensors(folder))
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:

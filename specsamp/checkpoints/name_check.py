@@ -1,10 +1,10 @@
 """Checks whether pairs of public names would load, without downloading weights.
 
-    for finding in check_pair(NamedPair(name="qwen-3b", target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B")):
+    for finding in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):
         print(finding.model, finding.problem or "loads")
 
-Of each name the config, the tokenizer and the headers of its tensors are read, and checked as they are before weights
-are. What only values show is left: whether a tied model repeats its embedding, and the ids of a reduced vocabulary.
+The config, the tokenizer and the headers of tensors are read, and checked as always before weights are read. Values are
+not: whether a tied model repeats its embedding, and the ids of a reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -22,17 +22,6 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NamedPair:
-    """The names of a target and of its draft model or head."""
-
-    name: str  # of the pair
-    target: str
-    draft: str
-    is_head: bool = False  # the draft is a head
-    chat: bool = False  # prompts are messages, which a chat template must write out
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NameCheck:
     """The result for one name of a pair."""
 
@@ -43,35 +32,40 @@ class NameCheck:
     notes: tuple[str, ...] = ()  # what differs without harm
 
 
-def check_pair(pair: NamedPair) -> Iterator[NameCheck]:
+def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, chat: bool = False) -> Iterator[NameCheck]:
     """Yields the results for the target and for its draft model or head.
+
+    Args:
+      name: of the pair.
+      target, draft: the names that are checked.
+      is_head: the draft is a head.
+      chat: prompts are messages, which take a chat template.
 
     Raises:
       ConnectionError: the hub cannot be asked. ValueError: its library is not installed.
     """
-    target, problem = _tried(pair.target, lambda: _open_target(pair))
-    yield NameCheck(pair=pair.name, role="target", model=pair.target, problem=problem)
-    role = "head" if pair.is_head else "draft"
+
+    def open_target() -> Checkpoint:
+        checkpoint = _open(target)
+        if checkpoint.require_tokenizer().chat is None and chat:
+            raise ValueError("no chat template, which the messages of this pair's prompts need")
+        return checkpoint
 
     def open_draft() -> list[str]:
-        if not pair.is_head:
-            draft = _open(pair.draft)
-            return [] if target is None else differences(target, draft)
-        if target is None:
+        if not is_head:
+            found = _open(draft)
+            return [] if opened is None else differences(opened, found)
+        if opened is None:
             raise ValueError("not checked: a head is checked against its target, which does not load")
-        head = open_head(pair.draft, target.config, headers_only=True)
-        check_head_of(target, head.config, head.name)
-        return head.notes(target.name)
+        head = open_head(draft, opened.config, headers_only=True)
+        check_head_of(opened, head.config, head.name)
+        return head.notes(opened.name)
 
-    notes, problem = _tried(pair.draft, open_draft)
-    yield NameCheck(pair=pair.name, role=role, model=pair.draft, problem=problem, notes=tuple(notes or ()))
-
-
-def _open_target(pair: NamedPair) -> Checkpoint:
-    checkpoint = _open(pair.target)
-    if checkpoint.require_tokenizer().chat is None and pair.chat:
-        raise ValueError("no chat template, which the messages of this pair's prompts need")
-    return checkpoint
+    opened, problem = _tried(target, open_target)
+    yield NameCheck(pair=name, role="target", model=target, problem=problem)
+    notes, problem = _tried(draft, open_draft)
+    role = "head" if is_head else "draft"
+    yield NameCheck(pair=name, role=role, model=draft, problem=problem, notes=tuple(notes or ()))
 
 
 def _open(name: str) -> Checkpoint:

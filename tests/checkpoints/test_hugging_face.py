@@ -178,7 +178,7 @@ def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypa
     checkpoint = open_checkpoint("someone/model", dtype="float32")
     assert asked == [False]
     jax.tree.map(np.testing.assert_array_equal, read_params(checkpoint, TransformerLM(checkpoint.config)), params)
-    assert asked == [False, True]
+    assert asked == [False, False, True]
     with pytest.raises(FileNotFoundError, match="the hub did not give it .OSError: 404"):
         open_checkpoint("someone/else")
 

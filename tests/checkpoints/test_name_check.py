@@ -9,7 +9,7 @@ import pytest
 
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.head_export import write_head
-from specsamp.checkpoints.name_check import NamedPair, check_pair
+from specsamp.checkpoints.name_check import check_pair
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from support.checkpoint_shapes import CONFIG, edit, random_params
@@ -44,7 +44,7 @@ def hub(original, tokenizer, tmp_path, monkeypatch):
 def problems(**fields):
     """What is wrong with the target and with what drafts."""
     given = {"name": "pair", "target": "some/target", "draft": "some/draft"} | fields
-    found = list(check_pair(NamedPair(**given)))
+    found = list(check_pair(**given))
     assert [one.model for one in found] == [given["target"], given["draft"]]
     return tuple(one.problem for one in found)
 
@@ -55,7 +55,7 @@ def test_what_loads(hub):
     (hub.folder / "some/head/config.json").write_text(
         (hub.folder / "some/head/config.json").read_text().replace("some/target", "some/base-model")
     )
-    (_, of_head) = check_pair(NamedPair(name="pair", target="some/target", draft="some/head", is_head=True))
+    (_, of_head) = check_pair("pair", "some/target", "some/head", is_head=True)
     assert of_head.problem is None and "was trained for some/base-model" in of_head.notes[0]
 
 
