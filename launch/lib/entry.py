@@ -140,13 +140,7 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
     if any(argument in HELP for argument in arguments[1:]):
         print(_help(main, config, arguments))
         return 0
-    rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
-    try:
-        left = flags.FLAGS([arguments[0], *rest])
-    except (TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"--config.FIELD=VALUE: {error}") from error
-    if len(left) > 1:
-        raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
+    parse(config, arguments)
     logging.use_absl_handler()
     logging.set_verbosity(logging.ERROR)
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -160,6 +154,17 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
         multihost_utils.sync_global_devices("the end")
     sys.stdout.flush()
     return status
+
+
+def parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
+    """Parses the flags and loads the configuration."""
+    rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
+    try:
+        left = flags.FLAGS([arguments[0], *rest])
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"--config.FIELD=VALUE: {error}") from error
+    if len(left) > 1:
+        raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
 
 
 def _end(error: BaseException, line: str, status: int) -> int:
