@@ -137,15 +137,8 @@ def _qwen3(fields: Fields, first: int | None = None) -> dict:
 
 def _qwen3_moe(fields: Fields) -> dict:
     """Reads a Qwen3MoeForCausalLM, whose layers choose experts unless the file says that they are dense."""
-    num_layers, every = fields.count("num_hidden_layers"), fields("decoder_sparse_step", 1)
-    dense = fields("mlp_only_layers", [])
-    layers_listed = isinstance(dense, list) and all(isinstance(i, int) and 0 <= i < num_layers for i in dense)
-    if not layers_listed or not isinstance(every, int) or every < 1:
-        raise ValueError(
-            f"{fields.path} says mlp_only_layers = {dense!r} and decoder_sparse_step = {every!r}; a list of its "
-            f"{num_layers} layers, counted from 0, and a positive integer are wanted"
-        )
-    dense = tuple(i for i in range(num_layers) if i in dense or (i + 1) % every)
+    every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
+    dense = tuple(i for i in range(fields.count("num_hidden_layers")) if i in listed or (i + 1) % every)
     return _qwen3(fields, first=0) | dict(
         head_size=fields("head_dim", None),
         num_kv_heads=fields.or_null("num_key_value_heads", 4),
@@ -245,11 +238,6 @@ def _gemma3(fields: Fields) -> dict:
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
     everywhere |= fields.object("rope_scaling")
-    if everywhere.get("truncate", True) is not True:
-        raise ValueError(
-            f"{fields.path} says truncate = {everywhere['truncate']!r} of yarn scaling, which transformers ignores in this "
-            "family: remove it"
-        )
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
         raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")

@@ -18,6 +18,7 @@ from typing import Any
 
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
+from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES, find_source
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
@@ -34,21 +35,30 @@ MIMO = "MiMoForCausalLM"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """Names of tensors in the files of a kind of heads."""
+    """The files of a kind of heads."""
 
+    whose: str  # layout it is, for messages
+    file: str  # of the tensors, where it is written
     names: Mapping[str, str]  # see tensor_names.py
     beside: re.Pattern  # names of tensors that are read apart, or are no parameters of the head
 
 
 # Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
 EAGLE = HeadLayout(
+    whose="speculators",
+    file=SINGLE,
     names=TABLES["head"],
     beside=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
 )
 NOTHING = re.compile(r"(?!)")
-MEDUSA = HeadLayout(names=TABLES["medusa"], beside=NOTHING)
-MEDUSA_BLOCKS = HeadLayout(names=TABLES["medusa_blocks"], beside=NOTHING)
-MIMO_MTP = HeadLayout(names=TABLES["mimo_mtp"], beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"))
+MEDUSA = HeadLayout(whose="Medusa's authors", file=MEDUSA_SINGLE, names=TABLES["medusa"], beside=NOTHING)
+MEDUSA_BLOCKS = HeadLayout(whose="vLLM", file=SINGLE, names=TABLES["medusa_blocks"], beside=NOTHING)
+MIMO_MTP = HeadLayout(
+    whose="MiMo's module",
+    file=SINGLE,
+    names=TABLES["mimo_mtp"],
+    beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"),
+)
 
 
 def parse_head(

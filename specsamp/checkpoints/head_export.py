@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,22 +40,6 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Written:
-    """The files of a kind of head.
-
-    Attributes:
-      whose: layout it is, for messages.
-      file: of the tensors.
-      describe: returns ``config.json``, of the shape, the target's name, and the tokens per round to propose.
-    """
-
-    whose: str
-    layout: HeadLayout
-    file: str
-    describe: Callable[[Any, str, int], dict[str, Any]]
-
-
 def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
     """Writes a head; ``config.json`` comes last.
 
@@ -68,11 +51,11 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
       ValueError: a head that no layout here can describe; parameters of another head.
     """
     place, config = storage.place(folder), head.config
-    written, content = describe_head(config, target_name, K)
+    layout, content = describe_head(config, target_name, K)
     check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
     leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
     tensors = {}
-    for name, source in head_sources(config, written.layout).items():
+    for name, source in head_sources(config, layout).items():
         tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
     if config.draft_vocab_size is not None:
         ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
@@ -80,12 +63,12 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
         tensors[KEPT] = np.isin(np.arange(config.layer.vocab_size), ids_U)
     for stale in ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE):
         (place / stale).unlink(missing_ok=True)
-    storage.write(place / written.file, save(tensors, metadata={"format": "pt"}))
+    storage.write(place / layout.file, save(tensors, metadata={"format": "pt"}))
     storage.write_json(place / "config.json", content)
 
 
-def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written, dict[str, Any]]:
-    """Returns how a head is written, and its ``config.json``.
+def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLayout, dict[str, Any]]:
+    """Returns the layout of a head, and its ``config.json``.
 
     Args:
       target_name: where readers find the target.
@@ -97,12 +80,12 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written
     if type(config) not in WRITTEN:
         known = ", ".join(kind.__name__ for kind in WRITTEN)
         raise ValueError(f"a head is written of {known}; got {type(config).__name__}")
-    written, layer = WRITTEN[type(config)], config.layer
-    content = written.describe(config, target_name, K)
+    (layout, describe), layer = WRITTEN[type(config)], config.layer
+    content = describe(config, target_name, K)
     try:
-        found = {source.tensor for source in head_sources(config, written.layout).values()}
+        found = {source.tensor for source in head_sources(config, layout).values()}
     except KeyError as error:
-        raise ValueError(f"the layout of {written.whose} has no tensor for the parameter {error}") from error
+        raise ValueError(f"the layout of {layout.whose} has no tensor for the parameter {error}") from error
     if config.draft_vocab_size is not None:
         found.add(OFFSETS)
     target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
@@ -112,8 +95,8 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[Written
     different = differing_fields(config, read, but=("layer",)) | differing_fields(layer, read.layer)
     if different:
         told = ", ".join(f"{name} = {ours!r}" for name, (ours, _) in different.items())
-        raise ValueError(f"the layout of {written.whose} has no counterpart of {told}")
-    return written, content
+        raise ValueError(f"the layout of {layout.whose} has no counterpart of {told}")
+    return layout, content
 
 
 def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
@@ -176,8 +159,4 @@ def _layer(layer: TransformerConfig) -> dict[str, Any]:
     }
 
 
-WRITTEN = {
-    Eagle3Config: Written(whose="speculators", layout=EAGLE, file=SINGLE, describe=_eagle3),
-    MedusaConfig: Written(whose="Medusa's authors", layout=MEDUSA, file=MEDUSA_SINGLE, describe=_medusa),
-    MTPConfig: Written(whose="MiMo's module", layout=MIMO_MTP, file=SINGLE, describe=_mtp),
-}
+WRITTEN = {Eagle3Config: (EAGLE, _eagle3), MedusaConfig: (MEDUSA, _medusa), MTPConfig: (MIMO_MTP, _mtp)}

@@ -27,14 +27,8 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Returns the rotary parameters of the file, with the preferences of transformers.
-
-    Of files that have both, rope_scaling counts, not rope_parameters: people add it to lengthen what a model reads.
-    The length of the original training counts where it stands beside them, as Phi 3 writes it, not within.
-    """
-    rope = fields.object("rope_scaling") or fields.object("rope_parameters")
-    original = fields("original_max_position_embeddings", None)
-    return rope if original is None else {**rope, "original_max_position_embeddings": original}
+    """Returns the rotary parameters of the file: rope_scaling first, which people add to lengthen what a model reads."""
+    return fields.object("rope_scaling") or fields.object("rope_parameters")
 
 
 def rotary_fields(
@@ -45,8 +39,7 @@ def rotary_fields(
     Args:
       given: rope_parameters, or rope_scaling in older files and where it was added; see `rope_parameters`.
       usual: sizes of the model.
-      partial: whether the family turns a part of each head. transformers knows one such family; for the others it
-        ignores partial_rotary_factor unless positions are scaled as well, and then fails.
+      partial: whether the family turns a part of each head; the others ignore partial_rotary_factor.
     """
     given = {key: value for key, value in given.items() if value is not None}
     if "full_attention" in given:  # by kind of layer, only where kinds differ
@@ -54,17 +47,11 @@ def rotary_fields(
     base = float(given.get("rope_theta", fields("rope_theta", 10_000.0)))
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
-    scaling = _scaling(fields, given, usual["max_positions"])
-    if share != 1 and scaling is not None and not partial:
-        raise ValueError(
-            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary positions; this family turns "
-            "whole heads: remove one of the two"
-        )
     return dict(
         positions="rotary",
         rotary_base=base,
         rotary_size=int(head_size * share) if partial and share != 1 else None,
-        rotary_scaling=scaling,
+        rotary_scaling=_scaling(fields, given, usual["max_positions"]),
     )
 
 

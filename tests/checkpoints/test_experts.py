@@ -99,11 +99,8 @@ def test_which_layers_have_experts():
     assert sparse(mlp_only_layers=[2]) == [0, 1, 3]
     assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [3]
     assert read(mlp_only_layers=[0, 1, 2]).experts is None
-    with pytest.raises(ValueError, match="decoder_sparse_step = 0"):
+    with pytest.raises(ValueError, match="config.json describes no model"):
         sparse(decoder_sparse_step=0)
-    for wrong in (["1"], [4]):  # no number, and no layer of this model
-        with pytest.raises(ValueError, match="a list of its 4 layers, counted from 0"):
-            sparse(mlp_only_layers=wrong)
     with pytest.raises(ValueError, match="config.json.* 9 experts"):
         sparse(num_experts_per_tok=9)
 
