@@ -74,7 +74,7 @@ def main() -> int:
     entry.show([audit_table(checks, claims=True)], console)
     console.print(found.summary, style="bold green" if found.passed else "bold red")
     document = {
-        "config": config.to_dict(),
+        "config": config.recorded,
         "pair": experiment.pair_name,
         "passed": found.passed,
         "summary": found.summary,

@@ -109,7 +109,7 @@ def main() -> None:
     if _FITS.value:
         grid = fits(programs, chip.hbm_bytes // chip.devices)
         entry.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console)
-        document = {"config": config.to_dict(), "topology": _TOPOLOGY.value, "fits": grid}
+        document = {"config": config.recorded, "topology": _TOPOLOGY.value, "fits": grid}
         entry.write_result(_OUTPUT.value, document, console)
         return
     with entry.progress(console, "compiling") as say:
@@ -125,7 +125,7 @@ def main() -> None:
     entry.show(shown, console)
     document = {
         "kind": "compiler estimate",
-        "config": config.to_dict(),
+        "config": config.recorded,
         "libtpu": version("libtpu"),
         "models": {"target": target.config, "draft": draft.config if head is None else head.config},
         "head": None if head is None else head.config.kind,

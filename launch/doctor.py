@@ -123,7 +123,7 @@ def look_at_head(console: Console) -> int:
         {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance": one.acceptance} for one in found.readings
     ]
     document = {
-        "config": config.to_dict(),
+        "config": config.recorded,
         "pair": experiment.pair_name,
         "fits": found.fits,
         "sentences": found.sentences,

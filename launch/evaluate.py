@@ -234,7 +234,7 @@ def known_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) ->
     return {
         "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
         "blocks": _BLOCKS.value,
-        "config": {name: value for name, value in config.to_dict().items() if name not in left_out},
+        "config": {name: value for name, value in config.recorded.items() if name not in left_out},
         "jax": jax.__version__,
     }
 

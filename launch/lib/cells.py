@@ -134,7 +134,7 @@ def machine_identity() -> dict[str, Any]:
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:
     """Returns the part of `identity_of` that is known before a pair is read."""
     apart = TURNED | {"sampling", "adaptive"}
-    fields = {name: value for name, value in config.to_dict().items() if name not in apart}
+    fields = {name: value for name, value in config.recorded.items() if name not in apart}
     return {"config": fields, **machine_identity(), "jax": jax.__version__}
 
 

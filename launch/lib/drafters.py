@@ -26,16 +26,16 @@ from specsamp.models.interface import LanguageModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Word:
-    """Meaning of a word: commands ask it, and do not compare words.
+    """The meaning of a drafter's word.
 
     Attributes:
-      make: returns the drafter, of the target, the pair's draft model or head, K, and the number that ``takes`` names.
-      draft: what the pair must hold beside its target: a "model", a "head", or nothing.
-      takes: the field with a number of its own, which stands behind the word in results.
-      drafts: False: it decodes plainly, whatever K is.
-      planned: forecasts from shapes know it.
-      compiled: compile reports know it.
-      inside: it drafts with the target's first layers, ``exit_layer`` of them.
+      make: returns the drafter, given the target, the pair's draft model or head, K, and the number that ``takes`` names.
+      draft: "model" or "head", which the pair then must hold; None: only the target is needed.
+      takes: the field with a number of the drafter, which stands behind the word in results.
+      drafts: False for plain decoding, whatever K is.
+      planned: forecasts from shapes know the drafter.
+      compiled: compile reports know the drafter.
+      inside: the target's first layers draft, ``exit_layer`` of them.
     """
 
     make: Callable[[LanguageModel, LanguageModel | FeatureHead | None, int, int | None], Drafter]
@@ -49,7 +49,9 @@ class Word:
 
 def _head(target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int, number: None) -> Drafter:
     if not isinstance(draft, FeatureHead):
-        raise ValueError("drafter = 'head', but the pair has none: --config=configs/hf.py:TARGET,HEAD reads one")
+        raise ValueError(
+            "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
+        )
     return FeatureDrafter(target, draft, K, decode_window())
 
 
@@ -99,7 +101,9 @@ class AdaptiveFields:
     least: float = 0.3
 
     def __post_init__(self):
-        validate.choice("adaptive.stop", self.stop, STOPS)
+        validate.choice("stop", self.stop, STOPS)
+        for name in ("acceptance", "least"):
+            validate.number(name, getattr(self, name), 0, 1)
 
     @property
     def is_off(self) -> bool:

@@ -211,7 +211,8 @@ def make_console(**options: Any) -> Console:
     """Returns a console: without colours after --plain or NO_COLOR, and wide where no terminal is."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         options = {"width": WIDTH_OF_FILES, **options}
-    plain = dict(no_color=_PLAIN.value or None, highlight=False, markup=False, soft_wrap=True)
+    no_color = flags.FLAGS.is_parsed() and _PLAIN.value or None
+    plain = dict(no_color=no_color, highlight=False, markup=False, soft_wrap=True)
     return Console(quiet=not is_first(), **plain, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -40,32 +41,30 @@ INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
-    """Says which sides of a pair are decoded in int8: none, target, draft or both."""
+    """The sides of a pair that are decoded in int8: none, target, draft or both."""
 
     weights: str = "none"
     caches: str = "none"
 
     def __post_init__(self):
-        self.sides  # refuses unknown words
+        for name in ("weights", "caches"):
+            validate.choice(name, getattr(self, name), INT8_SIDES)
 
     @property
     def sides(self) -> Int8:
-        """Returns the sides of both; raises ValueError for an unknown word."""
-        words = {"weights": self.weights, "caches": self.caches}
-        return Int8(
-            **{name: INT8_SIDES[validate.choice(f"int8.{name}", word, INT8_SIDES)] for name, word in words.items()}
-        )
+        """Returns the sides of both."""
+        return Int8(weights=INT8_SIDES[self.weights], caches=INT8_SIDES[self.caches])
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFields:
-    """A preset of specsamp/models/config.py, and fields of its shape: names and values; None is the preset's."""
+    """A preset of specsamp/models/config.py, and fields of its shape; None is the preset's."""
 
-    fields: tuple[tuple[str, Any], ...]
+    fields: Mapping[str, Any]
 
     def model(self, **decoding: str | None) -> TransformerLM:
         """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
-        changes = {name: value for name, value in self.fields if value is not None} | decoding
+        changes = {name: value for name, value in self.fields.items() if value is not None} | decoding
         preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
         return TransformerLM.for_backend(preset(**changes))
 
@@ -124,8 +123,8 @@ class CheckpointFields:
 class ExperimentConfig:
     """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
 
-    configs/common.py says what the fields mean. A pair is named by ``pair``, by ``hugging_face``, or by the shapes
-    ``target`` and ``draft`` with or without ``checkpoints``.
+    configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by the shapes ``target`` and
+    ``draft`` with or without ``checkpoints``. ``recorded`` are all fields as they were written, for files of results.
     """
 
     rule: str
@@ -152,49 +151,43 @@ class ExperimentConfig:
     target: ModelFields | None = None
     draft: ModelFields | None = None
     checkpoints: CheckpointFields | None = None
+    recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         validate.choice("drafter", self.drafter, DRAFTERS)
-        if self.word.takes:
-            validate.integer(self.word.takes, self.own_number, 1)
+        for name in ("beams", "exit_layer"):
+            if getattr(self, name) is not None or name == self.word.takes:
+                validate.integer(name, getattr(self, name), 1)
         validate.integer("draft_length", self.draft_length, 0)
         validate.integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range
         if self.draft_temperature is not None:
-            temperature(self.draft_temperature)
+            validate.number("draft_temperature", self.draft_temperature, 0)
         if self.synthetic_acceptance is not None:
-            SyntheticAcceptance(TokenRule(), self.synthetic_acceptance)
+            validate.number("synthetic_acceptance", self.synthetic_acceptance, 0, 1)
         make_rule(self.rule)
 
     @classmethod
     def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
-        """Reads a configuration.
+        """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
+        return cls._read(config.to_dict())
 
-        Raises:
-          ValueError: a field that is missing, that nothing reads, or whose value is wrong.
-        """
-        return read(cls, config.to_dict())
+    @classmethod
+    def _read(cls, fields: Mapping[str, Any]) -> ExperimentConfig:
+        return read(cls, {**fields, "recorded": fields})
 
     @classmethod
     def from_file(cls, text: str) -> ExperimentConfig:
         """Reads the configuration of ``FILE.py:WORD``."""
         return cls.from_config_dict(load_config(text))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as the configuration has them, and as files of results hold them."""
-        told = dataclasses.asdict(self)
-        told |= {side: dict(told[side]["fields"]) for side in ("target", "draft") if told[side] is not None}
-        if self.mesh.num_kv_heads is None:
-            del told["mesh"]["num_kv_heads"]
-        return {name: value for name, value in told.items() if value is not None or name not in _LEFT_OUT}
-
     def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
         """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
-        fields = self.to_dict()
+        fields = copy.deepcopy(self.recorded)
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return read(ExperimentConfig, fields)
+        return self._read(fields)
 
     @property
     def writes_text(self) -> bool:
@@ -239,14 +232,7 @@ class ExperimentConfig:
     def make_drafter(
         self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
     ) -> Drafter:
-        """Returns the drafter, or one that drafts nothing for K = 0.
-
-        Args:
-          draft_length: K; None: the configuration's.
-
-        Raises:
-          ValueError: a field that does not fit the target.
-        """
+        """Returns the drafter for K or the configuration's; K = 0 drafts nothing. ValueError: it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length
         return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
 
@@ -260,13 +246,10 @@ class ExperimentConfig:
         return Workload(**{name: getattr(self, name) for name in names})
 
 
-_LEFT_OUT = {"pair", "hugging_face", "prompts", "chat", "target", "draft", "checkpoints", "adaptive"}  # where None
-
-
 def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     """Returns a dataclass of the fields of a configuration; ``group`` is the name of a group of them, such as "train."."""
     if kind is ModelFields:
-        return ModelFields(tuple(fields.items()))
+        return ModelFields(fields)
     known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:

@@ -244,7 +244,7 @@ def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console:
     """
     given = {name: value for name, value in vars(options).items() if name in study.options}
     if options.config is not None:
-        given["config"] = options.config.value.to_dict()
+        given["config"] = options.config.value.recorded
     asked = report.as_json({"study": study.measure.__module__.rpartition(".")[2], "options": given})
     path = options.output
     if path and entry.is_first() and storage.is_regular_file(path) and storage.place(path).read_bytes().strip():

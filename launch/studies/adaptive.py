@@ -64,7 +64,7 @@ def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
     told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "lengths": options.lengths}
     texts = {"clock": options.texts, "counted": options.counted}
-    return {"config": options.config.to_dict(), **told, "texts": texts, **here()}
+    return {"config": options.config.recorded, **told, "texts": texts, **here()}
 
 
 def split(prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -68,7 +68,7 @@ def prepare(options: Any) -> Any:
 def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
     told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "rules": list(options.rules)}
-    return {"config": options.config.to_dict(), **told, "prompts": options.prompts, **here()}
+    return {"config": options.config.recorded, **told, "prompts": options.prompts, **here()}
 
 
 def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:

@@ -46,7 +46,7 @@ def measure(options, key, say) -> dict:
         drafter = ModelDrafter(sized["draft"], K, decode_window()) if K else NoDrafter()
         loop = Loop(target=sized["target"], drafter=drafter, rule=make_rule(config.rule), window=decode_window())
         points.append(loop_memory(loop, config.sampling.warp(), batch, slots, sized["draft"] if K else None))
-    heeded = {name: value for name, value in config.to_dict().items() if name in FIELDS}
+    heeded = {name: value for name, value in config.recorded.items() if name in FIELDS}
     return {"config": heeded, "models": models, "result": points}
 
 

@@ -53,7 +53,7 @@ def measure(options, key, say) -> dict[str, Any]:
         curves[name] = curve_of(results, work.repeats, greedy=name == "greedy")
     left_out = ("sampling", "rule", "draft_length")
     return {
-        "config": {field: value for field, value in config.to_dict().items() if field not in left_out},
+        "config": {field: value for field, value in config.recorded.items() if field not in left_out},
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",

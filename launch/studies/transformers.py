@@ -60,7 +60,7 @@ def measure(options, key, say) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torch_threads": torch.get_num_threads(),
-        "config": options.config.value.to_dict(),
+        "config": options.config.value.recorded,
         "transformers_parameters": parameters,
         "ms_per_token": {name: Quartiles.of(values) for name, values in ms.items()},
         "ratio": Quartiles.of(ms["transformers"] / ms["ours"]),
