@@ -84,7 +84,7 @@ def main() -> None:
             print(pod_command(_POD.value, point, _CONFIG.text, sys.argv[1:]))
         return
     entry.check_output(_OUTPUT.value)
-    grid.check_output(_OUTPUT.value, known_identity(config))
+    grid.stored_cells(_OUTPUT.value, known_identity(config))
     tracing.check_trace(_TRACE.value)
     experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
@@ -99,7 +99,7 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
     for cell in cells:
         check_fits(pair, [cell.drafter], cell.workload)
     output = _OUTPUT.value
-    results = grid.Results.open(output, identity, lambda text: console.print(text, style="yellow"))
+    results = grid.Results.open(output, identity)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
     if made_up:
         told = "SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not."

@@ -24,8 +24,8 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import own
 from specsamp.tpu.calibration import estimate
-from specsamp.tpu.shapes import Shape
 from specsamp.tpu.topology import CHIPS, Chip
+from specsamp.tpu.work import Shape
 
 _OUTPUT = entry.define_output()
 

@@ -30,7 +30,6 @@ from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, known_models
-from specsamp.analysis.acceptance import expected_tokens
 from specsamp.checkpoints.published import CONFIGS
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import EarlyExitDrafter
@@ -41,10 +40,10 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
-from specsamp.tpu.calibration import calibrate
+from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.program import USABLE
 from specsamp.tpu.programs import Programs, sharded_head_model
-from specsamp.tpu.report import LATENCIES_US, NAMES, compile_report
+from specsamp.tpu.report import NAMES, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
@@ -130,15 +129,7 @@ def main() -> None:
         "models": {"target": target.config, "draft": draft.config if head is None else head.config},
         "head": None if head is None else head.config.kind,
         "report": report,
-        "ms_per_token": {
-            str(a): {
-                str(latency): report.ms_per_token(expected_tokens(a, report.draft_length), latency)
-                for latency in LATENCIES_US
-            }
-            for a in _ACCEPTANCE.value
-            if report.fits
-        },
-        "calibration": own or calibrate(),
+        "calibration": own or fit_published(),
         "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
     }
     entry.write_result(_OUTPUT.value, document, console)

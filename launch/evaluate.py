@@ -38,7 +38,7 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import storage, validate
 from specsamp.analysis import report
-from specsamp.analysis.grid import Results, check_output
+from specsamp.analysis.grid import Results, stored_cells
 from specsamp.decoding.checks import check_exact
 from specsamp.decoding.method import Method
 from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
@@ -84,7 +84,7 @@ def main() -> None:
     if config.chat and task.continues:
         raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
     identity = known_identity(config, problems)
-    check_output(_OUTPUT.value, identity)
+    stored_cells(_OUTPUT.value, identity)
     ways = ways_of(config)
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
     requests = Requests(
@@ -98,7 +98,7 @@ def main() -> None:
     methods = {name: make_method(own, experiment) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
     identity |= {"weights": experiment.weights, "environment": machine_identity()}
-    results = Results.open(_OUTPUT.value, identity, say=lambda text: console.print(text, style="yellow"))
+    results = Results.open(_OUTPUT.value, identity)
     sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
     asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
     template = "with" if requests.chat else "without"

@@ -28,13 +28,13 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis import grid, tables
-from specsamp.analysis.acceptance import Profile, Profiles
-from specsamp.analysis.costs import Costs, ModelSize, PerCall, Roofline
+from specsamp.analysis.acceptance import Acceptance, Profile
+from specsamp.analysis.costs import Costs, PerCall
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.report import Table
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.tpu.calibration import Band
-from specsamp.tpu.costs import compiled_costs
+from specsamp.tpu.costs import Roofline, compiled_costs
 from specsamp.tpu.tables import basis
 from specsamp.tpu.topology import CHIPS
 
@@ -151,7 +151,7 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     raise ValueError(f"--measured: no cell of {_MEASURED.value} has {asked}; it has {'; '.join(known) or 'no draft'}")
 
 
-def acceptance(cells: Sequence[Mapping[str, Any]]) -> Profiles:
+def acceptance(cells: Sequence[Mapping[str, Any]]) -> Acceptance:
     """Returns the acceptance that the flags give, or that of the measured cells."""
     if _ACCEPTANCE.value is None and _HISTOGRAM.value is None and cells:
         return grid.measured_acceptance(cells)
@@ -206,13 +206,7 @@ def roofline() -> Roofline:
             f"--devices={_DEVICES.value} cannot hold the models: weights of {size / 1e9:.1f} GB take at least {least} "
             f"{_CHIP.value} of {chip.hbm_bytes / 1e9:.0f} GB"
         )
-    return Roofline(
-        target=ModelSize.of(target.config),
-        draft=ModelSize.of(draft.config),
-        bytes_per_second=chip.hbm_bytes_per_second,
-        flops_per_second=chip.flops_per_second,
-        devices=_DEVICES.value,
-    )
+    return Roofline(target=target.config, draft=draft.config, chip=_CHIP.value, devices=_DEVICES.value)
 
 
 def where(plan: Plan) -> str:

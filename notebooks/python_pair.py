@@ -61,7 +61,7 @@ from rich.console import Console
 
 from specsamp import ModelDrafter, NoDrafter, TokenRule, chain, generate, load_pair, temperature, top_p
 from specsamp.analysis import report, tables
-from specsamp.analysis.acceptance import ByLength, Interval, Profile
+from specsamp.analysis.acceptance import Interval, Profile
 from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
 from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG, set_style, tint
 from specsamp.analysis.planner import make_plan
@@ -282,7 +282,7 @@ def fitted_profile(k: int) -> Profile:
 
 
 plan = make_plan(
-    ByLength({k: fitted_profile(k) for k in FITTED if k}),
+    {k: fitted_profile(k) for k in FITTED if k},
     CostTable(
         rounds=tuple(Round(draft_length=k, ms=fitted_round_ms(k).median) for k in FITTED),
         error=clock_error(fitted_round_ms(k).relative_error(work.repeats) for k in FITTED),

@@ -11,7 +11,6 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from specsamp import storage
-from specsamp.analysis import report
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.training import run
 from specsamp.training.data import train_tokenizer
@@ -151,8 +150,8 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
 
 
 def test_results_and_runs_in_a_bucket(bucket):
-    report.write_json("gs://mine/results/r.json", {"x": 1})
-    assert (bucket / "mine/results/r.json").read_text() == '{\n "x": 1\n}\n'
+    storage.write_json("gs://mine/results/r.json", {"x": 1})
+    assert (bucket / "mine/results/r.json").read_text() == '{\n  "x": 1\n}\n'
     run.open_run("gs://mine/run", {"model": {}}, "{}", corpus={"sha256": "0"})
     run.check_run("gs://mine/run", {"model": {}})
     with pytest.raises(ValueError, match="another configuration: model.width was 'absent', is 3"):

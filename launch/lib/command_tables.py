@@ -15,9 +15,9 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
-from specsamp.tpu.calibration import ROUNDS_MS, calibrate, two_digits
-from specsamp.tpu.costs import read_report
+from specsamp.tpu.calibration import ROUNDS_MS, fit_published, two_digits
 from specsamp.tpu.measurements import published
+from specsamp.tpu.report import Report
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
 
@@ -117,7 +117,7 @@ def trained(pair: Document) -> Table:
 
 def chinchilla(document: Document) -> Table:
     """Returns the programs of the paper's pair on 16 TPU v4 chips."""
-    report = read_report(document["report"])
+    report = Report.from_json(document["report"])
     steps = {row.model: row.milliseconds for row in published() if row.source == "Chen et al."}
     measured = {"draft step": steps["draft 4B"], "target step": steps["Chinchilla 70B"], "round": ROUNDS_MS[4]}
     shown = {"draft step": "draft, one token", "target step": "target, one token", "score": "target, 5 tokens"}
@@ -133,7 +133,7 @@ def chinchilla(document: Document) -> Table:
             "cycles, ms": two_digits(program.cycles_ms(report.chip)),
             "serial collectives": sum(program.collectives.values()),
             "as a program of today, ms": report.calibrated_ms(name),
-            "as one of 2022 and 2023, ms": calibrate().added.estimate(*report.works(name)),
+            "as one of 2022 and 2023, ms": fit_published().added.estimate(*report.works(name)),
             "published, ms": measured.get(name, ""),
         }
         rows.append(row)
@@ -144,7 +144,7 @@ def public_pairs(*documents: Document) -> Table:
     """Returns public pairs on TPU v5e, in the order of `PUBLIC_PAIRS`."""
     rows = []
     for label, document in zip(PUBLIC_PAIRS.values(), documents, strict=True):
-        report = read_report(document["report"])
+        report = Report.from_json(document["report"])
         memory, K = report["round"].memory, report.draft_length
         alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
         emitted = expected_tokens(0.8, K)
@@ -159,7 +159,7 @@ def public_pairs(*documents: Document) -> Table:
             "a step, ms": alone,
             "a round, ms": drafted,
             "ms per token at acceptance 0.8": drafted / emitted / report.batch,
-            "speedup": faster(calibration.ratio(alone, drafted / emitted)),
+            "speedup": faster(calibration.band_ratio(alone, drafted / emitted)),
         }
         rows.append(row)
     return Table.of("Public pairs on TPU v5e (compiler estimate)", rows)

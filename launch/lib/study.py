@@ -212,9 +212,7 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
     """Returns the document with all cells, of which those that the output lacks are measured now."""
     if study.cells is None:
         return _alone(study, prepared, options, console)
-    results = grid.Results.open(
-        options.output, study.identity(prepared), lambda text: console.print(text, style="yellow")
-    )
+    results = grid.Results.open(options.output, study.identity(prepared))
     keys = [report.as_json(key) for key in study.cells(prepared)]
     missing = [key for key in keys if options.again or results.find(key) is None]
     if len(missing) < len(keys):
@@ -258,7 +256,7 @@ def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console:
     with entry.progress(console, "starting") as say:
         document = entry.header() | asked | study.measure(prepared, {}, say)
     if path and entry.is_first():
-        report.write_json(path, document)
+        storage.write(path, report.to_json(document))
     return report.as_json(document)
 
 

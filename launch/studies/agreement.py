@@ -24,7 +24,7 @@ from launch.lib.experiment import build, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import greedy, use_compilation_cache
-from specsamp.analysis.acceptance import ByLength, Interval, Profile
+from specsamp.analysis.acceptance import Interval, Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.planner import Forecast, make_plan
@@ -125,7 +125,7 @@ def agreement(check: Mapping[int, Decoder], fit: Mapping[tuple[int, int], Decode
     # A text has the same rounds in every batch, so it is counted once; the last batch may repeat the first texts.
     smallest = min(size for size, _ in fit)
     counted = {K: timed[size, K].rows[:texts] for size, K in fit if K and size == smallest}
-    acceptance = ByLength({K: Profile.of_texts(rows) for K, rows in counted.items()})
+    acceptance = {K: Profile.of_texts(rows) for K, rows in counted.items()}
 
     def checks(costs: CostTable) -> list[dict[str, Any]]:
         plan = make_plan(acceptance, costs, draft_lengths=tuple(check), batch=batch, new_tokens=tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from launch.lib.study import Document, Published, Study
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
-from specsamp.tpu.calibration import Band, calibrate, held_out, two_digits
+from specsamp.tpu.calibration import Band, fit_published, held_out, two_digits
 from specsamp.tpu.measurements import published
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
@@ -34,13 +34,13 @@ def measure(options, key, say) -> dict[str, Any]:
     # What of a row's own was not fitted, the row, and its forecast.
     found = [(by, *pair) for by in ("layout", "source") for pair in held_out(by)]
     others = [row for row in published() if row.kind not in ("step", "collective")]
-    found += [("kind", row, calibrate().of_row(row)) for row in others]
+    found += [("kind", row, fit_published().of_row(row)) for row in others]
     checks = [
         {"name": row.name, "source": row.source, "kind": row.kind, "layout": row.layout}
         | {"left_out": left_out, "measured_ms": row.milliseconds, "forecast": forecast}
         for left_out, row, forecast in found
     ]
-    return {"kind": "backtest", "calibration": calibrate(), "checks": checks}
+    return {"kind": "backtest", "calibration": fit_published(), "checks": checks}
 
 
 def checks_of(document: Document) -> list[Document]:

@@ -46,7 +46,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.programs import WINDOW
-from specsamp.tpu.stack import Stack, facts
+from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh, parse
 from specsamp.training.eagle import TrainHead
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
@@ -78,7 +78,7 @@ def stack_of(config: TransformerConfig, topology: str, batch: int = 1, **fields:
 def told(programs: dict[str, Program], topology: str, batch: int = 1) -> dict[str, Any]:
     """Returns the facts of programs, of which rounds have K + 1 calls."""
     calls = {name: K + 1 if name.startswith("round") else 1 for name in programs}
-    return {name: facts(each, topology, sequences=batch, calls=calls[name]) for name, each in programs.items()}
+    return {name: each.facts(topology, sequences=batch, calls=calls[name]) for name, each in programs.items()}
 
 
 def programs_of_pair(stack: Stack, round_name: str = "round") -> dict[str, Any]:
@@ -91,14 +91,14 @@ def slices(topology: str, batch: int) -> dict[str, Any]:
 
 
 def scoring(topology: str, tokens: int) -> dict[str, Any]:
-    return facts(stack_of(chinchilla_70b(), topology).call(tokens), topology)
+    return stack_of(chinchilla_70b(), topology).call(tokens).facts(topology)
 
 
 def shapes(shape: str, chips: int) -> dict[str, Any]:
     """Compiles a step of heads of 128 and relative positions; chips share the heads, a multiple of 16."""
     config = TransformerConfig(vocab_size=32_000, head_size=128, dtype="bfloat16", **DATA["shapes"][shape])
     topology = {1: "v4:1x1x1", 4: "v4:2x2x1", 8: "v4:2x2x2", 16: PAPER}[chips]
-    return facts(stack_of(config, topology).call(WINDOW), topology) | {"layers": config.num_layers}
+    return stack_of(config, topology).call(WINDOW).facts(topology) | {"layers": config.num_layers}
 
 
 def complements(form: str, kv_heads: int, batch: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     fields = {"slots": slots, "live": live / slots, "kernels": Kernels(), "drafter": drafter}
     stack = stack_of(MODELS[target](), topology, batch, **fields)
     made = stack.round(*METHOD) if draft else stack.call(int(program.split()[0]))
-    return facts(made, topology, sequences=batch, calls=K + 1 if draft else 1)
+    return made.facts(topology, sequences=batch, calls=K + 1 if draft else 1)
 
 
 def training(

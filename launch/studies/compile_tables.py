@@ -8,7 +8,7 @@ from launch.lib.estimates import estimated, forecast
 from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
-from specsamp.tpu.calibration import ratio
+from specsamp.tpu.calibration import band_ratio
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
 
@@ -50,7 +50,7 @@ def slices(document: Document) -> Table:
             "scoring, over the floor": f"{programs['score']['over_floor']:.2f}",
             "alone, ms per token": alone,
             "with the draft": together,
-            "speedup": faster(ratio(alone, together)),
+            "speedup": faster(band_ratio(alone, together)),
         }
         rows.append(row)
     return Table.of("The paper's pair (compiler estimate)", rows)
@@ -72,7 +72,9 @@ def heads(document: Document) -> Table:
             "of a round": serial["round"],
             "a draft step, ms": estimated(programs["draft step"], topology),
             "a round, ms": whole,
-            "a round, over a step of the target": faster(ratio(whole, estimated(programs["target step"], topology))),
+            "a round, over a step of the target": faster(
+                band_ratio(whole, estimated(programs["target step"], topology))
+            ),
         }
         rows.append(row)
     return Table.of("What drafts (compiler estimate)", rows, left=3)

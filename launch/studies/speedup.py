@@ -139,7 +139,7 @@ def headline(speedup: Document, slices: Document) -> Table:
         if curve["same_tokens"]:
             where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
         rows.append((f"**{point['speedup']['median']:.2f}x**", f"measured: {setting}, token rule; {where}"))
-    gain = faster(calibration.ratio(*forecast(slices, "v4:2x2x4", 1)))
+    gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
     return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
@@ -161,7 +161,7 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
     rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu, f"{max(worst):.1%}"))
     for topology, batch in (("v4:2x2x4", 1), ("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
-        gain = faster(calibration.ratio(*forecast(slices, topology, batch)))
+        gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
         rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, gain))
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
 

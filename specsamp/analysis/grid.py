@@ -3,23 +3,23 @@
     results = Results.open("results.json", {"pair": ..., "config": ...})
     measure_cells(pair, cells, results)
 
-A file belongs to one identity: pair, configuration, device, machine. Cells are told apart by their key; a cell that is
-already there is not measured again, whatever run it comes from, so a grid may be measured in several runs, unless it
-is asked for: then it takes the place of the old one. A damaged file whose name ends in .json is set aside under another
-name; any other file that holds no cells is refused and left alone. A cell that runs out of memory is recorded as such.
+A file belongs to one identity: pair, configuration, device, machine. Cells are told apart by their key. A cell that the
+file holds is measured again only with ``again``, and then replaces the old one; so a grid may be measured in several
+runs. A file that holds anything else is refused and left alone. A cell that runs out of memory is recorded as such.
 
-The cells of a file are read here, too: their names in words, their counts, and what the planner takes of them.
+This module also reads the cells of a file: their names in words, their counts, and the planner's costs and acceptance.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import datetime
 import functools
 import gc
 import json
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,9 @@ import numpy as np
 
 from specsamp import storage
 from specsamp.analysis import report
-from specsamp.analysis.acceptance import ByLength, Profile
+from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.costs import CostTable, Round, clock_error, median_rounds
+from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
@@ -45,6 +45,7 @@ Key = Mapping[str, Any]  # names and numbers that tell a cell from the others of
 Measured = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"
 
 KEPT_PROGRAMS = 8  # cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several
+SIDES = ("autoregressive", "speculative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,13 +60,6 @@ class Cell:
     workload: Workload
     adaptive: Adaptive | None = None  # the draft length, where the drafter's K is only the most
 
-    @property
-    def program(self) -> Hashable:
-        """Returns what is compiled for it: the numbers of a distribution are data."""
-        warps = jax.tree.structure((self.sampling, self.draft_sampling))
-        adaptive = self.adaptive and jax.tree.structure(self.adaptive.for_rows(1))
-        return self.drafter, self.rule, warps, self.workload.batch, adaptive
-
 
 @dataclasses.dataclass(kw_only=True)
 class Results:
@@ -75,27 +69,10 @@ class Results:
     document: dict[str, Any]  # identity and environment, and "cells"
 
     @classmethod
-    def open(
-        cls, path: str | None, identity: Mapping[str, Any], say: Callable[[str], None] = lambda text: None
-    ) -> Results:
-        """Reads the cells of a file, or begins a new one.
-
-        Args:
-          path: local or in a bucket.
-          identity: what all cells of the file share; as JSON.
-          say: is told that a file was set aside.
-
-        Raises:
-          ValueError: the file holds cells of another identity; the message says what differs.
-        """
-        identity = report.as_json(identity)
-        document = check_output(path)
-        if document:
-            _check_same(path, document["identity"], identity)
-            return cls(path=path, document=document)
-        if document is not None:
-            say(f"{path} is no JSON that can be read: set aside as {set_aside(path)}")
-        return cls(path=path, document={"identity": identity, "cells": []})
+    def open(cls, path: str | None, identity: Mapping[str, Any]) -> Results:
+        """Reads the cells of a file, or begins a new one; arguments and errors are those of `stored_cells`."""
+        document = stored_cells(path, identity)
+        return cls(path=path, document=document or {"identity": report.as_json(identity), "cells": []})
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -105,86 +82,60 @@ class Results:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        """Keeps the cell, instead of one with its key, and writes all of them; ``header`` goes before.
+        """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes before.
 
-        What another run has added to the file since it was read is kept, too: a lock keeps the two apart, on a local
+        Cells that another run has added to the file since it was read are kept: a lock keeps the two apart, on a local
         disk. In a bucket there is no lock, and two runs that add in the same moment lose a cell: give each its file.
 
         Raises:
           ValueError: the file has come to hold cells of another identity, or something else; it is left alone.
         """
-        identity = self.document["identity"]
-        last = report.as_json(cell)
-
-        def keep(added):
-            cells = {name_of(one["key"]): one for one in [*self.cells, *added, last]}  # of equal keys the last
+        identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
+        with storage.locked(self.path) if writes else contextlib.nullcontext():
+            there = Results.open(self.path, identity).cells if writes else []
+            cells = {name_of(each["key"]): each for each in [*self.cells, *there, report.as_json(cell)]}
             self.document = report.as_json(header) | {"identity": identity, "cells": [*cells.values()]}
-
-        if self.path is None or jax.process_index():
-            keep([])
-            return
-        with storage.locked(self.path):
-            keep(Results.open(self.path, identity).cells)
-            report.write_json(self.path, self.document)
+            if writes:
+                storage.write(self.path, report.to_json(self.document))
 
 
-def check_output(path: str | None, known: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Reads a file that cells are to be added to, before anything is measured.
+def stored_cells(path: str | None, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the document of a file that cells are to be added to, or None if it holds nothing yet.
 
     Args:
-      known: the part of the identity that is known so far.
-
-    Returns:
-      What `read_document` does; None where nothing is there; an empty one where it is damaged JSON.
+      path: local or in a bucket.
+      identity: what all cells of the file share, or the part that is known so far; as JSON.
 
     Raises:
-      ValueError: something else is there, or cells of another identity: they are left alone.
+      ValueError: the file holds something else, or cells of another identity; the message says what differs.
     """
-    if path is None or jax.process_index():  # the first process writes, and says to all which cells are missing
+    if path is None or jax.process_index():  # the first process writes, and tells all which cells are missing
         return None
     if storage.is_stream(path) or not storage.place(path).exists():
         return None
     storage.check_regular(path)
-    if not (content := storage.place(path).read_bytes()).strip():
+    if not storage.place(path).read_bytes().strip():
         return None
-    try:
-        json.loads(content)
-    except (ValueError, RecursionError) as error:
-        if not os.fspath(path).endswith(".json"):
-            raise ValueError(f"{path} exists and is no JSON: it is left alone. Give another --output") from error
-        return {}
     try:
         document = read_document(path)
     except ValueError as error:
         raise ValueError(f"{error}: it is left alone. Give another --output") from error
-    if known is not None:
-        known, identity = report.as_json(known), document["identity"]
-        _check_same(path, {name: identity[name] for name in known if name in identity}, known)
+    here = report.as_json(identity)
+    there, here = _flat({name: document["identity"].get(name) for name in here}), _flat(here)
+    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if changed:
+        listed = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
+        raise ValueError(f"{path} holds cells of another run: {listed}. Give another --output")
     return document
 
 
-def _check_same(path: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises ValueError if the identity of a file's cells is not the one of this run; the message says what differs."""
-    if "machine" in here and there.get("machine") != here["machine"]:
-        theirs = "another machine" if "machine" in there else "a machine that they do not name"
-        raise ValueError(
-            f"{path} holds cells of {theirs}: their times are not those of this one, and the two are not mixed. "
-            "Give another --output"
-        )
-    there, here = _flat(there), _flat(here)
-    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-    if changed:
-        told = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
-        raise ValueError(f"{path} holds cells of another run: {told}. Give another --output")
-
-
 def name_of(key: Key) -> str:
-    """Returns what tells a cell from others: its key, whatever the order of its fields."""
+    """Returns the key as text, whatever the order of its fields."""
     return json.dumps(dict(key), sort_keys=True)
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
-    """Returns a file of cells as it was written: "identity", "cells", and what went before.
+    """Returns a file of cells as it was written: "identity", "cells", and the header before them.
 
     Raises:
       ValueError: it is no such file.
@@ -192,9 +143,10 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
     """
     try:
         document = storage.read_json(path)
-        keys = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
-        sound = all(isinstance(key, dict) and ended for key, ended in keys)
-        if not (isinstance(document["identity"], dict) and sound):
+        cells = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
+        if not isinstance(document["identity"], dict) or not all(
+            isinstance(key, dict) and ended for key, ended in cells
+        ):
             raise TypeError("cells without key or result")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
@@ -203,11 +155,10 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
 
 def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
     """Returns a line on where and when the cells of a document were measured, as far as it says."""
-    known = document.get("environment")
-    known = known if isinstance(known, Mapping) else {}
+    known = document.get("environment") or {}
     names = {"cpu": "{}", "device_kind": "{}", "cores": "{} cores", "jax": "JAX {}", "date": "on {:.10}"}
     said = [form.format(known[name]) for name, form in names.items() if known.get(name)]
-    return f"{path}: {len(document['cells'])} cells, measured with {', '.join(said) or 'what it does not say'}"
+    return f"{path}: {len(document['cells'])} cells, measured with {', '.join(said) or 'unknown means'}"
 
 
 def measure_cells(
@@ -223,22 +174,17 @@ def measure_cells(
 
     Args:
       again: measures all cells and replaces those in the file one by one, except by running out of memory.
-      header: makes what is written before the cells in the file, and into each cell, at the time of writing.
-      progress: is told which cell is being measured, and what of it.
+      header: makes the header of the file and of each cell at the time of writing.
+      progress: gets a line on the cell that is being measured.
     """
-    now, kept = [], set()
+    now = []
     # All processes must measure the same cells, whatever files they see.
     missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell.key) is None])
-    for number in missing:
+    for count, number in enumerate(missing, 1):
         cell = cells[number]
-        if cell.program not in kept and len(kept) == KEPT_PROGRAMS:
-            jax.clear_caches()
-            kept.clear()
-        kept.add(cell.program)
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
-        started = datetime.datetime.now(datetime.UTC)
-
-        measured = outcome_of(
+        start = time.perf_counter()
+        outcome = outcome_of(
             functools.partial(
                 benchmark,
                 pair,
@@ -251,37 +197,32 @@ def measure_cells(
                 adaptive=cell.adaptive,
             )
         )
-        if "result" in measured:
-            now.append((cell, measured["result"]))
-        if "result" not in measured and results.find(cell.key) is not None:
-            continue  # what there was is worth more
-        seconds = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
-        work = {name: getattr(cell.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
-        facts = {"key": dict(cell.key), "seconds": round(seconds, 1), "exact": cell.rule.exact and cell.drafter.exact}
-        results.add({**facts, "workload": work, **header(), **measured}, header())
+        if count % KEPT_PROGRAMS == 0:
+            jax.clear_caches()
+        if "result" in outcome:
+            now.append((cell, outcome["result"]))
+        elif results.find(cell.key) is not None:
+            continue  # the old result is worth more
+        measured = {
+            "key": dict(cell.key),
+            "seconds": round(time.perf_counter() - start, 1),
+            "exact": cell.rule.exact and cell.drafter.exact,
+            "workload": {n: getattr(cell.workload, n) for n in ("repeats", "prompt_length", "max_new_tokens", "seed")},
+        }
+        results.add({**measured, **header(), **outcome}, header())
     return now
 
 
 def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
-    """Returns ``{"result": what it returns}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
+    """Returns ``{"result": measure()}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
     try:
         outcome = {"result": measure()}
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
             raise
         outcome = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
-    gc.collect()  # what it held is free for the next
+    gc.collect()  # its memory is free for the next
     return outcome
-
-
-def set_aside(path: str | os.PathLike) -> str:
-    """Renames a file to a name that no other file has, and returns the name."""
-    number = 1
-    while storage.place(f"{path}.aside-{number}").exists():
-        number += 1
-    aside = f"{path}.aside-{number}"
-    storage.place(path).rename(aside)
-    return aside
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, Any]:
@@ -291,7 +232,7 @@ def _flat(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def distribution_of(key: Key) -> str:
-    """Describes what the target is sampled with: "greedy", "T = 0.8, top_p 0.95"; synthetic acceptance goes first."""
+    """Describes the target's distribution: "greedy", "T = 0.8, top_p 0.95"; synthetic acceptance goes first."""
     rate = key.get("synthetic_acceptance")
     made_up = [] if rate is None else [LABEL.format(rate=rate)]
     if key["temperature"] == 0:
@@ -310,70 +251,56 @@ def describe(key: Key) -> str:
 
 
 def counts_of(cell: Measured) -> RowStats:
-    """Returns what the speculative side of a measured cell did, over all rows and repeats."""
+    """Returns the counts of the speculative side of a measured cell, over all sequences and repeats."""
     counts = cell["result"]["acceptance"]
-    return RowStats(
-        rounds=counts["rounds"],
-        emitted=counts["emitted"],
-        drafted=counts.get("drafted", sum(counts["reached"])),  # older files do not say it; at least this many
-        reached=tuple(counts["reached"]),
-        accepted_counts=tuple(counts["accepted_counts"]),
-        variation=counts.get("variation"),
-        extra_accepted=counts.get("extra_accepted"),
-    )
+    # Older files do not have the number of drafted tokens; it is at least this.
+    return RowStats.from_json({"drafted": sum(counts["reached"])} | counts)
 
 
 def chosen(cells: Sequence[Measured], **key: Any) -> list[Measured]:
     """Returns the measured cells whose key has these values; plain decoding fits any drafter and rule."""
-    return [cell for cell in cells if "result" in cell and all(_fits(cell["key"], *one) for one in key.items())]
 
+    def fits(cell: Measured, name: str, value: Any) -> bool:
+        return cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
 
-def _fits(key: Key, name: str, value: Any) -> bool:
-    return key.get(name) == value or (key["drafter"] == "none" and name in ("rule", "drafter"))
+    return [cell for cell in cells if "result" in cell and all(fits(cell, *item) for item in key.items())]
 
 
 def measured_costs(cells: Sequence[Measured]) -> CostTable:
-    """Returns the costs of rounds from measured cells.
+    """Returns the costs of rounds, and of the products in them that were timed alone, from measured cells.
 
     Cells are measured minutes apart, on a machine that may be busier by then, but the two sides of a cell take turns. So
-    each round is measured in plain rounds of its own cell, and a plain round is the median over all cells of the batch.
+    each time is taken relative to the plain round of its own cell, whose time is the median over all cells of the batch.
     """
-    rounds, errors = [], []
+    rounds: dict[tuple[int, int], list[float]] = {}
+    products: dict[int, list[float]] = {}
+    errors = [0.0] * (not any(cell["key"]["draft_length"] for cell in cells))
     for batch in sorted({cell["key"]["batch"] for cell in cells}):
         here = [cell for cell in cells if cell["key"]["batch"] == batch]
-        step_ms = float(np.median([_ms_per_round(cell, "autoregressive").median for cell in here]))
-        rounds.append(Round(draft_length=0, batch=batch, ms=step_ms))
-        for cell in (cell for cell in here if cell["key"]["draft_length"]):
-            plain, drafted = _ms_per_round(cell, "autoregressive"), _ms_per_round(cell, "speculative")
-            ms = drafted.median * (step_ms / plain.median)
-            rounds.append(Round(draft_length=cell["key"]["draft_length"], batch=batch, ms=ms))
+        sides = [{name: Quartiles(**cell["result"][name]["ms_per_round"]) for name in SIDES} for cell in here]
+        step_ms = float(np.median([side["autoregressive"].median for side in sides]))
+        rounds[0, batch] = [step_ms]
+        for cell, side in zip(here, sides, strict=True):
+            K, drafted, split = cell["key"]["draft_length"], side["speculative"], cell["result"]["split"]
+            if K == 0:
+                continue
+            rounds.setdefault((K, batch), []).append(drafted.median * (step_ms / side["autoregressive"].median))
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
-    rounds = median_rounds(rounds)
-    return CostTable(rounds=rounds, error=clock_error(errors or [0.0]), products_ms=_products_ms(cells, rounds))
+            if split is not None:
+                for tokens, name in ((1, "stream_step"), (K + 1, "stream_score")):
+                    ms = split[name]["ms"]["median"] * (step_ms / split["step"]["ms"]["median"])
+                    products.setdefault(batch * tokens, []).append(ms)
+    return CostTable(
+        rounds=tuple(Round(draft_length=K, batch=batch, ms=float(np.median(ms))) for (K, batch), ms in rounds.items()),
+        error=clock_error(errors),
+        products_ms=tuple((rows, float(np.median(ms))) for rows, ms in sorted(products.items())),
+    )
 
 
-def _ms_per_round(cell: Measured, side: str) -> Quartiles:
-    return Quartiles(**cell["result"][side]["ms_per_round"])
-
-
-def _products_ms(cells: Sequence[Measured], rounds: Sequence[Round]) -> tuple[tuple[int, float], ...]:
-    """Returns the products timed alone, by rows; like rounds, in plain rounds of their own cell."""
-    by_rows: dict[int, list[float]] = {}
-    for cell in cells:
-        batch, K, split = cell["key"]["batch"], cell["key"]["draft_length"], cell["result"]["split"]
-        if split is None or K == 0:
-            continue
-        step_ms = next(one.ms for one in rounds if (one.batch, one.draft_length) == (batch, 0))
-        scale = step_ms / split["step"]["ms"]["median"]
-        for tokens, name in ((1, "stream_step"), (K + 1, "stream_score")):
-            by_rows.setdefault(batch * tokens, []).append(split[name]["ms"]["median"] * scale)
-    return tuple((rows, float(np.median(ms))) for rows, ms in sorted(by_rows.items()))
-
-
-def measured_acceptance(cells: Sequence[Measured]) -> ByLength:
+def measured_acceptance(cells: Sequence[Measured]) -> dict[int, Profile]:
     """Returns the acceptance of each K, from cells of one rule, drafter and distribution.
 
-    Cells do not tell their texts apart. Cells of several batches share texts, so the one with most rounds is taken.
+    Cells of several batches share texts, so the one with most rounds is taken.
 
     Raises:
       ValueError: no cell has a draft.
@@ -385,4 +312,4 @@ def measured_acceptance(cells: Sequence[Measured]) -> ByLength:
             most[K] = counts
     if not most:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    return ByLength({K: Profile.of_histogram(one.accepted_counts, one.reached) for K, one in most.items()})
+    return {K: Profile.of_histogram(counts.accepted_counts, counts.reached) for K, counts in most.items()}

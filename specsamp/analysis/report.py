@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from specsamp import storage
 from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
 
@@ -53,18 +51,13 @@ class Table:
         return f"{text}\n\n{self.note}" if self.note else text
 
 
-def write_json(path: str | os.PathLike, document: Any) -> None:
-    """Writes ``document`` (dataclasses allowed) all at once or not at all, creating the folder.
+def to_json(document: Any) -> str:
+    """Returns the text of a JSON file; dataclasses are written as their fields, counts with the rates that follow.
 
     Raises:
-      TypeError, ValueError: it has no JSON form (NaN has none); nothing is written.
+      TypeError, ValueError: it has no JSON form (NaN has none).
     """
-    storage.write(path, to_json(document) + "\n")
-
-
-def to_json(document: Any) -> str:
-    """Returns JSON; dataclasses are written as their fields, counts with the rates that follow from them."""
-    return json.dumps(document, default=_as_json, indent=1, allow_nan=False)
+    return json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
 
 
 def as_json(document: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Costs of rounds from programs that were compiled for a TPU, for `specsamp.analysis.planner`."""
+"""Costs of rounds on TPUs, for `specsamp.analysis.planner`: of compiled programs, or from sizes and rates alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from specsamp.analysis.costs import CostTable, Round
+from specsamp.analysis.costs import Costs, CostTable, Round
+from specsamp.models.config import TransformerConfig
 from specsamp.tpu.calibration import Band, Calibration
-from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.report import Report
+from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.work import Shape
 
-_OLD_FIELDS = {"draft_ways": "draft_model_parallelism"}  # of reports that were written before the new name
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline(Costs):
+    """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
+
+    Weights are read once for all sequences and all their tokens, the cache of each sequence once (the model of Pope et
+    al., arXiv 2211.05102). Of experts a call reads those that its tokens are expected to choose, so that longer drafts
+    read more.
+    """
+
+    target: TransformerConfig
+    draft: TransformerConfig
+    chip: str
+    devices: int = 1
+    default_context: int = 1024
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        scored = self.call_ms(self.target, draft_length + 1, batch, context)
+        return scored + draft_length * self.call_ms(self.draft, 1, batch, context)
+
+    def call_ms(self, model: TransformerConfig, tokens: int, batch: int, context: int) -> float:
+        """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch`` sequences."""
+        dtypes = {"weights": model.weight_dtype or model.dtype, "cache": model.cache_dtype or model.dtype}
+        sizes = {"rows": batch, "context": context, "tokens": tokens}
+        work = Shape.of(model).call(CHIPS[self.chip], (self.devices,), **sizes, **dtypes)
+        return max(work.streaming_ms, work.cycles_ms)
 
 
 def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
@@ -24,33 +52,12 @@ def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> Co
     Raises:
       ValueError: it is no such report, or its programs do not fit the slice.
     """
-    compiled = read_report(report)
-    named = [compiled[name] for name in ("target step", "round")]
-    if any(program.hbm_bytes is None for program in named):
+    compiled = Report.from_json(report)
+    programs = [compiled["target step"], compiled["round"]]
+    if any(program.hbm_bytes is None for program in programs):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    bands = [compiled.calibrated_ms(program.name, own) for program in named]
+    bands = [compiled.calibrated_ms(program.name, own) for program in programs]
     return banded_costs((0, compiled.draft_length), bands, compiled.batch, compiled.slots)
-
-
-def read_report(report: dict[str, Any]) -> Report:
-    """Reads a report that was written as JSON.
-
-    Raises:
-      ValueError: it is none, or it has no target step and no round.
-    """
-    try:
-        programs = tuple(
-            Program(**{**entry, "memory": entry["memory"] and Memory(**entry["memory"])})
-            for entry in report["programs"]
-        )
-        fields = {_OLD_FIELDS.get(name, name): value for name, value in report.items()}
-        compiled = Report(**{**fields, "programs": programs})
-        for name in ("target step", "round"):
-            compiled[name]
-    except (KeyError, TypeError, StopIteration) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"no compile report with a target step and a round ({told})") from error
-    return compiled
 
 
 def banded_costs(

@@ -29,9 +29,8 @@ from typing import Any
 
 from specsamp.checkpoints.published import published_config
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.shapes import Shape
 from specsamp.tpu.topology import CHIPS
-from specsamp.tpu.work import Work, replica_axes
+from specsamp.tpu.work import Shape, Work, replica_axes
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
 

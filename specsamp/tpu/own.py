@@ -22,9 +22,9 @@ from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.tpu.calibration import SHARES, Calibration, least_squares, nearly_best
+from specsamp.tpu.calibration import Calibration, Steps, fits_by_overlap, least_squares, nearly_best
 from specsamp.tpu.topology import parse, same_slice
-from specsamp.tpu.work import Work, hops, wire_ms
+from specsamp.tpu.work import hops, wire_ms
 
 SECONDS = 0.25  # of a loop: long against a launch and the clock
 PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
@@ -151,7 +151,7 @@ def fit_own(
     rate: float,
     link_rate: float,
     collectives: Sequence[AllReduce],
-    steps: Sequence[tuple[Work, float]],
+    steps: Steps,
 ) -> Calibration:
     """Fits a calibration of the devices at hand; its error is the worst of a step that was left out of all of the fit.
 
@@ -178,20 +178,13 @@ def fit_own(
     return dataclasses.replace(_fit_steps(base, steps), error=max(*errors, LEAST_ERROR))
 
 
-def _fit_steps(base: Calibration, steps: Sequence[tuple[Work, float]]) -> Calibration:
-    """Fits the overlap, and the times of a call and of a layer and sequence; all else is known.
+def _fit_steps(base: Calibration, steps: Steps) -> Calibration:
+    """Fits the overlap, and the times of a call and of a layer and sequence.
 
-    Of the overlaps that explain the steps nearly as well as the best the one in the middle is taken.
+    Of the overlaps that explain the steps nearly as well as the best, the one in the middle is taken.
     """
-    times, columns = [ms for _, ms in steps], [(work.calls, work.layer_sequences / 1e3) for work, _ in steps]
-
-    def fit(share: float) -> Calibration:
-        bare = dataclasses.replace(base, overlap=share)
-        call_ms, sequence_us = least_squares(times, [bare.milliseconds(work) for work, _ in steps], columns)
-        return dataclasses.replace(bare, call_ms=call_ms, sequence_us=sequence_us)
-
-    near = nearly_best([fit(share) for share in SHARES], steps)
-    return dataclasses.replace(near[len(near) // 2], least_overlap=near[0].overlap)
+    nearly = nearly_best(fits_by_overlap(base, steps), steps)
+    return dataclasses.replace(nearly[len(nearly) // 2], least_overlap=nearly[0].overlap)
 
 
 def read_calibration(document: Mapping[str, Any], topology: str, path: str = "this calibration") -> Calibration:

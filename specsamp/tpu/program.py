@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from specsamp.tpu.topology import Chip
+from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
+from specsamp.tpu.topology import Chip, parse
+from specsamp.tpu.traffic import traffic_of
 from specsamp.tpu.work import Work, hops, wire_ms
 
 USABLE = 0.98  # share of the memory of a chip that programs can have
+FACTS = ("hbm_bytes", "floor_bytes", "over_floor", "live_hbm_bytes", "live_over_floor", "cycles")
+FACTS += ("collectives", "collective_bytes", "host_transfers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,20 @@ class Memory:
         """Returns whether a device has room for it."""
         return self.total <= USABLE * self.capacity
 
+    @property
+    def parts(self) -> str:
+        """Returns the parts in words."""
+        return (
+            f"weights and caches {self.arguments / 2**30:.1f} GiB, temporaries {self.temporaries / 2**30:.1f} GiB, "
+            f"program {self.code / 2**30:.1f} GiB, of {self.capacity / 2**30:.0f} GiB"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """One compiled program, or why it does not fit.
 
-    Traffic is per device and call, that of the loop per round. What is not known of a program that does not fit is
-    None.
+    Traffic is per device and call, that of the loop per round. A program that does not fit has None where it is not known.
     """
 
     name: str
@@ -69,7 +82,6 @@ class Program:
     num_copies: int = 0
     open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
-    compile_seconds: float = 0.0
     live_hbm_bytes: float | None = None  # the traffic with caches as live_floor_bytes has them; None: not counted
     layers: int = 0  # of all calls of models in one run; 0 in reports of before this was counted
 
@@ -82,10 +94,6 @@ class Program:
     def live_over_floor(self) -> float | None:
         """Traffic as a multiple of the floor, both with caches of which only a part is alive."""
         return None if self.live_hbm_bytes is None else self.live_hbm_bytes / self.live_floor_bytes
-
-    def busy_ms(self, chip: Chip) -> float:
-        """Returns the longer of streaming and computing, in milliseconds."""
-        return max(self.streaming_ms(chip), self.cycles_ms(chip))
 
     def cycles_ms(self, chip: Chip) -> float:
         """Returns the milliseconds that computing takes."""
@@ -103,7 +111,7 @@ class Program:
           sequences: rows of a data shard.
           calls: of models in one run.
         """
-        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of what it sums.
+        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its sums.
         times = {"all-reduce": 2.0, "reduce-scatter": float(math.prod(chips) * chip.devices)}
         carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
         serial = sum(self.collectives.values())
@@ -117,12 +125,76 @@ class Program:
             calls=calls,
         )
 
-    def milliseconds(self, chip: Chip, latency_us: float) -> float:
-        """Adds collectives of a latency each, one after another, to the longer of streaming and computing."""
-        return self.busy_ms(chip) + sum(self.collectives.values()) * latency_us / 1e3
+    def facts(self, topology: str, *, sequences: int = 1, calls: int = 1) -> dict[str, Any]:
+        """Returns the numbers of a program on a whole slice, times in milliseconds; or why it does not fit.
+
+        Args:
+          sequences, calls: see `work`.
+        """
+        if self.memory is None or not self.memory.fits:
+            return {"fits": False, "why": self.out_of_memory or self.memory.parts}
+        work = self.work(*parse(topology), sequences=sequences, calls=calls)
+        return {name: getattr(self, name) for name in FACTS} | {
+            "fits": True,
+            "copies": self.num_copies,
+            "memory_bytes": self.memory.total,
+            "temporary_bytes": self.memory.temporaries,
+            "streaming_ms": work.streaming_ms,
+            "cycles_ms": work.cycles_ms,
+            "work": work,
+        }
 
 
 def fastest(programs: Sequence[Program], chip: Chip) -> Program:
     """Returns the program that streams and computes fastest of those that fit; the first where none does."""
     fitting = [program for program in programs if program.memory is not None]
-    return min(fitting, key=lambda program: program.busy_ms(chip), default=programs[0])
+    return min(fitting, key=lambda one: max(one.streaming_ms(chip), one.cycles_ms(chip)), default=programs[0])
+
+
+def measure(
+    name: str,
+    tokens: int,
+    floor: Callable[[float], float],
+    lowered: Callable[[], jax.stages.Lowered],
+    topology: str,
+    *,
+    layers: int,
+    live: float = 0.5,
+) -> Program:
+    """Compiles one program and counts what it moves; that it does not fit is a result.
+
+    Args:
+      floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.
+      layers: of all calls of models in one run.
+      live: the share of the slots that is alive in ``live_floor_bytes`` and ``live_hbm_bytes``.
+    """
+    chip, _ = parse(topology)
+    known = dict(name=name, tokens=tokens, floor_bytes=floor(1.0), live_floor_bytes=floor(live), layers=layers)
+    try:
+        compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return Program(**known, memory=None, out_of_memory=largest_buffers(str(error)))
+    text = compiled.as_text()
+    traffic = traffic_of(text)
+    return Program(
+        **known,
+        memory=Memory.of(compiled, chip.hbm_bytes // chip.devices),
+        out_of_memory=None,
+        hbm_bytes=traffic.bytes,
+        live_hbm_bytes=traffic_of(text, live).bytes,
+        cycles=traffic.cycles,
+        collectives=dict(traffic.collectives),
+        collective_bytes=dict(traffic.collective_bytes),
+        copies=tuple(traffic.copies),
+        num_copies=len(traffic.copies),
+        host_transfers=traffic.host_transfers,
+        open_loops=traffic.open_loops,
+    )
+
+
+def largest_buffers(message: str, most: int = 8) -> str:
+    """Picks the lines of the compiler's message that say how much is missing and which buffers are largest."""
+    wanted = re.compile(r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I)
+    return "\n".join([line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most])

@@ -31,6 +31,7 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
 WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
+STEP_WINDOWS = (WINDOW, 4)  # tried for a step, so that the baseline is measured at its best
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,6 +173,15 @@ class Programs:
         """Shards the first axis of every leaf over the data shards."""
         by_rows = NamedSharding(self.mesh, BY_ROWS)
         return jax.tree.map(lambda x: _shape(x, by_rows), shapes)
+
+
+def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
+    """Returns the numbers of tokens that are tried for a step of one new token per sequence.
+
+    One token is tried with several sequences, and where tokens choose experts: one that is fed again chooses some, too.
+    """
+    several = programs.batch > DataShards(programs.mesh).count
+    return (1, *STEP_WINDOWS) if several or model.config.experts else STEP_WINDOWS
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

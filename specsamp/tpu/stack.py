@@ -1,7 +1,7 @@
 """Programs of deep models from shallow ones: a layer costs what the next one costs.
 
     pair = Stack(chinchilla_70b(), described_mesh("v4:2x2x4"), "v4:2x2x4", drafter=draft_4b())
-    facts(pair.round(4, chain(top_p(0.8)), TokenRule()), "v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
+    pair.round(4, chain(top_p(0.8)), TokenRule()).facts("v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
 
 Programs of two and of four layers are compiled at full width and continued in a straight line to all layers; fixed
 costs stay fixed. A head has one layer and is compiled as it is.
@@ -9,9 +9,9 @@ costs stay fixed. A head has one layer and is compiled as it is.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -24,13 +24,13 @@ from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.program import Memory, Program, fastest
-from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model
-from specsamp.tpu.report import measure
+from specsamp.tpu.program import Program, fastest, measure
+from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model, step_windows
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled
 COUNTED = ("floor_bytes", "live_floor_bytes", "hbm_bytes", "live_hbm_bytes", "cycles")
+PARTS = ("arguments", "temporaries", "outputs", "code")  # of memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Stack:
         return [(each, self.at(MANY, tokens)), (-each, self.at(FEW, tokens))]
 
     def step(self) -> Program:
-        """Measures a call of one new token per row, at the fastest window; with one row never at 1."""
-        chip, _ = parse(self.topology)
-        windows = (WINDOW,) if self.batch == 1 else (1, WINDOW)
-        return fastest([self.call(window) for window in windows], chip)
+        """Measures a call of one new token per sequence, at the fastest window."""
+        programs = self.programs(FEW)
+        calls = [self.call(tokens) for tokens in step_windows(programs, programs.target)]
+        return fastest(calls, parse(self.topology)[0])
 
     def draft_step(self, tokens: int = WINDOW) -> Program:
         """Measures a step of what drafts."""
@@ -157,60 +157,23 @@ def linear(*terms: tuple[float, Program]) -> Program:
     if unfit is not None:
         return unfit
 
+    def total(name: str, of: Callable[[Program], Any] = lambda program: program) -> float:
+        return sum(weight * getattr(of(program), name) for weight, program in terms)
+
     def counts(name: str) -> dict[str, float]:
-        total = collections.Counter()
-        for weight, program in terms:
-            total.update({kind: weight * count for kind, count in getattr(program, name).items()})
-        return {kind: round(count) for kind, count in total.items() if round(count)}
+        kinds = dict.fromkeys(kind for _, program in terms for kind in getattr(program, name))
+        sums = {
+            kind: round(sum(weight * getattr(program, name).get(kind, 0) for weight, program in terms))
+            for kind in kinds
+        }
+        return {kind: count for kind, count in sums.items() if count}
 
-    def total(name):
-        return sum(weight * getattr(program, name) for weight, program in terms)
-
-    numbers = {name: total(name) for name in COUNTED}
-    whole = {name: round(total(name)) for name in ("num_copies", "host_transfers", "open_loops", "layers")}
-    parts = {
-        name: max(round(sum(weight * getattr(program.memory, name) for weight, program in terms)), 0)
-        for name in ("arguments", "temporaries", "outputs", "code")
-    }
-    memory = dataclasses.replace(first.memory, **parts)
+    memory = {name: max(round(total(name, lambda program: program.memory)), 0) for name in PARTS}
     return dataclasses.replace(
         first,
-        **numbers,
-        **whole,
-        memory=memory,
+        **{name: total(name) for name in COUNTED},
+        **{name: round(total(name)) for name in ("num_copies", "host_transfers", "open_loops", "layers")},
+        memory=dataclasses.replace(first.memory, **memory),
         collectives=counts("collectives"),
         collective_bytes=counts("collective_bytes"),
-    )
-
-
-def facts(program: Program, topology: str, *, sequences: int = 1, calls: int = 1) -> dict[str, Any]:
-    """Returns what a study reports of a program, times in milliseconds; or why it does not fit.
-
-    Args:
-      topology: the whole of it shares the model.
-      sequences: rows of a data shard.
-      calls: of models in one run, each with the fixed time of the calibration.
-    """
-    if program.memory is None or not program.memory.fits:
-        return {"fits": False, "why": program.out_of_memory or _needs(program.memory)}
-    chip, sizes = parse(topology)
-    work = program.work(chip, sizes, sequences=sequences, calls=calls)
-    counted = ("hbm_bytes", "floor_bytes", "over_floor", "live_hbm_bytes", "live_over_floor", "cycles")
-    return {
-        name: getattr(program, name) for name in (*counted, "collectives", "collective_bytes", "host_transfers")
-    } | {
-        "fits": True,
-        "copies": program.num_copies,
-        "memory_bytes": program.memory.total,
-        "temporary_bytes": program.memory.temporaries,
-        "streaming_ms": work.streaming_ms,
-        "cycles_ms": work.cycles_ms,
-        "work": work,
-    }
-
-
-def _needs(memory: Memory) -> str:
-    return (
-        f"weights and caches {memory.arguments / 2**30:.1f} GiB, temporaries {memory.temporaries / 2**30:.1f} GiB, "
-        f"program {memory.code / 2**30:.1f} GiB, of {memory.capacity / 2**30:.0f} GiB"
     )

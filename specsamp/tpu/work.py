@@ -1,10 +1,15 @@
-"""Counts what a program does, as far as it decides its milliseconds, and how far its collectives travel."""
+"""Work of programs, as far as it decides their milliseconds: of shapes alone here, of compiled programs elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+
+from specsamp.models.config import TransformerConfig
+from specsamp.tpu.topology import Chip
+
+BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,3 +61,94 @@ def replica_axes(sizes: Sequence[int], chips: int) -> tuple[int, ...]:
         taken.append(min(size, left))
         left //= taken[-1]
     return tuple(taken)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.report` asks the compiler instead."""
+
+    layers: int
+    width: int
+    parameters: float  # of the layers, read at every step
+    head_parameters: float = 0.0  # of the output matrix, which stays in bfloat16 where the layers are in int8
+    cached: float = 0.0  # numbers of the cache per token of a sequence
+    expert_parameters: float = 0.0  # of one expert
+    expert_layers: int = 0
+    experts: int = 0  # of such a layer
+    experts_per_token: int = 0
+    collectives_per_layer: int = 2
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Shape:
+        """Takes the sizes of a transformer; tables that are only looked up are left out."""
+        embeddings = config.vocab_size * config.width
+        tables = embeddings * (1 if config.tied else 2) + config.num_ngram_tables * config.ngram_rows * config.width
+        experts = config.experts
+        return cls(
+            layers=config.num_layers,
+            width=config.width,
+            parameters=config.num_parameters - config.num_expert_parameters - tables,
+            head_parameters=embeddings,
+            cached=2 * config.num_layers * config.num_kv_heads * config.head_size,
+            expert_parameters=3 * config.width * experts.width if experts else 0.0,
+            expert_layers=config.num_sparse_layers,
+            experts=experts.num_experts if experts else 0,
+            experts_per_token=experts.experts_per_token if experts else 0,
+        )
+
+    def weight_bytes(self, dtype: str, tokens: int) -> float:
+        """Returns the bytes of weights that a call of so many tokens reads; experts as random routing picks them."""
+        missed = (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
+        picked = self.expert_layers * self.experts * (1 - missed) * self.expert_parameters
+        return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * max(BYTES[dtype], BYTES["bfloat16"])
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of a step, one after another: those of the layers, one each for embedding and logits."""
+        return self.collectives_per_layer * self.layers + 2
+
+    def call(
+        self,
+        chip: Chip,
+        chips: Sequence[int],
+        *,
+        rows: int,
+        context: float,
+        tokens: int = 1,
+        weights: str = "bfloat16",
+        cache: str = "bfloat16",
+        sequences: int | None = None,
+    ) -> Work:
+        """Returns the work of a call on one chip; a compiled program moves a little more.
+
+        Args:
+          chips: of a replica along each axis.
+          rows: sequences of a replica.
+          context: slots of the caches that are read.
+          tokens: of each sequence.
+          sequences: whose attention one chip computes; None: all of its replica.
+        """
+        count = math.prod(chips)
+        read = self.weight_bytes(weights, rows * tokens) + rows * context * self.cached * BYTES[cache]
+        used = self.parameters + self.head_parameters
+        used += self.expert_layers * self.experts_per_token * self.expert_parameters
+        one = self.collective(chip, chips, rows * tokens)
+        times = self.collectives if count > 1 else 0
+        return Work(
+            streaming_ms=read / count / chip.hbm_bytes_per_second * 1e3,
+            cycles_ms=2 * used * rows * tokens / count / chip.flops_per_second * 1e3,
+            collectives=times,
+            collective_hops=times * one.collective_hops,
+            wire_ms=times * one.wire_ms,
+            layer_sequences=self.layers * (rows if sequences is None else sequences),
+        )
+
+    def collective(self, chip: Chip, chips: Sequence[int], rows: int) -> Work:
+        """Returns the work of one all-reduce of activations, which scatters sums and gathers them."""
+        carried = 2 * rows * self.width * BYTES["bfloat16"]
+        return Work(
+            streaming_ms=0.0,
+            collectives=1,
+            collective_hops=hops(chips),
+            wire_ms=wire_ms(carried, chips, chip.link_bytes_per_second),
+        )

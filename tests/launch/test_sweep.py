@@ -63,11 +63,8 @@ def swept(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     output = tmp_path / "sweep.json"
-    output.write_text("half a fi", encoding="utf-8")
     done = call("benchmark", "--sweep", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
-    assert "set aside as" in done.stdout.replace("\n", " ")
-    assert (tmp_path / "sweep.json.aside-1").read_text() == "half a fi"
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
     assert gathered.stdout.count("greedy, plain") == gathered.stdout.count("ms per token over all rows") == 2

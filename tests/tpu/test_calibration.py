@@ -9,7 +9,16 @@ import pytest
 
 from launch.studies import backtest
 from specsamp.tpu import calibration, measurements
-from specsamp.tpu.calibration import ROUNDS_MS, Band, Calibration, calibrate, estimate, held_out, ratio, two_digits
+from specsamp.tpu.calibration import (
+    ROUNDS_MS,
+    Band,
+    Calibration,
+    band_ratio,
+    estimate,
+    fit_published,
+    held_out,
+    two_digits,
+)
 from specsamp.tpu.measurements import published
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes, wire_ms
 
@@ -34,7 +43,7 @@ def numbers(made):
 
 
 def test_the_fits_find_what_made_the_data():
-    found = calibrate(made_by(ADDED, HIDDEN))
+    found = fit_published(made_by(ADDED, HIDDEN))
     assert numbers(found.added) == pytest.approx(numbers(ADDED))
     assert numbers(found.hidden) == pytest.approx(numbers(HIDDEN))
     assert found.added.error < 1e-6 and found.hidden.error < 1e-6
@@ -45,11 +54,13 @@ def test_a_measurement_that_does_not_belong_shows_in_the_error():
     wrong = [
         r if r.chip != "v4" or r.batch > 1 else dataclasses.replace(r, milliseconds=1.4 * r.milliseconds) for r in rows
     ]
-    assert calibrate(tuple(wrong)).added.error > 0.1
+    assert fit_published(tuple(wrong)).added.error > 0.1
 
 
 def test_no_number_is_negative_and_nothing_streams_faster_than_the_memory():
-    found = calibrate(made_by(dataclasses.replace(ADDED, efficiency=1.4), dataclasses.replace(HIDDEN, efficiency=1.4)))
+    found = fit_published(
+        made_by(dataclasses.replace(ADDED, efficiency=1.4), dataclasses.replace(HIDDEN, efficiency=1.4))
+    )
     for fit in (found.added, found.hidden):
         assert fit.efficiency <= 1 and min(numbers(fit)) >= 0
 
@@ -64,7 +75,7 @@ def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
 
 def test_the_sum_of_collectives_and_streaming_fails_that_bar():
     """The control: what held for TPU v4, and what this package used for every chip until now."""
-    added = calibrate().added
+    added = fit_published().added
     errors = [abs(added.milliseconds(row.work()) / row.milliseconds - 1) for row in LLAMA]
     assert np.median(errors) > 0.2 and max(errors) > 0.9
 
@@ -74,8 +85,7 @@ def errors_by_layout(choose):
     found = {}
     for layout in {row.layout for row in LLAMA}:
         rows = [row for row in published() if row.layout != layout]
-        steps = [(r.work(), r.milliseconds) for r in rows if r.chip == "v5e" and r.kind == "step"]
-        fit = choose(calibration.fits_by_overlap(rows), steps)
+        fit = choose(calibration.hidden_by_overlap(rows), calibration.steps_on("v5e", rows))
         found[layout] = [abs(fit.milliseconds(r.work()) / r.milliseconds - 1) for r in LLAMA if r.layout == layout]
     return found
 
@@ -95,19 +105,19 @@ def test_an_overlap_that_is_chosen_without_the_layout_holds_the_bar_too():
 
 def test_the_overlap_that_was_traced_lies_in_the_band():
     """40 of the 67 us that a layer's weights need, in a trace of one of these programs; it was not used."""
-    assert 0.4 <= calibrate().hidden.least_overlap <= 40 / 67 < calibrate().hidden.overlap == 1
+    assert 0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
 
 
 def test_layouts_count_and_not_their_rows():
     """An error that one layout has in all of its rows is no rarer for their number."""
-    hidden = calibrate().hidden
+    hidden = fit_published().hidden
     assert hidden.layouts == 3
     for layout in {row.layout for row in LLAMA}:
         fit = calibration.fit_hidden([row for row in published() if row.layout != layout])
         left = [row for row in LLAMA if row.layout == layout]
         assert max(abs(math.log(fit.milliseconds(r.work()) / r.milliseconds)) for r in left) <= hidden.error + 1e-9
     step = next(row for row in published() if row.model == "Llama 2 7B")
-    assert calibrate().of_row(step).covers(step.milliseconds)  # outside of the band made without it
+    assert fit_published().of_row(step).covers(step.milliseconds)  # outside of the band made without it
 
 
 @pytest.mark.parametrize("by", ["layout", "source"])
@@ -138,7 +148,7 @@ def test_a_source_that_is_alone_on_its_chip_leaves_a_chip_without_measurements()
 def test_rounds_of_the_paper_were_not_fitted():
     target, draft = (next(r for r in published() if r.model == name).work() for name in ("Chinchilla 70B", "draft 4B"))
     for K, measured in ROUNDS_MS.items():
-        assert calibrate().added.milliseconds(target, *[draft] * K) == pytest.approx(measured, rel=0.09)
+        assert fit_published().added.milliseconds(target, *[draft] * K) == pytest.approx(measured, rel=0.09)
 
 
 def test_only_what_outlasts_the_streaming_is_exposed():
@@ -185,11 +195,15 @@ def test_two_digits():
 
 def test_a_ratio_compares_within_each_world():
     slow, fast = (Band(least=a, likely=b, most=c, open=True, worlds=(a, c)) for a, b, c in ((6, 10, 20), (2, 4, 10)))
-    assert (ratio(slow, fast).least, ratio(slow, fast).most) == (2, 3)
+    assert (band_ratio(slow, fast).least, band_ratio(slow, fast).most) == (2, 3)
     closed, other = (dataclasses.replace(band, open=False) for band in (slow, fast))
-    assert (ratio(closed, other).least, ratio(closed, other).likely, ratio(closed, other).most) == (2, 2.5, 3)
+    assert (band_ratio(closed, other).least, band_ratio(closed, other).likely, band_ratio(closed, other).most) == (
+        2,
+        2.5,
+        3,
+    )
     bare = [dataclasses.replace(band, worlds=()) for band in (closed, other)]
-    assert ratio(*bare).least == ratio(*bare).most == 2.5
+    assert band_ratio(*bare).least == band_ratio(*bare).most == 2.5
     halved = slow / 2
     assert halved.worlds == (3, 10) and halved.most == 10
 
@@ -199,7 +213,7 @@ def test_published_speedups_of_a_pair_lie_within():
     chinchilla = {row.model: row.work() for row in published() if row.chip == "v4"}
     target, draft, plain_ms = chinchilla["Chinchilla 70B"], chinchilla["draft 4B"], 14.1
     for K, measured in ROUNDS_MS.items():
-        found = ratio(estimate("v4", target), estimate("v4", target, *[draft] * K))
+        found = band_ratio(estimate("v4", target), estimate("v4", target, *[draft] * K))
         assert found.least < plain_ms / measured < found.most, K
 
 

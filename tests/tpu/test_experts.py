@@ -10,11 +10,10 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu.programs import Programs
-from specsamp.tpu.report import STEP_WINDOWS, step_windows
-from specsamp.tpu.shapes import Shape
+from specsamp.tpu.programs import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
+from specsamp.tpu.work import Shape
 from support import extras
 
 OPTIMISED = True

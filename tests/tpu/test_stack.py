@@ -9,7 +9,7 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, top_p
 from specsamp.tpu.program import Memory, Program
-from specsamp.tpu.stack import FEW, MANY, Stack, facts, linear
+from specsamp.tpu.stack import FEW, MANY, Stack, linear
 from specsamp.tpu.topology import described_mesh
 from support import extras
 
@@ -52,10 +52,10 @@ def test_a_straight_line():
 
 def test_what_does_not_fit_stays_so():
     assert continued(program(2), program(4, fits=False), 80).memory is None
-    assert facts(program(2, fits=False), "v4:2x2x4") == {"fits": False, "why": "too much"}
+    assert program(2, fits=False).facts("v4:2x2x4") == {"fits": False, "why": "too much"}
     # Two and four layers fit, a hundred do not.
-    assert facts(continued(program(2), program(4), 96), "v4:2x2x4")["fits"]
-    made = facts(continued(program(2), program(4), 98), "v4:2x2x4")
+    assert continued(program(2), program(4), 96).facts("v4:2x2x4")["fits"]
+    made = continued(program(2), program(4), 98).facts("v4:2x2x4")
     assert not made["fits"] and made["why"].endswith("of 0 GiB") and "hbm_bytes" not in made
 
 
