@@ -30,7 +30,7 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: what they said stands beside the file.
-    r".* --study=variants .*|.*/(in_flight|freeze_forecasts)\.py.*": "",
+    r".* --study=variants .*|.*/(in_flight|freeze_forecasts|scheduling)\.py.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
@@ -43,8 +43,6 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?agreement\.py": "launch/study.py agreement",
     r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
-    r"launch/(?:studies/)?scheduling\.py(.*) --two_kinds": r"launch/study.py serving --ask=two_kinds --rows=4\1",
-    r"launch/(?:studies/)?scheduling\.py": "launch/study.py serving --ask=arrivals --rows=4",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
     r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
     r"launch/(?:studies/)?lossy\.py": "launch/study.py lossy",

@@ -36,7 +36,6 @@ PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.
 
 BEFORE = {  # studies that have another name, or are a question of another study
     "refill": "serving --ask=batches",
-    "scheduling": "serving --ask=arrivals",
     "serve_load": "serving --ask=endpoint",
     "one_round": "rounds",
     "head_training": "heads",

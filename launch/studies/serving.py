@@ -1,183 +1,200 @@
-"""Measures queue, schedules and endpoint of specsamp.serving; each question is a cell.
+"""Measures queue and endpoint of specsamp.serving; each question is a cell.
 
     python launch/study.py serving --ask=batches --problems=HumanEval.jsonl.gz --output=runs/python_pair_refill.json
-    python launch/study.py serving --ask=arrivals,two_kinds --rows=4 --problems=HumanEval.jsonl.gz
     python launch/study.py serving --ask=endpoint --max_new_tokens=128
 
-batches: rounds and time of fixed batches, whose rows wait for the slowest, beside the queue; what it costs to leave the
-loop every few rounds, where all texts are equally long and nothing is refilled; how many texts differ from those of the
-same prompt alone. Near-ties of float32 logits may fall either way in another batch.
+batches: rounds and time of fixed batches, which wait for their slowest row, and of the queue.
 
-arrivals: who waits how long under each schedule. All texts are decoded once, without a break: this gives their lengths,
-which no schedule changes, the requests a second that the machine can do, and costs. Then the problems after the first
---past, from which lengths are predicted, arrive at random times, at several loads. Beside what the clock says stands
-what the simulator makes of the costs. Latency is normalised: all the time that a text took, over its tokens.
-
-two_kinds: the same, where three requests in four ask for an eighth of the budget and no text stops early.
-
-endpoint: what clients of launch/serve.py find who ask again as soon as they are answered; they share the machine's cores
+endpoint: what clients of launch/serve.py see that ask again as soon as they are answered; they share the machine's cores
 with the server.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+import json
+import re
 import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from launch.lib import clients
-from launch.lib.study import Document, Option, Published, Study, here
-from launch.studies.serving_queue import Requests, arrivals, batches
-from specsamp import chain, load_pair, temperature, top_p
+import numpy as np
+
+from launch.lib.config import CHECKOUT
+from launch.lib.study import Document, Option, Published, Say, Study, here
+from specsamp import chain, generate, generate_many, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
+from specsamp.analysis.workload import take_turns
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.checks import encode
 from specsamp.evaluation.tasks import load_task
 
-TABLES = {"batches": "refill", "arrivals": "scheduling_humaneval", "two_kinds": "scheduling", "endpoint": "serve_load"}
-SAMPLING = {"temperature": 0.8, "top_p": 0.95}
-OPTIONS = {
-    "ask": Option(tuple(TABLES), "Ask these questions, with commas between them.", choices=tuple(TABLES)),
-    "task": Option("humaneval", "Decode the problems of this task, with its stop texts."),
-    "problems": Option(None, "The problems: a file or a data set; by default the task's own."),
-    "pair": Option("python", "The pair, by name or folder."),
-    "count": Option(164, "Take the first so many problems.", least=1),
-    "rows": Option(8, "Texts that are decoded together.", least=1),
-    "max_new_tokens": Option(192, "The budget of each text.", least=2),
-    "K": Option(3, "Tokens per draft; 0 decodes plainly.", least=0),
-    "repeats": Option(3, "Measure times so often, in turn; loads at so many draws of the arrivals.", least=1),
-    "alone": Option(24, "Compare so many texts with those of their prompts alone.", least=0),
-    "past": Option(80, "Predict from the texts of the first so many problems; the others arrive.", least=1),
-    "load": Option((0.5, 0.8, 1.1), "Measure at these shares of the capacity, with commas between them.", least=0.01),
-    "draws": Option(50, "Simulate each load at so many draws of the arrivals.", least=1),
-    "ageing": Option(1.0, "A second of waiting is worth so many tokens.", least=0.0),
-    "clients": Option((1, 4, 8, 16), "Numbers of clients that ask at a time, with commas between them.", least=1),
-    "requests": Option(64, "Requests of each number of clients, together.", least=1),
-    "context": Option(512, "Tokens of a prompt and its text together, at the endpoint.", least=2),
-}
-SHARED = [name for name in OPTIONS if name not in ("ask", "problems")]  # by all cells of a file
+TABLES = {"batches": "refill", "endpoint": "serve_load"}
+PAIR, K, CONTEXT, SLICE, CLIENTS = "python", 3, 512, 16, (1, 4, 8, 16)
 
 
-def prepare(options: Any) -> Requests:
+def prepare(options: Any) -> Any:
     """Reads pair and problems; the endpoint reads its own."""
-    if set(options.ask) == {"endpoint"}:
-        return Requests(options=options, pair=None, prompts=(), settings={})
-    task = load_task(options.task, options.problems, insist=True)  # nothing is scored: no program runs
-    pair = load_pair(options.pair)
-    room = (pair.target.max_positions or math.inf) - options.max_new_tokens
-    encoded = encode(pair, [one.prompt for one in task.problems])
-    prompts = [prompt for prompt in encoded if len(prompt) <= room][: options.count]
-    if {"arrivals", "two_kinds"} & set(options.ask) and len(prompts) < options.past + 2:
-        raise ValueError(f"--past={options.past}: give less than {len(prompts) - 1}, as {len(prompts)} problems fit")
-    sampling = chain(temperature(0.8), top_p(0.95))
-    settings = {"sampling": sampling, "draft_length": options.K, "stop": list(task.stop)}
-    return Requests(options=options, pair=pair, prompts=prompts, settings=settings)
+    if set(options.ask) != {"endpoint"}:
+        task = load_task(options.task, options.problems, insist=True)  # nothing is scored: no program runs
+        options.pair = load_pair(PAIR)
+        encoded, room = encode(options.pair, [each.prompt for each in task.problems]), options.pair.target.max_positions
+        options.prompts = [prompt for prompt in encoded if len(prompt) + options.max_new_tokens <= room]
+        sampling = chain(temperature(0.8), top_p(0.95))
+        options.settings = {"sampling": sampling, "draft_length": K, "stop": list(task.stop)}
+    return options
 
 
-def measure(requests: Requests, key, say) -> dict[str, Any]:
-    """Answers one question."""
-    options = requests.options
-    facts = {name: getattr(options, name) for name in ("pair", "task", "K", "rows", "max_new_tokens", "ageing")}
-    match key["ask"]:
-        case "batches":
-            return facts | {"problems": len(requests.prompts)} | batches(requests, say)
-        case "endpoint":
-            return endpoint(options, say)
-    return facts | arrivals(requests, key["ask"] == "two_kinds", say)
+def queued(options: Any, **settings: Any) -> dict[str, Any]:
+    """Decodes all prompts by the queue, compiled before."""
+    settings = options.settings | settings
+    work = generate_many(options.pair, options.prompts, options.max_new_tokens, rows=options.rows, **settings)
+    work.compile()
+    begin = time.perf_counter()
+    tokens = sum(len(text.tokens) for text in work)
+    return {"seconds": time.perf_counter() - begin, "tokens": tokens, "rounds": work.usage.rounds}
 
 
-def endpoint(options: Any, say) -> dict[str, Any]:
+def fixed(options: Any) -> dict[str, Any]:
+    """Decodes all prompts in fixed batches."""
+    begin, rounds, tokens = time.perf_counter(), 0, 0
+    for first in range(0, len(options.prompts), options.rows):
+        prompts = options.prompts[first : first + options.rows]
+        ids = list(range(first, first + len(prompts)))
+        texts = generate(options.pair, prompts, options.max_new_tokens, prompt_ids=ids, **options.settings)
+        rounds += max(text.stats.rounds + -(-text.dropped // (K + 1)) for text in texts)
+        tokens += sum(len(text.tokens) for text in texts)
+    return {"seconds": time.perf_counter() - begin, "tokens": tokens, "rounds": rounds}
+
+
+def batches(options: Any, say: Say) -> dict[str, Any]:
+    """Compares the queue, also where it leaves the loop every few rounds, with fixed batches."""
+    ways = {
+        "queue": lambda turn: queued(options),
+        f"queue, {SLICE} rounds at a time": lambda turn: queued(options, rounds_per_slice=SLICE),
+        "batches": lambda turn: fixed(options),
+    }
+    runs = take_turns(ways, options.repeats + 1, say)
+    return {"fixed_batches": {"runs": {way: each[1:] for way, each in runs.items()}}}  # the first compiles
+
+
+def endpoint(options: Any, say: Say) -> dict[str, Any]:
     """Puts load on a server that drafts, then on one that does not."""
-    prompts, most, found = load_prompts(options.pair), max(options.clients), {}
-    fields = {"model": options.pair, "max_tokens": options.max_new_tokens, **SAMPLING}
-    server = [f"--config=configs/trained_pair.py:{options.pair}", f"--rows={options.rows}", "--warps=top_p"]
-    server += [f"--context={options.context}", f"--max_waiting={most}"]
-    for K in dict.fromkeys((options.K, 0)):
-        say(f"K = {K}: the server compiles")
-        with clients.serving(*server, f"--config.draft_length={K}") as url:
-            clients.load(url, prompts, most, most, **fields)  # warms up
-            found[str(K)] = []
-            for count in sorted(set(options.clients)):
-                say(f"K = {K}, {count} clients")
-                found[str(K)].append(clients.load(url, prompts, count, options.requests, **fields))
-    facts = {"pair": options.pair, "rows": options.rows, "max_tokens": options.max_new_tokens, "sampling": SAMPLING}
-    return facts | {"K": found}
+    fields = {"model": PAIR, "max_tokens": options.max_new_tokens, "temperature": 0.8, "top_p": 0.95}
+    found: dict[int, list] = {K: [], 0: []}
+    for length, runs in found.items():
+        say(f"K = {length}: the server compiles")
+        command = [
+            sys.executable,
+            "-um",
+            "launch.serve",
+            "--port=0",
+            "--plain",
+            "--warps=top_p",
+            f"--rows={options.rows}",
+        ]
+        command += [f"--config=configs/trained_pair.py:{PAIR}", f"--config.draft_length={length}"]
+        command += [f"--context={CONTEXT}", f"--max_waiting={max(CLIENTS)}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as server:
+            try:
+                ready = next(filter(None, (re.search(r"ready: (\S+)/v1 ", line) for line in server.stdout)), None)
+                if ready is None:
+                    raise ValueError("the server did not begin; it said why above")
+                load(ready[1], max(CLIENTS), max(CLIENTS), fields)  # warms up
+                for clients in CLIENTS:
+                    say(f"K = {length}, {clients} clients")
+                    runs.append(load(ready[1], clients, options.requests, fields))
+            finally:
+                server.terminate()  # it ends its connections, and says nothing
+    return {"context": CONTEXT, "K": found}
+
+
+def load(url: str, clients: int, requests: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns what so many clients see that take turns with the requests."""
+
+    def ask(number: int) -> tuple[int, float, float]:
+        """Returns tokens, and the seconds to the first event and to the end of a streamed answer."""
+        prompt = prompts[number % len(prompts)]
+        asked = {**fields, "prompt": prompt, "seed": number, "stream": True, "stream_options": {"include_usage": True}}
+        body, begin = json.dumps(asked).encode(), time.perf_counter()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            events = [(time.perf_counter() - begin, line) for line in answer if line.startswith(b"data: {")]
+        usage = json.loads(events[-1][1].removeprefix(b"data: "))["usage"]
+        return usage["completion_tokens"], events[0][0], time.perf_counter() - begin
+
+    prompts, begin = load_prompts(PAIR), time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        tokens, first, end = zip(*pool.map(ask, range(requests)))
+    spans = {"seconds_to_first_token": first, "seconds_to_end": end}
+    quantiles = {name: {"median": np.median(each), "p90": np.quantile(each, 0.9)} for name, each in spans.items()}
+    return {"clients": clients, "tokens_per_second": sum(tokens) / (time.perf_counter() - begin), **quantiles}
 
 
 def answer(document: Document, ask: str) -> Document:
-    """Returns what a question found; older files hold that of one question alone."""
+    """Returns the answer to a question; older files hold that of one question alone."""
     cells = document.get("cells", [{"key": {"ask": ask}, "result": document}])
     return next(cell["result"] for cell in cells if cell["key"]["ask"] == ask)
 
 
 def refill(document: Document) -> Table:
     """Returns rounds and times of the queue and of fixed batches."""
-    document = answer(document, "batches")
-    found, slices, alone = (document[part] for part in ("fixed_batches", "slices", "alone"))
     rows = []
-    for way, runs in found["runs"].items():
+    for way, runs in answer(document, "batches")["fixed_batches"]["runs"].items():
         seconds = statistics.median(run["seconds"] for run in runs)
         rows.append((way, f"{runs[0]['rounds']}", f"{seconds:.1f}", f"{1e3 * seconds / runs[0]['tokens']:.2f}"))
-    lengths, occupancy = found["tokens_per_text"], found["occupancy"]
-    busy = "" if occupancy is None else f"Rows were busy in {occupancy:.1%} of the rounds in which prompts waited; "
-    note = (
-        f"{document['problems']} texts of {lengths['least']} to {lengths['most']} tokens (median {lengths['median']:g}), "
-        f"{document['rows']} rows, K = {document['K']}. {busy}{found['speedup']:.2f}x. Leaving the loop every "
-        f"{slices['rounds_per_slice']} rounds, where all texts are equally long, took {slices['median'] - 1:+.1%} of the "
-        f"time of one run (median of {len(slices['ratios'])} pairs). {alone['texts'] - alone['differ']} of "
-        f"{alone['texts']} texts are those of their prompts alone."
-    )
     header = ("", "rounds", "seconds", "ms per token")
-    return Table(title="The queue beside fixed batches", header=header, rows=rows, note=note)
+    return Table(title="The queue beside fixed batches", header=header, rows=rows)
 
 
-def scheduling(ask: str, document: Document) -> Table:
-    """Returns latencies under schedules, by load."""
-    document = answer(document, ask)
+def scheduling(document: Document) -> Table:
+    """Returns latencies of requests at random times under schedules, a dated record."""
     rows = []
     for row in document["measured"]:
         ms = (f"{1e3 * row[field]:.1f}" for field in ("mean", "p90"))
         rows.append((f"{row['load']:g}", row["schedule"], *ms, f"{row['longest']:.1f}", f"{row['put_aside']:.0f}"))
-    lengths, related = document["lengths"], document["correlation"]
-    note = (
-        f"{document['requests']['arriving']} requests arrive, of {lengths[0]} to {lengths[-1]} tokens (mean "
-        f"{statistics.mean(lengths):.0f}), for {document['rows']} rows; load 1 is {document['capacity']:.2f} of them a "
-        f"second. Predicted and true lengths: {'all equal' if related is None else f'correlation {related:.2f}'}."
-    )
-    kinds = "two kinds of requests" if document["two_kinds"] else "requests of one kind"
     header = ("load", "schedule", "ms per token", "p90", "longest, s", "put aside")
-    return Table(title=f"Normalised latency, {kinds}", header=header, rows=rows, note=note, left=2)
+    return Table(title="Latency by load and schedule", header=header, rows=rows, left=2)
 
 
 def serve_load(document: Document) -> Table:
-    """Returns what clients of the endpoint found, by their number, with drafts and without."""
-    document = answer(document, "endpoint")
+    """Returns what clients of the endpoint see, by their number, with drafts and without."""
     rows = []
-    for K, runs in document["K"].items():
+    for length, runs in answer(document, "endpoint")["K"].items():
         for run in runs:
             spans = (run["seconds_to_first_token"], run["seconds_to_end"])
             times = (f"{each['median']:.2f} ({each['p90']:.2f})" for each in spans)
-            rows.append((K, f"{run['clients']}", f"{run['tokens_per_second']:.0f}", *times))
+            rows.append((length, f"{run['clients']}", f"{run['tokens_per_second']:.0f}", *times))
     header = ("K", "clients", "tokens per second", "first token, s", "whole answer, s")
-    note = f"{document['rows']} rows; answers of at most {document['max_tokens']} tokens, streamed; 90th percentiles in brackets."
+    note = "Answers are streamed; 90th percentiles in brackets."
     return Table(title="The endpoint under load", header=header, rows=rows, note=note)
 
 
+ASKED = {"batches": batches, "endpoint": endpoint}
+OPTIONS = {
+    "ask": Option(tuple(TABLES), "Ask these questions, with commas between them.", choices=tuple(TABLES)),
+    "task": Option("humaneval", "Decode the problems of this task, with its stop texts."),
+    "problems": Option(None, "The problems: a file or a data set; by default the task's own."),
+    "rows": Option(8, "Texts that are decoded together.", least=1),
+    "max_new_tokens": Option(192, "The budget of each text.", least=2),
+    "repeats": Option(3, "Measure times so often, in turn.", least=1),
+    "requests": Option(64, "Requests of each number of clients, together.", least=1),
+}
 STUDY = Study(
-    question="What do queue, schedules and endpoint gain, and who waits how long?",
+    question="What does the queue gain, and what do clients of the endpoint wait for?",
     options=OPTIONS,
     prepare=prepare,
-    cells=lambda requests: [{"ask": ask} for ask in requests.options.ask],
-    identity=lambda requests: {name: getattr(requests.options, name) for name in SHARED} | here(),
-    measure=measure,
+    cells=lambda options: [{"ask": ask} for ask in options.ask],
+    identity=lambda options: {name: getattr(options, name) for name in [*OPTIONS][3:]} | here(),
+    measure=lambda options, key, say: ASKED[key["ask"]](options, say),
     tables={
         "refill": Published(["python_pair_refill"], refill),
-        "scheduling": Published(["python_pair_scheduling"], functools.partial(scheduling, "two_kinds")),
-        "scheduling_humaneval": Published(
-            ["python_pair_scheduling_humaneval"], functools.partial(scheduling, "arrivals")
-        ),
+        "scheduling": Published(["python_pair_scheduling"], scheduling),
+        "scheduling_humaneval": Published(["python_pair_scheduling_humaneval"], scheduling),
         "serve_load": Published(["python_pair_serve_load"], serve_load),
     },
-    shown=lambda requests: [TABLES[ask] for ask in requests.options.ask],
+    shown=lambda options: [TABLES[ask] for ask in options.ask],
 )

@@ -4,15 +4,14 @@ First come, first served lets a short text wait behind long ones. `ShortestFirst
 Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished ones whose prompts are near, the text with the
 fewest tokens to come goes first, a running one is put aside for it, and waiting counts, so that nothing waits for ever.
 
-A schedule decides when a text is decoded, never what it says. `specsamp.serving.queue` and `specsamp.serving.simulate`
-ask the same objects.
+A schedule decides when a text is decoded, never what it says.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ class Ticket:
     """A text that is asked for, and how far it is.
 
     Attributes:
-      job: the call that asks for it; None: the text is simulated.
+      job: the call that asks for it.
       row: of the job.
       prompt: token ids.
       budget: the most tokens that it may have.
@@ -59,17 +58,6 @@ class Served:
     def seconds_per_token(self) -> float:
         """The normalised latency: all the time that the text took, waiting included, for each of its tokens."""
         return (self.ended - self.arrived) / max(self.emitted, 1)
-
-
-def summary(served: Iterable[Served]) -> dict[str, float]:
-    """Returns the normalised latency of some texts, and their longest time, in seconds."""
-    served = list(served)
-    per_token = [one.seconds_per_token for one in served]
-    return {
-        "mean": float(np.mean(per_token)),
-        "p90": float(np.quantile(per_token, 0.9)),
-        "longest": max(one.ended - one.arrived for one in served),
-    }
 
 
 class Schedule(abc.ABC):

@@ -18,7 +18,6 @@ TINY = "--config=configs/random_pair.py:tiny"
         ("study", ["adaptive", "--drafters=none"], "--drafters=none: no none"),
         ("study", ["adaptive", "--texts=17"], "--texts=17 needs a quarter more prompts, and there are 20"),
         ("study", ["serving", "--task=nothing"], "got 'nothing'"),
-        ("study", ["serving", "--ask=arrivals", "--task=python", "--past=19"], "--past=19: give less than 19, as 20"),
     ],
 )
 def test_what_is_refused(script, arguments, message):

@@ -10,6 +10,7 @@ from specsamp import (
     BlockRule,
     CoupledRule,
     EarlyExitDrafter,
+    FirstCome,
     Pair,
     ShortestFirst,
     TokenRule,
@@ -20,9 +21,8 @@ from specsamp import (
 )
 from specsamp.serving import batch
 from specsamp.serving.schedule import Nearest, Ticket
-from specsamp.serving.simulate import Arrival, Costs, Oracle, simulate
 from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
-from support.schedules import FakeClock, Restless
+from support.schedules import FakeClock, Oracle, Restless
 
 PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
@@ -121,22 +121,29 @@ def test_a_short_text_that_comes_late_passes_long_ones():
     assert order(schedule=ShortestFirst(predictor=Oracle(budgets), ageing=100)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("slices", [None, 4])
-def test_queue_and_simulator_take_the_same_turns(slices):
-    budgets = np.random.default_rng(0).permutation(np.arange(1, 25)).tolist()
-    prompts = [[1 + index % 11] for index in range(24)]
-    work = generate_many(PAIR, prompts, budgets, rounds_per_slice=slices, schedule=by_length(budgets), **PLAIN)
-    ends = {row.prompt_index: at for at, row in enumerate(work)}
-    arrivals = [Arrival(prompt=prompt, length=length, budget=99) for prompt, length in zip(prompts, budgets)]
-    costs = Costs(seconds_per_round=1.0)
-    served = simulate(arrivals, by_length(budgets), costs, rows=3, rounds_per_slice=slices or 99)
-    order = sorted(range(24), key=ends.get)
-    assert [served[index].ended for index in order] == sorted(one.ended for one in served)
-    assert max(one.ended for one in served) == work.usage.rounds
+def test_the_shortest_first_shorten_the_latency_of_a_mixture():
+    """One text in ten is long, and more arrive than two rows can decode at once."""
+    random = np.random.default_rng(0)
+    budgets = np.where(random.random(60) < 0.1, 40, 2).tolist()
+    arrivals = random.exponential(2.8, 60).cumsum().tolist()
+
+    def latency(schedule):
+        options = PLAIN | dict(rows=2, rounds_per_slice=1, arrivals=arrivals, schedule=schedule, clock=FakeClock())
+        work = generate_many(PAIR, [[1]] * 60, budgets, **options)
+        assert len(list(work)) == 60
+        return np.mean([served.seconds_per_token for served in work.served.values()])
+
+    assert latency(ShortestFirst()) < 0.6 * latency(FirstCome())
 
 
-def by_length(lengths):
-    return ShortestFirst(predictor=Oracle(lengths))
+def test_ageing_bounds_who_may_pass():
+    """A text with 200 tokens to come is passed by short ones for 19 seconds; the control never ages and starves."""
+    long = Ticket(row=0, prompt=[1], budget=200)
+    for ageing, seconds, first in ((10.0, 18.9, 1), (10.0, 19.1, 0), (0.0, 1e6, 1)):
+        short = Ticket(row=1, prompt=[1], budget=10, arrived=seconds)
+        schedule = ShortestFirst(predictor=Oracle([200, 10]), ageing=ageing)
+        assert schedule.choose([long, short]).row == first
+        assert (schedule.displace(short, [long]) is None) == (seconds > 17.4 and ageing > 0)
 
 
 def test_lengths_are_predicted_from_near_prompts():

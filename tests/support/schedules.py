@@ -1,6 +1,9 @@
 """Schedules and clocks for tests of the queue."""
 
-from specsamp.serving.schedule import Schedule
+import dataclasses
+from collections.abc import Sequence
+
+from specsamp.serving.schedule import Predictor, Schedule
 
 
 class Restless(Schedule):
@@ -14,6 +17,16 @@ class Restless(Schedule):
     def displace(self, newcomer, running):
         furthest = max(running, key=lambda ticket: ticket.emitted)
         return furthest if furthest.emitted else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle(Predictor):
+    """Returns the true lengths, by row."""
+
+    lengths: Sequence[int]
+
+    def remaining(self, ticket):
+        return self.lengths[ticket.row] - ticket.emitted
 
 
 class FakeClock:
