@@ -1,9 +1,9 @@
-"""The coupled rule: draft and target share their noise, so that the emitted stream does not depend on the draft.
+"""The coupled rule: draft and target share their noise, so that the emitted tokens do not depend on the draft.
 
 Draft and target take the argmax of their log-probabilities plus the *same* Gumbel noise, addressed by absolute
-position (Gumbel coupling; arXiv 2408.07978). What is emitted is always the target's own choice, so for one seed the
-speculative stream is the autoregressive one, whatever the draft; a drafted token is accepted when the two choices
-agree. It accepts less often than the token rule.
+position (Gumbel coupling; arXiv 2408.07978). Every emitted token is the target's own choice, so for one seed the
+speculative text is the autoregressive one, for every draft. A drafted token is accepted when the two choices agree,
+which happens less often than under the token rule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CoupledRule:
         return jnp.sum(jnp.cumprod(agreed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Draws the target's choices and keeps what agrees with them."""
+        """Draws the target's choices and keeps the drafted tokens that agree with them."""
         target_log_probs = target.all()
         num_rows, vocab_size = target_log_probs.shape[1:]
         gumbels = [keys.position_gumbels(offset, vocab_size) for offset in range(num_rows)]

@@ -4,7 +4,7 @@ The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a 
 sums, the second a token within it. A float32 uniform has 23 random bits: a single one for the whole
 vocabulary would round every token's probability to a multiple of 2^-23, together an error of up to
 V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py measures both).
-A Gumbel draw needs a random number per token; it is left to the coupled rule, which cannot do without.
+A Gumbel draw needs a random number per token, so only the coupled rule, which depends on it, uses one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw(weights: Array, uniforms: Array) -> Array:
 def _invert(weights: Array, uniform: Array) -> Array:
     """Returns the first index whose cumulative weight exceeds ``uniform * total``; one level of `draw`."""
     cumulative = jnp.cumsum(weights, axis=-1)
-    # A parallel prefix sum may step by a rounding error where the weight is zero: ask for both.
+    # A parallel prefix sum may step by a rounding error where the weight is zero: test both.
     beyond = (cumulative > uniform[..., None] * cumulative[..., -1:]) & (weights > 0)
     last = weights.shape[-1] - 1 - jnp.argmax(jnp.flip(weights > 0, -1), axis=-1)
     return jnp.where(beyond.any(-1), jnp.argmax(beyond, axis=-1), last)

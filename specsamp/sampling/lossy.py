@@ -1,4 +1,4 @@
-"""Lossy rules: they accept more than the target's distribution allows, and meter what that costs.
+"""Lossy rules: they accept more than the target's distribution allows, and meter the cost.
 
     completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3), tv_per_token=0.01))
 
@@ -11,8 +11,8 @@ Each is split like the exact rules of `specsamp.sampling.rejection`, with q the 
 * `Bounded` mixes one of the first three with the exact rule, so that no token costs more than its budget.
 
 **The meter.** A rule that goes token by token, accepts x with probability a(x), and replaces a rejected token by a draw
-from r, gives a token the distribution ``o = p a + (1 - sum p a) r`` if all before it were accepted. What it costs there
-is the total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), that is
+from r, gives a token the distribution ``o = p a + (1 - sum p a) r`` if all before it were accepted. Its cost there is
+the total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), that is
 ``sum (p a - q)+``, as much as the acceptance it buys.
 
 Under greedy decoding all of these rules write what the target writes: q has one token, and no other is accepted.
@@ -35,7 +35,7 @@ Array = jax.Array
 
 
 class LossyTokenRule(RejectionRule):
-    """Verifies token by token; derive from it to accept others than the exact rule does, or to replace them otherwise."""
+    """Verifies token by token; subclasses choose which tokens are accepted, and by what they are replaced."""
 
     exact = False
     metered = True
@@ -50,11 +50,11 @@ class LossyTokenRule(RejectionRule):
         """
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
-        """Returns weights ``[..., V]``, not normalised, of what follows a rejection: ``(q - p)+``."""
+        """Returns weights ``[..., V]``, not normalised, of the token after a rejection: ``(q - p)+``."""
         return jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0)
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns what `accepts` says of the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
+        """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
         accepted_BKV = self.accepts(target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs))
         return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft.tokens_BK), 0)
 
@@ -63,7 +63,7 @@ class LossyTokenRule(RejectionRule):
         return TokenRule().num_accepted(passed_BK)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns what `replaces` says after ``num_accepted_B`` tokens; the target's distribution after all, ``[B, V]``."""
+        """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are accepted, ``[B, V]``."""
         log_q_BV, K = at_rows(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
         if K == 0:
             return jnp.exp(log_q_BV)
@@ -96,18 +96,16 @@ class LossyTokenRule(RejectionRule):
 
 @dataclasses.dataclass(frozen=True)
 class EARS(LossyTokenRule):
-    """Accepts with ``min(1, q/p + beta (1 - max q))``.
+    """Accepts with ``min(1, q/p + beta (1 - max q))``; never tokens that the target excludes, unlike the paper.
 
     Attributes:
       beta: in [0, 1]; 0.3 to 0.5 are in use.
-      with_excluded: also accepts tokens that the target excludes, such as those beyond its nucleus, as published.
 
     Raises:
       ValueError: beta is out of range.
     """
 
     beta: float = 0.3
-    with_excluded: bool = False
 
     def __post_init__(self):
         validate.number("EARS's beta", self.beta, 0, 1)
@@ -116,7 +114,7 @@ class EARS(LossyTokenRule):
         """Returns the probability that each token is accepted, ``[..., V]``."""
         tolerance = self.beta * (1 - jnp.exp(log_q.max(-1, keepdims=True)))
         accepted = jnp.minimum(_exact_accepts(log_q, log_p) + tolerance, 1)
-        return accepted if self.with_excluded else jnp.where(log_q == -jnp.inf, 0, accepted)
+        return jnp.where(log_q == -jnp.inf, 0, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +222,7 @@ class JointThreshold(RejectionRule):
     the draft's log-probabilities of its tokens as `Draft.scores_BK`. Any other draft is judged by the distributions it
     was drawn from, and a one-hot draft by ``p = 1``.
 
-    Given the draft, an accepted token is certain: what it costs is ``1 - q(d)``. Where the draft was drawn, texts are
+    Given the draft, an accepted token is certain: its cost is ``1 - q(d)``. Where the draft was drawn, texts are
     closer to the target's than this bound.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""Warps that see the tokens before a position: penalties for what was written already; and biases of single tokens.
+"""Warps that depend on earlier tokens (penalties for repetition), and biases of single tokens.
 
     sampling = chain(penalties(repetition=1.2, frequency=0.3), ban([13]), temperature(0.8))
 
 A distribution after a drafted token depends on that token, for the target as for the draft, so decoding stays exact
-under every rule. Chain them before a temperature, as others do.
+under every rule. Chain them before a temperature, as other libraries do.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def penalties(
     """Lowers the logits of tokens that occurred already; each number is a scalar or one per row.
 
     Args:
-      repetition: > 0, divides positive and multiplies negative logits of what occurs in the prompt or the text (CTRL,
-        arXiv 1909.05858, section 4.1, as libraries made it); 1 is off.
-      presence: finite, subtracted once from the logits of what occurs in the text.
+      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the prompt or the text
+        (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries use); 1 is off.
+      presence: finite, subtracted once from the logits of tokens that occur in the text.
       frequency: finite, subtracted as often as a token occurs in the text.
     """
     limit = np.finfo(np.float32).max

@@ -7,7 +7,7 @@ Every rule here, and every lossy one of `specsamp.sampling.lossy`, is split into
 * a residual distribution, ``residual(draft, q, n) -> [B, V]`` weights of the appended token,
 * the draw, ``verify``, which adds the noise;
 
-so the tests can enumerate the joint distribution of what is emitted without drawing anything.
+so the tests can enumerate the joint distribution of emitted tokens without drawing anything.
 
 **Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
 ``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
@@ -65,7 +65,7 @@ class RejectionRule(abc.ABC):
         """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted ones."""
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter | None:
-        """Returns what a lossy rule costs and buys; None of an exact one, for which nothing is computed."""
+        """Returns cost and gain of a lossy rule; None for an exact rule, for which nothing is computed."""
         return None
 
     def sample(

@@ -9,9 +9,9 @@ on the mesh. ``round_start`` is the row's length when the round began, ``offset`
 the round, and ``purpose`` keeps the noise of drafting, accepting and the residual apart.
 
 Why ``round_start`` and not simply the absolute position: a position that is drafted a second time
-would see the noise of its discarded draft again. The token rule never looked at that draft; the block
-rule did, and becomes biased (tests/decoding/test_mutants.py measures it). The coupled rule wants just
-that reuse, has no other noise, and addresses by (seed, prompt, sample, position).
+would get the noise of its discarded draft again. The token rule never looked at that draft; the block
+rule did, and becomes biased (tests/decoding/test_mutants.py measures it). The coupled rule needs exactly
+this reuse, has no other noise, and addresses by (seed, prompt, sample, position).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = jax.Array
 
 
 class Purpose(enum.IntEnum):
-    """Purposes of random numbers, each with an address of its own."""
+    """Purposes of random numbers; each is part of the address."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -65,7 +65,7 @@ class RoundKeys:
         """Returns two float32 uniforms in [0, 1) at each offset.
 
         Args:
-          purpose: what they decide.
+          purpose: of the numbers.
           offsets_BT: ``[B, T]`` int, position within the round.
           drafter: index of the drafter where several draft at once.
 

@@ -1,4 +1,6 @@
-"""Acceptance rules: which drafted tokens stay, and what follows them. The types; `rejection` and `coupled` hold rules.
+"""Types of acceptance rules, which decide which drafted tokens stay and which token follows them.
+
+The rules themselves are in `rejection`, `coupled` and `lossy`.
 
 A rule sees the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` they were drawn from,
 and the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps
@@ -37,7 +39,7 @@ class Draft:
     tokens_BK: Array  # int32
     num_drafted_B: Array  # int32 in [0, K]; later tokens are padding
     # float32, normalised: row r is the distribution that the children of scored row r were drawn from. For chains
-    # R = K. None: one-hot. What was chosen by value (top-k, pruned, voted, retrieved) was not drawn: it must be None.
+    # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, voted, retrieved).
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
@@ -58,7 +60,7 @@ class Draft:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Holds what a lossy rule costs and buys, for each emitted token; both are 0 where nothing was drafted.
+    """Cost and gain of a lossy rule for each emitted token; both are 0 where nothing was drafted.
 
     The rule gives a token another distribution than the target does, given the tokens before it: ``variation`` is the
     total variation between the two. Summed over a text and averaged over texts it bounds the total variation between
@@ -89,10 +91,10 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetDistributions:
-    """The target's distributions after each scored row, warped where a rule reads them.
+    """The target's distributions after each scored row, which are warped when a rule reads them.
 
     Warping a row costs more than reading it (top-p searches the whole vocabulary), so a rule that walks down a tree
-    asks for the rows it visits. A warp with a state sees the state of the path to a row.
+    reads only the rows that it visits. A warp with a state gets the state of the path to a row.
     """
 
     logits_BTV: Array  # float32, one row per scored row
@@ -126,13 +128,13 @@ class TargetDistributions:
 
 
 class Rule(Protocol):
-    """Interface of the acceptance rules. Static and hashable; it owns the addresses of its noise.
+    """Interface of the acceptance rules. A rule is static and hashable, and chooses the addresses of its noise.
 
     Attributes:
-      exact: whether what is emitted follows the target's distribution.
-      metered: whether its verdicts have a meter, which a lossy rule's should.
+      exact: whether emitted tokens follow the target's distribution.
+      metered: whether its verdicts have a meter, as those of lossy rules should.
       trees: whether it verifies drafts with ``parents_BK``; the loop does not score such drafts yet.
-      draft_independent: whether the text is the same whatever was drafted.
+      draft_independent: whether the text is the same for every draft.
     """
 
     exact: bool
@@ -154,7 +156,7 @@ class Rule(Protocol):
         """
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Decides what stays of ``draft`` and draws what follows."""
+        """Decides which tokens of ``draft`` stay, and draws the token that follows."""
 
 
 def _stack(states: list[Any]) -> Any:

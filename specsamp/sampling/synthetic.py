@@ -1,7 +1,7 @@
 """Synthetic acceptance: measures rounds at real sizes without trained weights.
 
 With random weights hardly any drafted token is accepted, so the time per *token* means nothing. `SyntheticAcceptance`
-does all the work of a rule and then accepts every drafted token with a given chance, whatever the models say. The emitted
+does all the work of a rule and then accepts every drafted token with a fixed probability. The emitted
 tokens follow no model's distribution: ``exact`` is false, and every result made with it says so.
 """
 
@@ -22,7 +22,7 @@ LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticAcceptance:
-    """A rule that costs what ``rule`` costs and accepts with chance ``rate``."""
+    """A rule that costs as much time as ``rule`` and accepts with probability ``rate``."""
 
     rule: Rule
     rate: float
@@ -41,7 +41,7 @@ class SyntheticAcceptance:
         return self.rule.sample(log_probs_BV, keys, node=node, depth=depth, drafter=drafter)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Computes the rule's verdict, but keeps only its last token, as the last one of this verdict."""
+        """Computes the rule's verdict, but keeps only its last token, as the last token of this verdict."""
         verdict = self.rule.verify(draft, target, keys)
         last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
         batch, num_tokens = draft.tokens_BK.shape

@@ -37,24 +37,24 @@ Array = jax.Array
 
 
 class Warp:
-    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; derive from it, under `register_warp`, to write one.
+    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; new warps derive from it, under `register_warp`.
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
     `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
-    batch. Without a state nothing is traced for it. At least one token must stay: a row whose warp has a state ends
-    as invalid where none does. Every number is one for all rows or one per row; tables shared by rows have no place yet.
+    batch. Without a state nothing is traced for it. A warp must keep at least one token: a row without any ends as
+    invalid. A number is a scalar or has one value per row; tables that rows share are not supported yet.
     """
 
     @property
     def may_exclude_all(self) -> bool:
-        """Returns whether a row may be left without any token, which the loop then has to look for."""
+        """Returns whether a row may be left without any token; the loop then checks for such rows."""
         return False
 
     def check(self, vocab_size: int) -> None:
-        """Raises ValueError if its numbers name tokens that a vocabulary does not have."""
+        """Raises ValueError if a token id in the warp is outside of the vocabulary."""
 
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
-        """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () where there is none."""
+        """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () for a warp without a state."""
         return ()
 
     def advance(self, state: Any, tokens_B: Array) -> Any:
@@ -93,8 +93,8 @@ def chain(*warps: Warp) -> Chain:
     """Applies ``warps`` from left to right; ``chain()`` leaves the model's own distribution."""
     flat = []
     for warp in warps:
-        if not callable(warp):
-            raise TypeError(f"chain takes warps such as temperature(0.8), got {warp!r}")
+        if not isinstance(warp, Warp):
+            raise TypeError(f"chain takes warps such as temperature(0.8); got {warp!r}")
         flat += warp.warps if isinstance(warp, Chain) else [warp]
     return Chain(tuple(flat))
 
@@ -272,7 +272,11 @@ def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any
     if isinstance(value, jax.core.Tracer):
         return value
     given = np.asarray(value)
-    if given.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf") or given.ndim > 1:
+    if (
+        given.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf")
+        or given.ndim > 1
+        or not given.size
+    ):
         raise ValueError(f"{name} {requirement}, as one number or one per row; got {value!r}")
     if not np.all(valid(given)):  # NaN compares false, so it is refused as well
         raise ValueError(f"{name} {requirement}; got {value!r}")

@@ -274,7 +274,9 @@ def test_float64_stays_float64():
         (lambda: min_p(-0.1), ValueError, r"min_p must lie in \[0, 1\].*got -0\.1"),
         (lambda: temperature([[1.0]]), ValueError, "one number or one per row"),
         (lambda: for_rows(chain(temperature([0.1, 0.2])), 3), ValueError, r"\(2,\) for 3 prompts: give one number, or"),
-        (lambda: chain(0.8), TypeError, r"chain takes warps such as temperature\(0\.8\), got 0\.8"),
+        (lambda: chain(0.8), TypeError, r"chain takes warps such as temperature\(0\.8\); got 0\.8"),
+        (lambda: chain(temperature, top_p), TypeError, "chain takes warps .* got <function temperature"),
+        (lambda: temperature([]), ValueError, r"temperature must be .* one number or one per row; got \[\]"),
     ],
 )
 def test_errors_name_the_value_and_the_requirement(make, error, message):
