@@ -90,8 +90,7 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.layer_skip = ConfigDict()
         config.layer_skip.dropout = 0.1  # probability that the last layer is dropped for a row; of others it is lower
         config.layer_skip.exit_scale = 0.2  # how much inner layers count in the loss; 0.0: not at all
-        config.layer_skip.weighting = "paper"  # or "cumulative", "linear"
-        config.layer_skip.curriculum = "rotational"  # or "gradual", "all"
+        config.layer_skip.curriculum = "rotational"  # or "gradual"
         config.layer_skip.rotation = 3  # a step of the rotational curriculum reads one inner layer in so many
         config.model.num_layers = 4 if tiny else 6
     if draft or head:

@@ -53,7 +53,7 @@ from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.source import Source
 from specsamp.training.task import Distill, Pretrain, Task
-from specsamp.training.trainer import check_devices, train
+from specsamp.training.trainer import check_rows, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
 _WORKDIR = flags.DEFINE_string(
@@ -73,9 +73,9 @@ def main() -> None:
 def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
     train_config, data, mesh = config.train, config.data, train_mesh(config)
-    target = None if config.target is None else open_target(config, mesh, console)
+    target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
-        config = config.with_model(source.of_target(dict(config.model), target.config))
+        config = config.with_model(source.layer_fields(dict(config.model), target.config))
     run.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model, is_head = make_model(config), config.head is not None
     first = open_first(config, target) if config.init else None
@@ -95,7 +95,7 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, config, corpus, tokenizer)
-    check_devices(train_config, held_out, mesh)
+    check_rows(train_config, held_out, mesh)
     check_positions(config, model, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
         made_from["target"] = target.identity | sizes_of(target)
@@ -234,7 +234,7 @@ def shape_of(head: Any) -> dict[str, Any]:
     return {"kind": head.kind, **own, **layer}
 
 
-def open_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
+def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
     """Opens the target of a draft or a head: a run, a pair, or a public checkpoint.
 
     Raises:

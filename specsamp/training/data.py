@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tokenizers
 
+from specsamp import validate
 from specsamp.checkpoints.tokenizer import EOS
 
 
@@ -86,8 +87,7 @@ def read_corpus(
       FileNotFoundError: there is no such folder.
       ValueError: a share outside [0, 1], a line that is no conversation, or nothing is left to train on.
     """
-    if not 0 <= held_out <= 1:
-        raise ValueError(f"data.held_out is the share of files kept from training, in [0, 1]; got {held_out}")
+    validate.number("data.held_out", held_out, 0, 1)
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")
@@ -191,8 +191,7 @@ class Windows:
     seed: int = 0
 
     def __post_init__(self):
-        if self.length < 1:
-            raise ValueError(f"the length of windows must be >= 1; got {self.length}")
+        validate.integer("the length of windows", self.length, 1)
         if self.per_epoch < 1:
             raise ValueError(f"{len(self.stream)} tokens are too few for windows of {self.length} + 1: shorten them")
 
@@ -225,8 +224,7 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
     Raises:
       ValueError: no file is held out, they are too short for a window, or no window is asked for.
     """
-    if most < 1:
-        raise ValueError(f"data.held_out_windows must be >= 1; got {most}")
+    validate.integer("data.held_out_windows", most, 1)
     if not corpus.held_out:
         raise ValueError("no file is held out for evaluation: raise held_out, or give more files")
     windows = Windows(token_stream(corpus.held_out.values(), tokenizer), length).in_order()
@@ -247,8 +245,7 @@ class Mixture:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"the share of generated rows must be in [0, 1]; got {self.share}")
+        validate.number("the share of generated rows", self.share, 0, 1)
         if self.rows.shape[1:] != (self.windows.length + 1,):
             raise ValueError(f"rows of {self.rows.shape[1]} tokens beside windows of {self.windows.length + 1}")
 

@@ -127,15 +127,13 @@ class TrainHead:
 
     def __post_init__(self):
         validate.choice("objective", self.objective, DIVERGENCES)
-        if self.test_steps < 1:
-            raise ValueError(f"test_time.test_steps must be >= 1; got {self.test_steps}")
+        validate.integer("test_time.test_steps", self.test_steps, 1)
         most = self.head.config.max_tokens
         if most is not None and self.test_steps > most:
             raise ValueError(f"test_time.test_steps is {self.test_steps}, but the head drafts {most} tokens at most")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"test_time.decay must be in (0, 1]; got {self.decay}")
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"test_time.chunk must be >= 1 position, or None; got {self.chunk}")
+        validate.number("test_time.decay", self.decay, 0, 1, above=True)
+        if self.chunk is not None:
+            validate.integer("test_time.chunk", self.chunk, 1)
         self.head.check_target(self.target)
 
     def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:

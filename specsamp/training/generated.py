@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
@@ -36,8 +37,7 @@ def complete_windows(
     Raises:
       ValueError: no token is kept, or none is left to write.
     """
-    if not 1 <= prompt_length < rows.shape[1]:
-        raise ValueError(f"prompt_length must be in [1, {rows.shape[1]}); got {prompt_length}")
+    validate.integer("prompt_length", prompt_length, 1, limit=rows.shape[1])
     written = []
     for start in range(0, len(rows), batch):
         prompts = rows[start : start + batch, :prompt_length]

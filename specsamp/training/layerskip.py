@@ -26,8 +26,7 @@ from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
 
 Array = jax.Array
 
-CURRICULA = ("all", "rotational", "gradual")
-WEIGHTINGS = ("paper", "cumulative", "linear")
+CURRICULA = ("rotational", "gradual")
 
 
 def dropout_rates(num_layers: int, most: float, scale: Array | float = 1.0) -> Array:
@@ -49,28 +48,18 @@ def read_layers(curriculum: str, num_layers: int, step: Array | int, steps: int,
     layer_L, last = jnp.arange(num_layers), num_layers - 1
     if curriculum == "rotational":
         is_read_L = (layer_L - step) % rotation == 0
-    elif curriculum == "gradual":
-        is_read_L = 2 * step * last >= steps * (last - layer_L)
     else:
-        is_read_L = jnp.ones(num_layers, bool)
+        is_read_L = 2 * step * last >= steps * (last - layer_L)
     return is_read_L | (layer_L == last)
 
 
-def loss_weights(weighting: str, exit_scale: float, is_read_L: Array) -> Array:
+def loss_weights(exit_scale: float, is_read_L: Array) -> Array:
     """Returns w(l, t), ``[L]`` float32 of sum 1.
 
-    "paper" has ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2`` for the last layer, with the
-    ``exit_scale`` s. The others are those of torchtune, which scale all but the last by s: "cumulative" adds up ``l + 1``
-    over the layers that are read, "linear" is ``l + 1``.
+    With the ``exit_scale`` s, ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2`` for the last layer.
     """
-    num_layers = len(is_read_L)
-    layer_L, last = jnp.arange(num_layers, dtype=jnp.float32), num_layers - 1
-    if weighting == "paper":
-        inner_L, outer = layer_L * (layer_L + 1) / 2, last + exit_scale * (last - 1) * last / 2
-    else:
-        inner_L = jnp.where(is_read_L, layer_L + 1, 0)
-        inner_L = jnp.cumsum(inner_L) if weighting == "cumulative" else inner_L
-        outer = inner_L[-1]
+    layer_L, last = jnp.arange(len(is_read_L), dtype=jnp.float32), len(is_read_L) - 1
+    inner_L, outer = layer_L * (layer_L + 1) / 2, last + exit_scale * (last - 1) * last / 2
     weights_L = jnp.where(layer_L == last, outer, exit_scale * inner_L) * is_read_L
     return weights_L / weights_L.sum()
 
@@ -85,7 +74,6 @@ class LayerSkip:
       from_scratch: dropout grows with the steps; False: fine-tuning, it is that of the last step from the first.
       dropout: p_max, the probability that the last layer is dropped for a sample.
       exit_scale: s, how much inner layers count; 0: not at all.
-      weighting: one of `WEIGHTINGS`, see `loss_weights`.
       curriculum: one of `CURRICULA`, see `read_layers`.
       rotation: R of the rotational curriculum: a step reads one inner layer in so many.
 
@@ -98,25 +86,18 @@ class LayerSkip:
     from_scratch: bool = True
     dropout: float = 0.1
     exit_scale: float = 0.2
-    weighting: str = "paper"
     curriculum: str = "rotational"
     rotation: int = 8
     drafts = True
 
     def __post_init__(self):
-        for name, known in (("weighting", WEIGHTINGS), ("curriculum", CURRICULA)):
-            validate.choice(f"layer_skip.{name}", getattr(self, name), known)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"layer_skip.dropout must be in [0, 1); got {self.dropout}")
-        if not 0 <= self.exit_scale < float("inf"):
-            raise ValueError(f"layer_skip.exit_scale must be a finite number >= 0; got {self.exit_scale}")
+        validate.choice("layer_skip.curriculum", self.curriculum, CURRICULA)
+        validate.number("layer_skip.dropout", self.dropout, 0, 1)
+        validate.number("layer_skip.exit_scale", self.exit_scale, 0)
         for name in ("rotation", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"layer_skip.{name} must be >= 1; got {getattr(self, name)}")
+            validate.integer(f"layer_skip.{name}", getattr(self, name), 1)
         if self.model.num_layers < 2:
-            raise ValueError(
-                f"a model of {self.model.num_layers} layer has none to leave it after: give it two or more"
-            )
+            raise ValueError("a model of one layer has no earlier exit: give it two or more layers")
 
     def init(self, key, teacher_params=None):
         return self.model.init(key)
@@ -169,7 +150,7 @@ class LayerSkip:
     def weights_at(self, step: Array | int) -> Array:
         """Returns the weight of each layer's loss at a step, ``[L]``."""
         is_read_L = read_layers(self.curriculum, self.model.num_layers, step, self.steps, self.rotation)
-        return loss_weights(self.weighting, self.exit_scale, is_read_L)
+        return loss_weights(self.exit_scale, is_read_L)
 
     def streams(self, params: Any, inputs_BT: Array, kept_BL: Array | None) -> tuple[Array, ...]:
         """Returns the stream behind each layer, ``[B, T, D]``."""

@@ -16,7 +16,6 @@ from specsamp import storage
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.training.log import read_metrics
 
-RENAMED = {"recipe": "train", "rhythm": "intervals"}  # fields of run.json in older runs
 FIX = "restore the file, or begin anew in another --workdir"
 IDS = f"{DRAFT_IDS}.npy"  # of a head with a reduced vocabulary
 BEFORE = "before.json"  # what a head had seen when its run began with it
@@ -54,7 +53,7 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
     path = storage.place(folder) / f"{name}.json"
     if path.exists():
         before = read_description(path)
-        if before["sha256"] != description["sha256"]:
+        if before.get("sha256") != description["sha256"]:
             raise ValueError(
                 f"{folder} was begun with another {name}: {before}, now {description}. (Another Python has another "
                 "standard library.) Resume with the same, or begin anew in another --workdir"
@@ -115,7 +114,7 @@ def read_training(folder: epath.Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | os.PathLike) -> dict:
-    """Reads the configuration of a run; fields that were renamed since it began have their new names.
+    """Reads the configuration of a run.
 
     Raises:
       FileNotFoundError: there is no run.
@@ -124,7 +123,7 @@ def read_config(folder: str | os.PathLike) -> dict:
     path = storage.place(folder) / "run.json"
     if not path.exists():
         raise FileNotFoundError(f"no training run at {str(folder)!r}: it has no run.json")
-    return {RENAMED.get(name, name): value for name, value in _read_json(path).items()}
+    return read_description(path)
 
 
 def without_paths(config: dict) -> dict:
@@ -136,28 +135,16 @@ def without_paths(config: dict) -> dict:
     return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
 
 
-def _read_json(path: epath.Path) -> dict:
-    """Reads an object of a run's folder.
+def read_description(path: epath.Path) -> dict:
+    """Reads an object of a run's folder, such as the description of its corpus or target.
 
     Raises:
-      FileNotFoundError, ValueError: as `storage.read_json`, with what can be done.
+      FileNotFoundError, ValueError: as `storage.read_json`, with the fix.
     """
     try:
         return storage.read_json(path)
     except ValueError as error:
         raise ValueError(f"{error}: {FIX}") from error
-
-
-def read_description(path: epath.Path) -> dict:
-    """Reads the description of a run's corpus or target, which holds a digest.
-
-    Raises:
-      FileNotFoundError, ValueError: as `storage.read_json`; or it has no digest.
-    """
-    description = _read_json(path)
-    if "sha256" not in description:
-        raise ValueError(f"{path} has no sha256: {FIX}")
-    return description
 
 
 def write_array(path: str | os.PathLike, array: np.ndarray) -> None:

@@ -259,7 +259,7 @@ def make_head(
     return FeatureHead(HEADS[kind](**shape, **fields))
 
 
-def of_target(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
+def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of a head's decoder layer, with the target's value for each field that is None.
 
     Raises:

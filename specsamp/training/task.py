@@ -98,10 +98,8 @@ class Distill:
     drafts = True
 
     def __post_init__(self):
-        known = (*DIVERGENCES, "cross_entropy")
-        validate.choice("objective", self.objective, known)
-        if not 0 <= self.text_share <= 1:
-            raise ValueError(f"text_share must be in [0, 1]; got {self.text_share}")
+        validate.choice("objective", self.objective, (*DIVERGENCES, "cross_entropy"))
+        validate.number("text_share", self.text_share, 0, 1)
         if self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from specsamp import storage
+from specsamp import storage, validate
 from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
 from specsamp.sampling.warp import Warp
@@ -54,24 +53,16 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name} must be >= 1; got {getattr(self, name)}")
+            validate.integer(f"train.{name}", getattr(self, name), 1)
         if self.batch % self.microbatches:
             raise ValueError(f"train.batch {self.batch} is no multiple of train.microbatches {self.microbatches}")
-        if not 0 <= self.warmup_steps < self.steps:
-            raise ValueError(f"train.warmup_steps must be in [0, steps); got {self.warmup_steps} of {self.steps}")
+        validate.integer("train.warmup_steps", self.warmup_steps, 0, limit=self.steps)
+        validate.integer("train.seed", self.seed, limit=2**32)  # beyond, keys would repeat those of other seeds
         for name in ("learning_rate", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"train.{name} must be a finite number > 0; got {getattr(self, name)}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"train.weight_decay must be a finite number >= 0; got {self.weight_decay}")
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"train.final_share must be in [0, 1]; got {self.final_share}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"train.{name} must be in [0, 1); got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**32:  # beyond, keys would repeat those of other seeds
-            raise ValueError(f"train.seed must be in [0, 2**32); got {self.seed}")
+            validate.number(f"train.{name}", getattr(self, name), 0, above=True)
+        validate.number("train.weight_decay", self.weight_decay, 0)
+        for name in ("final_share", "beta1", "beta2"):
+            validate.number(f"train.{name}", getattr(self, name), 0, 1)
 
     def learning_rates(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""
@@ -105,8 +96,7 @@ class Intervals:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"intervals.{field.name} must be >= 1 (steps); got {getattr(self, field.name)}")
+            validate.integer(f"intervals.{field.name}", getattr(self, field.name), 1)
 
 
 @jax.tree_util.register_dataclass
@@ -216,7 +206,7 @@ def train(
     """
     folder, console, mesh = storage.place(folder), console or Console(), mesh or data_mesh()
     per_microbatch = config.batch // config.microbatches
-    check_devices(config, held_out, mesh)
+    check_rows(config, held_out, mesh)
     shardings = state_shardings(task, config, mesh)
     replicated, rows_ABT = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, DATA))
 
@@ -298,7 +288,7 @@ def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> Non
         )
 
 
-def check_devices(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
+def check_rows(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
     """Checks that rows can be spread over the devices: now, not after hundreds of steps.
 
     Raises:

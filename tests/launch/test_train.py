@@ -105,7 +105,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
 def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     """From scratch, and from the run of a target with that run's tokenizer; exits are measured as drafts are."""
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
-    with pytest.raises(ValueError, match="a model of 1 layer has none to leave it after"):
+    with pytest.raises(ValueError, match="a model of one layer has no earlier exit"):
         train.start(training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet())
     train.start(training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet())
     tuned = training_config("tiny_layer_skip", texts, fields | {"init": str(tmp_path / "scratch")})

@@ -79,7 +79,7 @@ def test_nothing_to_train_on(tmp_path):
 
 @pytest.mark.parametrize("share", [1.5, -0.1, float("nan")])
 def test_a_share_of_held_out_files_that_is_none(tmp_path, share):
-    with pytest.raises(ValueError, match=rf"data.held_out is the share .* in \[0, 1\]; got {share}"):
+    with pytest.raises(ValueError, match=f"data.held_out must be from 0 to 1; got {share}"):
         read_corpus(write(tmp_path, FILES), held_out=share)
 
 
@@ -183,7 +183,7 @@ def test_too_short_a_stream():
     assert Windows(STREAM[:17], 8).per_epoch == 1
     with pytest.raises(ValueError, match=r"16 tokens are too few for windows of 8 \+ 1"):
         Windows(STREAM[:16], 8)
-    with pytest.raises(ValueError, match="length of windows must be >= 1; got 0"):
+    with pytest.raises(ValueError, match="length of windows must be .*; got 0"):
         Windows(STREAM, 0)
 
 
@@ -195,7 +195,7 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
     some = held_out_windows(corpus, LETTERS, 8, 5)
     np.testing.assert_array_equal(some[[0, -1]], every[[0, -1]])
     assert some.shape == (5, 9)
-    with pytest.raises(ValueError, match="data.held_out_windows must be >= 1; got 0"):
+    with pytest.raises(ValueError, match="data.held_out_windows must be .*; got 0"):
         held_out_windows(corpus, LETTERS, 8, 0)
 
 
@@ -225,7 +225,7 @@ def test_a_mixture_of_one_kind(share):
 def test_rows_that_do_not_mix():
     with pytest.raises(ValueError, match="rows of 9 tokens beside windows of 8"):
         Mixture(Windows(STREAM, 7), generated_rows(5), 0.5)
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\]; got 1.5"):
+    with pytest.raises(ValueError, match="must be from 0 to 1; got 1.5"):
         Mixture(Windows(STREAM, 8), generated_rows(5), 1.5)
 
 

@@ -183,22 +183,10 @@ def test_a_damaged_run_json_is_named(tmp_path, content, message):
 
 
 def test_a_damaged_description_is_named_with_its_file(tmp_path):
-    for content in ("", "3", "{}"):
+    for content in ("", "3"):
         (tmp_path / "corpus.json").write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match="corpus.json (is no JSON|has no sha256).*: restore the file"):
+        with pytest.raises(ValueError, match="corpus.json is no JSON.*: restore the file"):
             run.check_same(tmp_path, "corpus", {"sha256": "a"})
-
-
-def test_runs_of_older_versions_are_resumed_and_read(trained, tmp_path):
-    """Their run.json calls the fields "recipe" and "rhythm"."""
-    folder = shutil.copytree(trained[0], tmp_path / "run")
-    now = run.read_config(folder)
-    old = {{"train": "recipe"}.get(name, name): value for name, value in now.items()} | {"rhythm": {"log": 10}}
-    storage.write_json(folder / "run.json", old)
-    run.check_run(folder, now | {"intervals": {"log": 10}})
-    with pytest.raises(ValueError, match="train.batch was 2, is 4"):
-        run.check_run(folder, now | {"train": {"batch": 4}, "intervals": {"log": 10}})
-    assert run.last_metrics(folder, 7) == run.last_metrics(trained[0], 7)
 
 
 RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
