@@ -24,8 +24,9 @@ from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
-from specsamp.decoding.checks import Prompt, check_exact, encode
 from specsamp.decoding.conversation import Conversation
+from specsamp.decoding.method import check_exact
+from specsamp.decoding.request import Prompt, encode
 from specsamp.decoding.results import Chunk
 from specsamp.decoding.text import Continuation
 

@@ -39,8 +39,7 @@ from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results, stored_cells
-from specsamp.decoding.checks import check_exact
-from specsamp.decoding.method import Method
+from specsamp.decoding.method import Method, check_exact
 from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task

@@ -31,8 +31,7 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter
 from specsamp.checkpoints.chat import knows_conversations
-from specsamp.decoding.checks import check_exact
-from specsamp.decoding.method import Method
+from specsamp.decoding.method import Method, check_exact
 from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
 from specsamp.serving.service import Service
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares the two lists
     from specsamp.checkpoints.pair import load_pair
+    from specsamp.compilation_cache import use_compilation_cache
     from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy, Stop
     from specsamp.decoding.drafter import Drafter
     from specsamp.decoding.drafters import (
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
         NoDrafter,
         VotingDrafter,
     )
-    from specsamp.decoding.generate import generate, stream, use_compilation_cache
+    from specsamp.decoding.generate import generate, stream
     from specsamp.decoding.loop import Loop
     from specsamp.decoding.method import Method
     from specsamp.decoding.pair import Pair
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
 
 _NAMES = {
     "specsamp.checkpoints.pair": ("load_pair",),
+    "specsamp.compilation_cache": ("use_compilation_cache",),
     "specsamp.decoding.adaptive": ("Adaptive", "Confidence", "Entropy", "Stop"),
     "specsamp.decoding.drafter": ("Drafter",),
     "specsamp.decoding.drafters": (
@@ -56,7 +58,7 @@ _NAMES = {
         "NoDrafter",
         "VotingDrafter",
     ),
-    "specsamp.decoding.generate": ("generate", "stream", "use_compilation_cache"),
+    "specsamp.decoding.generate": ("generate", "stream"),
     "specsamp.decoding.loop": ("Loop",),
     "specsamp.decoding.method": ("Method",),
     "specsamp.decoding.pair": ("Pair",),

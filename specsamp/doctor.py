@@ -22,7 +22,7 @@ import jax
 from packaging.requirements import Requirement
 
 from specsamp import machine
-from specsamp.decoding.generate import find_compilation_cache
+from specsamp.compilation_cache import find_compilation_cache
 
 TPU, GPU = ("libtpu",), ("jax-cuda12-plugin", "jax-cuda13-plugin")
 PLUGINS = ("jaxlib", *TPU, *GPU)  # whose versions JAX itself names

@@ -17,7 +17,7 @@ from launch.lib.fields import ExperimentConfig, SamplingFields
 from launch.lib.hyper import Point, product, sweep
 from specsamp import machine, storage
 from specsamp.analysis.grid import Cell, describe
-from specsamp.decoding.checks import Prompt
+from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp, chain, temperature
 
 # What a point may turn; everything else makes another pair or another text, hence another file.

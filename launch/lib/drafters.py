@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
-from specsamp.decoding.checks import check_lengths
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
     BeamDrafter,
@@ -20,6 +19,7 @@ from specsamp.decoding.drafters import (
     VotingDrafter,
 )
 from specsamp.decoding.loop import decode_window
+from specsamp.decoding.method import check_lengths
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
 

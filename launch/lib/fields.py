@@ -19,9 +19,9 @@ from launch.lib.rules import make_rule
 from specsamp import validate
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.checks import Prompt
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.request import Prompt
 from specsamp.models import config as models
 from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import SIDES, Int8

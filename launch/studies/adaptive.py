@@ -33,7 +33,7 @@ from specsamp import Adaptive, chain, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Decoder, Workload, decoders, take_turns
-from specsamp.decoding.job import to_host
+from specsamp.decoding.engine import to_host
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
 TEMPERATURES = {"easy": 0.0, "hard": 1.0}

@@ -39,10 +39,10 @@ from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding import drafters as kinds
-from specsamp.decoding.checks import encode
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import encode
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule

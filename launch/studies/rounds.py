@@ -18,8 +18,9 @@ from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, tempera
 from specsamp.analysis.figures import GREY, WRITERS, tint
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.loop import decode_window
+from specsamp.decoding.request import make_requests
 from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.sampling.rules import TargetDistributions
 
@@ -38,10 +39,11 @@ def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, 
     """Decodes ``count`` rounds, and returns of each what was drafted, the chance to keep it, and what came of it."""
     sampling = chain(temperature(TEMPERATURE), top_p(TOP_P))
     method = Method(drafter=ModelDrafter(pair.draft, K, decode_window()), sampling=sampling)
-    job = Job.create(pair, [prompt], (K + 1) * count, method, seed=seed)
-    state, rounds = job.prefill(), []
+    requests = make_requests(pair, method, [prompt], (K + 1) * count, seed=seed)
+    engine = Engine.create(pair, method, requests)
+    state, rounds = engine.prefill(requests), []
     for _ in range(count):
-        tokens_BK, chances_BK, verdict = jax.device_get(ahead(job.loop, job.weights, state.request, state))
+        tokens_BK, chances_BK, verdict = jax.device_get(ahead(engine.loop, engine.weights, state.request, state))
         accepted = int(verdict.num_accepted_B[0])
         last = pair.tokenizer.decode([int(verdict.tokens_BT[0, accepted])])
         drafted = [
@@ -49,7 +51,7 @@ def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, 
             for token, chance in zip(tokens_BK[0].tolist(), chances_BK[0].tolist())
         ]
         rounds.append({"drafted": drafted, "accepted": accepted, "last": last})
-        state = job.run(state, 1)
+        state = engine.run(state, 1)
     sampled = {"temperature": TEMPERATURE, "top_p": TOP_P, "rule": "token", "seed": seed}
     return {"prompt": prompt, "K": K, "sampling": sampled, "rounds": rounds}
 

@@ -29,7 +29,7 @@ from specsamp import chain, generate, generate_many, load_pair, temperature, top
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import take_turns
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.decoding.checks import encode
+from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
 
 TABLES = {"batches": "refill", "endpoint": "serve_load"}

@@ -27,9 +27,10 @@ from specsamp import validate
 from specsamp.analysis.costs import Costs
 from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
-from specsamp.decoding.checks import Prompt, choose_drafter, encode, limits
 from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rejection import TokenRule
@@ -183,7 +184,7 @@ def time_lengths(
     for K in lengths:
         own = None if make_drafter is None or K == 0 else make_drafter(K)
         drafter = choose_drafter(pair, K if own is None else None, own)
-        limits(pair, drafter, [*map(len, token_lists)], budget)
+        check_budgets(pair, drafter, [*map(len, token_lists)], budget)
         contenders[K] = (drafter, rule)
     sides = decoders(
         pair,

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.job import SLOTS_MULTIPLE, to_host
+from specsamp.decoding.engine import check_memory, round_slots, to_host
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
@@ -171,7 +170,7 @@ class Decoder:
             prompt_ids=ids_B,
             seed=work.seed,
             num_tokens=self.num_tokens,
-            adaptive=self.adaptive,
+            adaptive=None if self.adaptive is None else self.adaptive.for_rows(work.batch),
         )
 
     def prefill(self, repeat: int) -> DecodeState:
@@ -259,9 +258,9 @@ def decoders(
         for name, (drafter, rule) in contenders.items()
     }
     longest = max(workload.longest, least_length) + max(loop.headroom for loop in loops.values())
-    slots = -(-longest // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+    slots = round_slots(longest)
     for loop in loops.values():
-        checks.memory(loop, rows=workload.batch, slots=slots)
+        check_memory(loop, rows=workload.batch, slots=slots)
     return {
         name: Decoder(
             loop=loop,

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-
-import jax.numpy as jnp
-import numpy as np
+from typing import Unpack
 
 from specsamp import validate
-from specsamp.decoding import checks
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.checks import Prompt
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.generate import chunks, use_compilation_cache
-from specsamp.decoding.job import SLOTS_MULTIPLE, Job, to_host
+from specsamp.compilation_cache import use_compilation_cache
+from specsamp.decoding.engine import Engine, context_of, round_slots, to_host
+from specsamp.decoding.generate import chunks
+from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Prompt, Request, make_requests
 from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.state import DecodeState
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
 
-DEFAULT_MAX_TOKENS = 4096
 CHUNK = 64  # tokens of a turn that are read in a call
 
 
@@ -50,13 +43,9 @@ class Conversation:
         pair: Pair,
         *,
         max_tokens: int | None = None,
-        sampling: Warp | None = None,
-        draft_sampling: Warp | None = None,
-        draft_length: int | Adaptive | None = None,
-        rule: Rule = TokenRule(),
-        drafter: Drafter | None = None,
         seed: int = 0,
         stop: Sequence[int | str] | None = None,
+        **decoding: Unpack[Decoding],
     ):
         """Makes an empty conversation; arguments that are not named here are those of `generate`.
 
@@ -67,35 +56,23 @@ class Conversation:
         Raises:
           ValueError: naming the value and the fix; the models have fewer positions, or rows are split over devices.
         """
+        use_compilation_cache()
+        self._method = make_method(pair, **decoding)
         if pair.shards.count > 1:
             raise ValueError(
                 f"a conversation is one row, and the mesh has {pair.shards.count} data shards: make a mesh with data=1"
             )
-        use_compilation_cache()
         self._pair, self._seed, self._stop = pair, seed, stop
-        self._method = checks.make_method(
-            pair,
-            draft_length=draft_length,
-            drafter=drafter,
-            rule=rule,
-            sampling=sampling,
-            draft_sampling=draft_sampling,
-        )
-        known = (pair.target.max_positions, self._method.drafter.max_positions)
-        positions = min((one for one in known if one is not None), default=None)
-        default = DEFAULT_MAX_TOKENS if positions is None else min(positions, DEFAULT_MAX_TOKENS)
-        self.max_tokens = default if max_tokens is None else validate.integer("max_tokens", max_tokens, 2)
-        if positions is not None and self.max_tokens > positions:
-            raise ValueError(f"max_tokens = {max_tokens}, but the models have {positions} positions: lower it")
-        loop = self._method.loop(pair)
-        beyond = max(loop.headroom, CHUNK)  # a chunk is read whole, whatever of it is text
-        self._slots = -(-(self.max_tokens + beyond) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-        checks.memory(loop, rows=1, slots=self._slots)
+        self._turn = 0
+        self.max_tokens = context_of(pair, self._method.drafter, "max_tokens", max_tokens)
+        # A chunk of a prompt is read whole, also where it reaches beyond the text.
+        headroom = max(self._method.loop(pair).headroom, CHUNK)
+        slots = round_slots(self.max_tokens + headroom)
+        self._engine = Engine.create(pair, self._method, self._requests([0], 1), slots=slots)
         self.tokens: list[int] = []
         self.tokens_read = 0
         self.stats: RowStats | None = None
         self._state: DecodeState | None = None
-        self._turn = 0
 
     def stream(self, text: Prompt, max_new_tokens: int = 256, *, rounds_per_chunk: int = 1) -> Iterator[Chunk]:
         """Continues a text, a few rounds at a time; `tokens` is complete when the last chunk was taken.
@@ -105,47 +82,42 @@ class Conversation:
         """
         max_new_tokens = validate.integer("max_new_tokens", max_new_tokens, 1)
         rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
-        job = Job.create(
-            self._pair,
-            [text],
-            max_new_tokens,
-            self._method,
-            seed=self._seed,
-            stop=self._stop,
-            prompt_ids=[self._turn],
-            slots=self._slots,
-        )
-        (tokens,) = job.prompts
-        if len(tokens) + max_new_tokens > self.max_tokens:
+        (request,) = self._requests(text, max_new_tokens)
+        if request.limit > self.max_tokens:
             raise ValueError(
-                f"the conversation has {len(tokens)} tokens, and {max_new_tokens} more are asked for: beyond the "
+                f"the conversation has {len(request.prompt)} tokens, and {max_new_tokens} more are asked for: beyond the "
                 f"max_tokens = {self.max_tokens} that it was made for"
             )
         self._turn += 1
-        return self._stream(job, tokens, rounds_per_chunk)
+        return self._stream(request, rounds_per_chunk)
 
-    def _stream(self, job: Job, tokens: Sequence[int], rounds_per_chunk: int) -> Iterator[Chunk]:
-        self._state, state = None, self._state  # it is donated: a stream that is left behind begins anew
-        self.tokens, self.stats = list(tokens), None
-        decoded = chunks(job, lambda: self._read(job, state, tokens), rounds_per_chunk)
+    def _requests(self, text: Prompt, max_new_tokens: int) -> list[Request]:
+        return make_requests(
+            self._pair,
+            self._method,
+            [text],
+            max_new_tokens,
+            seed=self._seed,
+            stop=self._stop,
+            prompt_ids=[self._turn],
+        )
+
+    def _stream(self, request: Request, rounds_per_chunk: int) -> Iterator[Chunk]:
+        state, self._state = self._state, None  # it is donated: after a stream that is left early, all is read anew
+        self.tokens, self.stats = list(request.prompt), None
+        start = 0 if state is None else self._known(state, request.prompt)
+        self.tokens_read = len(request.prompt) - start
+        state = self._engine.extend(request, state, start, CHUNK)
+        decoding = chunks(self._engine, state, [request], rounds_per_chunk)
         while True:
             try:
-                chunk = next(decoded)
+                chunk = next(decoding)
             except StopIteration as end:
-                kept, (written,) = end.value
-                self._state, self.stats = dataclasses.replace(kept, request=None), written.stats
+                self._state = dataclasses.replace(end.value, request=None)
                 return
             self.tokens += chunk.tokens
+            self.stats = chunk.stats
             yield chunk
-
-    def _read(self, job: Job, state: DecodeState | None, tokens: Sequence[int]) -> DecodeState:
-        """Reads what is new of a text."""
-        start = 0 if state is None else self._known(state, tokens)
-        self.tokens_read = len(tokens) - start
-        tokens_BS = np.zeros((1, job.slots), np.int32)
-        tokens_BS[0, : len(tokens)] = tokens
-        arrays = (jnp.asarray(tokens_BS), jnp.asarray([start], jnp.int32), jnp.asarray([len(tokens)], jnp.int32))
-        return job.loop.extend(job.weights, job.request, state, *arrays, chunk=CHUNK)
 
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
         """Returns how many tokens of a text need not be read: the caches hold all before the pending one."""

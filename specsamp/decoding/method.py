@@ -1,16 +1,23 @@
-"""A way to decode as one value: drafter, rule and sampling."""
+"""A way to decode as one value: drafter, rule, sampling and draft length, checked against a pair."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
 
+from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter, hooks_of
+from specsamp.decoding.drafter import Drafter, hooks_of, with_length
+from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
+
+DEFAULT_DRAFT_LENGTH = 4
+MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and scoring holds its logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +27,7 @@ class Method:
     Attributes:
       drafter: proposes tokens.
       rule: verifies them.
-      sampling: the target's warp; its numbers are scalar or one per prompt.
+      sampling: the target's warp; its numbers are scalars, or have one value per prompt.
       draft_sampling: the draft's own warp; None: the target's.
       adaptive: the adaptive draft length; None: the drafter's K in every round.
     """
@@ -56,3 +63,152 @@ class Method:
             keep_rounds=keep_rounds,
             shards=pair.shards,
         )
+
+
+class Decoding(TypedDict, total=False):
+    """The keywords of `generate` that say how to decode: a method, or what `make_method` makes one of."""
+
+    method: Method | None
+    sampling: Warp | None
+    draft_sampling: Warp | None
+    draft_length: int | Adaptive | None
+    rule: Rule | None
+    drafter: Drafter | None
+    require_exact: bool
+
+
+def make_method(
+    pair: Pair,
+    *,
+    method: Method | None = None,
+    sampling: Warp | None = None,
+    draft_sampling: Warp | None = None,
+    draft_length: int | Adaptive | None = None,
+    rule: Rule | None = None,
+    drafter: Drafter | None = None,
+    require_exact: bool = False,
+) -> Method:
+    """Returns ``method``, or a method made of the other arguments of `generate`, checked against a pair.
+
+    Raises:
+      ValueError: both were given; drafter or rule have the wrong type, are lossy though ``require_exact`` is True, or
+        need parameters that the pair lacks.
+    """
+    if not isinstance(pair, Pair):
+        raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
+    if method is not None:
+        parts = dict(
+            sampling=sampling,
+            draft_sampling=draft_sampling,
+            draft_length=draft_length,
+            rule=rule,
+            drafter=drafter,
+        )
+        both = [name for name, part in parts.items() if part is not None]
+        if both:
+            raise ValueError(f"method and {', '.join(both)} were given: make {both[0]} a field of the method")
+        if not isinstance(method, Method):
+            raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
+        drafter, rule, adaptive = method.drafter, method.rule, method.adaptive
+    else:
+        rule = TokenRule() if rule is None else rule
+        adaptive = draft_length if isinstance(draft_length, Adaptive) else None
+    _check_rule(rule)
+    drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.K, drafter)
+    if adaptive is not None:
+        check_lengths(drafter, adaptive.lengths)
+    if require_exact:
+        check_exact(rule, drafter)
+    if method is not None:
+        return method
+    return Method(
+        drafter=drafter,
+        rule=rule,
+        sampling=greedy() if sampling is None else sampling,
+        draft_sampling=draft_sampling,
+        adaptive=adaptive,
+    )
+
+
+def _check_rule(rule: Rule) -> None:
+    if isinstance(rule, type) or not callable(getattr(rule, "verify", None)):
+        raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
+    if not callable(getattr(rule, "sample", None)):
+        raise ValueError(f"the rule has no sample(): it must say how drafted tokens are drawn; got {rule!r}")
+    if not isinstance(getattr(rule, "metered", None), bool):
+        raise ValueError(
+            f"the rule must set metered: True if its verdicts have a meter, else False (most rules); got {rule!r}"
+        )
+
+
+def check_exact(rule: Rule, drafter: Drafter | None = None) -> None:
+    """Raises ValueError if a rule or a drafter is lossy, where exactness is required."""
+    for part in (rule, drafter):
+        if part is not None and not part.exact:
+            raise ValueError(
+                f"exactness is required, but {part!r} is lossy: take TokenRule() or BlockRule() and a lossless drafter, "
+                "or leave require_exact out"
+            )
+
+
+def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
+    """Raises ValueError unless a drafter can draft each of these numbers of tokens."""
+    for K in lengths:
+        try:
+            is_able = with_length(drafter, K).K == K
+        except (TypeError, ValueError):
+            is_able = False
+        if not is_able:
+            raise ValueError(
+                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, "
+                "override DrafterHooks.of_length, or give one draft length"
+            )
+
+
+def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
+    """Returns the given drafter, none where ``draft_length`` is 0, or that of the pair's draft model, checked."""
+    if draft_length == "auto":
+        raise ValueError(
+            'draft_length="auto" is not taken any more: call specsamp.analysis.draft_length.choose_draft_length(pair, '
+            "prompts), which measures and says why, and pass its answer"
+        )
+    if draft_length is not None:
+        draft_length = validate.integer("draft_length (0 decodes autoregressively)", draft_length, 0)
+    if drafter is None:
+        if draft_length == 0:
+            return NoDrafter()
+        most = None if pair.head is None else pair.head.config.max_tokens
+        drafter = default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
+    K = validate.integer("the drafter's K", drafter.K, 0)
+    if draft_length is not None and draft_length > K:
+        raise ValueError(f"draft_length {draft_length} exceeds the drafter's K = {K}: make the drafter with a larger K")
+    if draft_length not in (None, K):
+        raise ValueError(
+            f"draft_length {draft_length} differs from the drafter's K = {K}: leave draft_length out, or make the "
+            "drafter with that K"
+        )
+    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+        if positions is not None and K >= positions:
+            raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
+    if K > MAX_DRAFT_LENGTH:
+        raise ValueError(f"K = {K} is more than {MAX_DRAFT_LENGTH}: draft fewer tokens per round")
+    drafter.check(pair.target, pair.draft, pair.draft_params)
+    return drafter
+
+
+def default_drafter(pair: Pair, K: int) -> Drafter:
+    """Returns the drafter of the pair's draft model, or of its head, for the platform at hand."""
+    if pair.head is not None:
+        return FeatureDrafter(pair.target, pair.head, K, decode_window())
+    if pair.draft is None:
+        raise ValueError(
+            "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
+            "autoregressively"
+        )
+    return ModelDrafter(pair.draft, K, decode_window())

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specsamp.decoding.state import Finish, Stats
+import jax
+
+from specsamp.decoding.state import DecodeState, Finish, Stats
 from specsamp.sampling.rules import Meter
+
+if TYPE_CHECKING:
+    from specsamp.decoding.method import Method
+    from specsamp.decoding.request import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,20 @@ class RowText:
     dropped: int = 0
     meter: Meter | None = None  # of the tokens
 
+    @classmethod
+    def of(cls, state: DecodeState, place: int, prompt_length: int) -> RowText:
+        """Returns what the row ``place`` of a state on the host has written after its prompt."""
+        emitted = slice(prompt_length, int(state.lengths_B[place]))
+        meter = state.meter and jax.tree.map(lambda x_BS: x_BS[place, emitted], state.meter)
+        return cls(
+            tokens=state.tokens_BS[place, emitted].tolist(),
+            from_draft=state.from_draft_BS[place, emitted].tolist(),
+            log_probs=None if state.log_probs_BS is None else state.log_probs_BS[place, emitted].tolist(),
+            finish=Finish(int(state.finish_B[place])),
+            stats=RowStats.of(state.stats, place, meter),
+            meter=meter,
+        )
+
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
         """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
         meter = None
@@ -174,14 +194,52 @@ class Completion:
     stats: RowStats
     dropped: int = 0  # tokens that were decoded beyond a stop text; nothing else counts them
 
+    @classmethod
+    def of(cls, request: Request, text: RowText, method: Method) -> Completion:
+        """Returns the result of a request that has ended."""
+        decoder = request.continuation
+        return cls(
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            text=None if decoder is None else request.stops.text(decoder, text.tokens),
+            tokens=text.tokens,
+            from_draft=text.from_draft,
+            log_probs=text.log_probs,
+            finish=text.finish.name.lower(),
+            exact=method.exact,
+            row_independent=method.row_independent,
+            stats=text.stats,
+            dropped=text.dropped,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Tokens and text that a row gained in one slice of a stream."""
+    """Holds what a sequence has gained since the last look: tokens, and the text that they complete."""
 
     prompt_index: int
     sample_index: int
-    text: str | None
+    text: str | None  # None where the caller makes it
     tokens: list[int]
     from_draft: list[bool]
-    finish: str | None  # None while the row is running
+    log_probs: list[float] | None
+    finish: str | None  # None while the sequence is running
+    stats: RowStats | None  # of the whole sequence, in its last chunk
+
+    @classmethod
+    def of(cls, request: Request, text: RowText) -> Chunk | None:
+        """Returns what is new in ``text``, all that the request has written; None if it goes on and has gained nothing."""
+        is_running = text.finish == Finish.RUNNING
+        if is_running and len(text.tokens) == request.shown:
+            return None
+        new, request.shown = slice(request.shown, None), len(text.tokens)
+        return cls(
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            text=None,
+            tokens=text.tokens[new],
+            from_draft=text.from_draft[new],
+            log_probs=None if text.log_probs is None else text.log_probs[new],
+            finish=None if is_running else text.finish.name.lower(),
+            stats=None if is_running else text.stats,
+        )

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.adaptive import Adaptive, AdaptiveState, LengthPolicy
+from specsamp.decoding.adaptive import AdaptiveState, LengthPolicy
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import Meter
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
@@ -77,64 +77,51 @@ class RequestBatch:
         sampling: Warp,
         limits: Sequence[int],
         draft_sampling: Warp | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         prompt_ids: Sequence[int] | None = None,
-        num_samples: int = 1,
-        stop_ids: Sequence[int] = (),
+        sample_ids: Sequence[int] | None = None,
+        stop_ids: Sequence[int] | np.ndarray = (),
         num_tokens: int | None = None,
-        adaptive: Adaptive | None = None,
-        batch: int | None = None,
+        adaptive: LengthPolicy | None = None,
     ) -> RequestBatch:
-        """Builds the request of some prompts, ``num_samples`` rows for each in a row.
+        """Makes the arrays of some rows.
 
         Args:
-          sampling: numbers are scalars or have one value per prompt.
-          limits: per prompt, the length at which its budget ends.
+          sampling: the target's warp; its numbers are scalars or have one value per row.
+          limits: per row, the length at which its budget ends.
           draft_sampling: the draft's own warp; default the target's.
-          seed: in [0, 2**32).
-          prompt_ids: per prompt, its index in the caller's data set; default 0, 1, 2, ...
-          num_samples: rows per prompt.
-          stop_ids: tokens that end any row.
+          seed: in [0, 2**32), one for all rows or one per row.
+          prompt_ids: per row, the index of its prompt in the caller's data set; default 0, 1, 2, ...
+          sample_ids: per row, which sample of its prompt it is; default 0.
+          stop_ids: tokens that end any row, or ``[B, N]`` padded with -1.
           num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
-          adaptive: the draft length, where it is no number.
-          batch: rows that are decoded together; default those of this request.
+          adaptive: the policy of the draft length, with one number per row.
 
         Raises:
-          ValueError: a number of a warp has neither no axis nor one value per prompt.
+          ValueError: a number of a warp has neither no axis nor one value per row.
         """
         count = len(limits)
 
         def warp_rows(warp: Warp) -> Warp:
-            rows = for_rows(warp, count, num_samples)
-            if num_tokens is None:
-                return rows
-            return chain(for_rows(first_tokens(num_tokens), count, num_samples), rows)
+            rows = for_rows(warp, count)
+            return rows if num_tokens is None else chain(for_rows(first_tokens(num_tokens), count), rows)
 
-        def repeat(values: Any) -> Array:
-            return jnp.asarray(np.repeat(np.asarray(values, np.int32), num_samples))
-
+        stop_ids = np.asarray(stop_ids, np.int32)
+        if stop_ids.ndim == 1:
+            columns = max(-(-len(stop_ids) // STOPS_MULTIPLE), 1) * STOPS_MULTIPLE
+            padded = np.pad(np.sort(stop_ids), (0, columns - len(stop_ids)), constant_values=-1)
+            stop_ids = np.broadcast_to(padded, (count, columns))
         ids = np.arange(count) if prompt_ids is None else prompt_ids
-        sample_ids = jnp.asarray(np.tile(np.arange(num_samples), count), jnp.int32)
+        samples = np.zeros(count) if sample_ids is None else sample_ids
         sampling = warp_rows(sampling)
-        stops = sorted(stop_ids)
-        stops += [-1] * (max(-(-len(stops) // STOPS_MULTIPLE), 1) * STOPS_MULTIPLE - len(stops))
         return cls(
             sampling=sampling,
             draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
-            row_keys_B=row_keys(seed, repeat(ids), sample_ids),
-            limits_B=repeat(limits),
-            stop_ids_BN=jnp.broadcast_to(jnp.asarray(stops, jnp.int32), (count * num_samples, len(stops))),
-            adaptive=None if adaptive is None else adaptive.for_rows(count * num_samples, batch),
+            row_keys_B=row_keys(seed, jnp.asarray(ids, jnp.int32), jnp.asarray(samples, jnp.int32)),
+            limits_B=jnp.asarray(limits, jnp.int32),
+            stop_ids_BN=jnp.asarray(stop_ids),
+            adaptive=adaptive,
         )
-
-    def with_idle_rows(self, count: int) -> RequestBatch:
-        """Appends ``count`` rows like the last one but without a budget: they are finished from the beginning."""
-
-        def repeat_last(x: Any) -> Any:
-            return x[np.minimum(np.arange(len(x) + count), len(x) - 1)]
-
-        padded = jax.tree.map(repeat_last, self)
-        return dataclasses.replace(padded, limits_B=padded.limits_B.at[-count:].set(0)) if count else self
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.job import SLOTS_MULTIPLE
+from specsamp.decoding.engine import round_slots
 from specsamp.decoding.pair import Pair
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, first_tokens
@@ -41,7 +41,7 @@ def padded_batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, lis
             tokens_BT[row, : len(texts[i])] = texts[i]
         lengths_B = jnp.asarray([len(texts[i]) for i in indices], jnp.int32)
         batches.append((jnp.asarray(tokens_BT), lengths_B, indices))
-    return -(-width // SLOTS_MULTIPLE) * SLOTS_MULTIPLE, batches
+    return round_slots(width), batches
 
 
 def read_logits(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> Array:

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from specsamp.decoding import checks
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Prompt, encode, make_stops
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare, summarise
-from specsamp.serving.generate_many import generate_many
+from specsamp.serving.generate_many import Queue, generate_many
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import Queue
 
 TURNS_APART = 1_000_000  # of the noise of a problem's turns
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
@@ -73,7 +72,7 @@ def decode(
     Returns:
       Scores of each problem, counts by category, and the time of what was decoded now; as JSON.
     """
-    ends = checks.stops(pair, None).ids
+    ends = make_stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
     timed, done, most = collections.Counter(), 0, max_positions(pair, method.drafter)
     for turn in itertools.count():
@@ -126,9 +125,7 @@ def decode(
     }
 
 
-def conversation(
-    problem: Problem, written: Sequence[Completion], turn: int, requests: Requests
-) -> checks.Prompt | None:
+def conversation(problem: Problem, written: Sequence[Completion], turn: int, requests: Requests) -> Prompt | None:
     """Returns what a problem asks in a turn, after the answers so far; None: nothing any more."""
     if turn == 0:
         return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
@@ -147,9 +144,9 @@ def max_positions(pair: Pair, drafter: Drafter) -> float:
     return min((positions for positions in known if positions is not None), default=math.inf)
 
 
-def lengths(pair: Pair, prompts: Mapping[int, checks.Prompt]) -> dict[int, int]:
+def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
     """Returns the number of tokens of each prompt."""
-    return dict(zip(prompts, map(len, checks.encode(pair, list(prompts.values()))))) if prompts else {}
+    return dict(zip(prompts, map(len, encode(pair, list(prompts.values()))))) if prompts else {}
 
 
 def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:

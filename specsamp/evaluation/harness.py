@@ -24,7 +24,7 @@ from absl import logging
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.job import to_host
+from specsamp.decoding.engine import to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.whole_texts import padded_batches, read_logits
 from specsamp.models.interface import LanguageModel

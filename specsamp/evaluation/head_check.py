@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.checks import Prompt, encode
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
+from specsamp.decoding.engine import to_host
 from specsamp.decoding.generate import generate
-from specsamp.decoding.job import to_host
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Prompt, encode
 from specsamp.decoding.state import Weights
 from specsamp.decoding.whole_texts import full_warp, padded_batches
 from specsamp.models.heads import DRAFT_IDS, FeatureHead

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,24 +35,25 @@ class Purpose(enum.IntEnum):
     RESIDUAL = 2
 
 
-def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+def row_keys(seed: int | Sequence[int] | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
     """Returns a key for each row, from the caller's global ids rather than from the row's place in the batch.
 
     Args:
-      seed: of the call.
+      seed: in [0, 2**32), of the call, or of each row.
       prompt_ids_B: ``[B]`` int, which prompt of the caller's data set.
       sample_ids_B: ``[B]`` int, which sample of that prompt.
 
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
-    base = jax.random.key(seed, impl="threefry2x32")
-    return _address_rows(base, prompt_ids_B, sample_ids_B)
+    seeds_B = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), prompt_ids_B.shape)
+    return _address_rows(seeds_B, prompt_ids_B, sample_ids_B)
 
 
 @jax.jit
-def _address_rows(base: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    return _fold(_fold(jnp.broadcast_to(base, prompt_ids_B.shape), prompt_ids_B), sample_ids_B)
+def _address_rows(seeds_B: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+    base_B = jax.vmap(functools.partial(jax.random.key, impl="threefry2x32"))(seeds_B)
+    return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 
 
 @jax.tree_util.register_dataclass

@@ -1,15 +1,13 @@
-"""A request that is being served, as its caller sees it."""
+"""A call of the service that is being answered, as its caller sees it."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from specsamp.decoding.job import Job
-from specsamp.decoding.results import RowStats
-from specsamp.decoding.text import TextStream
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import Chunk
 
 
 class Busy(Exception):
@@ -21,49 +19,28 @@ class TooLong(ValueError):
 
 
 class Failed(Exception):
-    """A request ends without its texts: the service failed, or was closed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Holds what a text has gained; of a request that is not streamed there is one for each text, which is the whole.
-
-    Attributes:
-      row: sample ``row % num_samples`` of prompt ``row // num_samples``.
-      finish: None while the text goes on.
-      stats: counts of the whole text, in its last piece.
-    """
-
-    row: int
-    tokens: list[int]
-    from_draft: list[bool]
-    log_probs: list[float]
-    finish: str | None
-    stats: RowStats | None
+    """A call ends without its texts: the service failed, or was closed."""
 
 
 class Answer:
-    """A request that is being served.
+    """A call of the service that is being answered.
 
     Attributes:
-      job: what was asked, checked.
+      requests: of the call, in order of prompts and samples.
+      is_streamed: chunks are delivered while a text grows; else there is one chunk for each text, which is the whole.
+      is_over: nothing more is delivered.
     """
 
-    def __init__(self, job: Job, deliver: Callable[[Piece | Failed], None], is_streamed: bool):
-        self.job, self.is_streamed, self.is_over = job, is_streamed, False
+    def __init__(self, requests: Sequence[Request], deliver: Callable[[Chunk | Failed], None], is_streamed: bool):
+        self.requests, self.is_streamed, self.is_over = requests, is_streamed, False
         self._deliver = deliver
 
     def cancel(self) -> None:
-        """Says, from any thread, that nobody wants the answer any more: its rows are free after the slice."""
+        """Says, from any thread, that the caller has left: the rows are free after the slice."""
         self.is_over = True
 
-    def text_stream(self, row: int) -> TextStream | None:
-        """Returns what makes text of the tokens of a row; None if the pair has no tokenizer."""
-        decoder = self.job.continuation(row)
-        return None if decoder is None else TextStream(decoder, self.job.stops)
-
-    def send(self, what: Piece | Failed) -> None:
-        """Hands something to the caller. One who cannot take it wants nothing more."""
+    def send(self, what: Chunk | Failed) -> None:
+        """Hands something to the caller; a caller that cannot take it has left."""
         if self.is_over:
             return
         self.is_over = isinstance(what, Failed)

@@ -52,7 +52,7 @@ def make_app(
       has_chat: the tokenizer has a chat template.
       key: which requests must bring as a bearer's; None: nobody is asked.
       max_body: bytes of a request.
-      timeout: seconds that a client has to send its request, and to take each piece of its answer.
+      timeout: seconds that a client has to send its request, and to take each chunk of its answer.
     """
     endpoint = _Endpoint(service, model, warps, has_chat, key, max_body, timeout)
     app = Starlette(
@@ -115,12 +115,12 @@ class _Endpoint:
             raise ApiError(f"{self._model!r} has no chat template: use /v1/completions", code="no_chat_template")
         document = parse_body(await self._body(request))
         asked = read_request(document, is_chat=is_chat, model=self._model)
-        pieces = asyncio.Queue()
-        # The service's thread hands pieces over; a queue of a loop takes them in that loop only.
-        deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, pieces.put_nowait)
+        chunks = asyncio.Queue()
+        # The service's thread hands chunks over; a queue of a loop takes them in that loop only.
+        deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
         answer = await run_in_threadpool(self._ask, asked, deliver)
-        reply = Reply(asked, answer, self._model)
-        return _Answering(asked, answer, reply, pieces, self._timeout)
+        reply = Reply(asked, answer, self._model, exact=self._service.method.exact)
+        return _Answering(asked, answer, reply, chunks, self._timeout)
 
     def _ask(self, asked: GenerationRequest, deliver) -> Answer:
         try:
@@ -175,9 +175,9 @@ class _Endpoint:
 class _Answering(Response):
     """Sends an answer as it comes, and drops it when the client leaves or does not read."""
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, reply: Reply, pieces: asyncio.Queue, timeout: float):
+    def __init__(self, asked: GenerationRequest, answer: Answer, reply: Reply, chunks: asyncio.Queue, timeout: float):
         super().__init__()
-        self._asked, self._answer, self._reply, self._pieces, self._timeout = asked, answer, reply, pieces, timeout
+        self._asked, self._answer, self._reply, self._chunks, self._timeout = asked, answer, reply, chunks, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_wait_for_the_end(receive))
@@ -211,25 +211,25 @@ class _Answering(Response):
 
     async def _whole(self) -> Response:
         while not self._reply.is_complete:
-            piece = await self._pieces.get()
-            if isinstance(piece, Failed):
-                return _reply(ApiError(str(piece), status=500).body, 500)
-            self._reply.chunk(piece)
+            chunk = await self._chunks.get()
+            if isinstance(chunk, Failed):
+                return _reply(ApiError(str(chunk), status=500).body, 500)
+            self._reply.chunk(chunk)
         return _reply(self._reply.whole())
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for chunk in self._reply.begin():
-            yield to_event(chunk)
+        for event in self._reply.begin():
+            yield to_event(event)
         while not self._reply.is_complete:
-            piece = await self._pieces.get()
-            if isinstance(piece, Failed):
-                yield to_event(ApiError(str(piece), status=500).body)
+            chunk = await self._chunks.get()
+            if isinstance(chunk, Failed):
+                yield to_event(ApiError(str(chunk), status=500).body)
                 return
-            chunk = self._reply.chunk(piece)
-            if chunk is not None:
-                yield to_event(chunk)
-        for chunk in self._reply.end():
-            yield to_event(chunk)
+            event = self._reply.chunk(chunk)
+            if event is not None:
+                yield to_event(event)
+        for event in self._reply.end():
+            yield to_event(event)
         yield LAST_EVENT
 
 

@@ -6,26 +6,37 @@ for completion in generate_many(pair, prompts, rows=8):
 
 from __future__ import annotations
 
-import math
+import collections
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import Unpack
 
 from specsamp import validate
-from specsamp.decoding import checks
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.checks import Prompt
-from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.generate import use_compilation_cache
-from specsamp.decoding.job import Job
+from specsamp.compilation_cache import use_compilation_cache
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
+from specsamp.decoding.request import Prompt, Request, make_requests
+from specsamp.decoding.results import Completion
+from specsamp.mesh.distributed import from_first
+from specsamp.serving.batch import Batch, Usage
 from specsamp.serving.log import CompletionLog
-from specsamp.serving.queue import TOGETHER, Clock, Queue
-from specsamp.serving.schedule import FirstCome, Schedule
+from specsamp.serving.schedule import ROUNDS_PER_LOOK, FirstCome, Schedule, Served
 
 DEFAULT_ROWS = 8
+TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
+LOST = 0.05  # of a row's rounds, at most: between a string that ends its text and the next look for it
+
+
+class Clock:
+    """A monotonic clock in seconds, which tests can replace."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def generate_many(
@@ -40,17 +51,12 @@ def generate_many(
     schedule: Schedule = FirstCome(),
     arrivals: Sequence[float] | None = None,
     clock: Clock = Clock(),
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    draft_length: int | Adaptive | None = None,
-    rule: Rule = TokenRule(),
-    drafter: Drafter | None = None,
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
     return_log_probs: bool = False,
     prompt_ids: Sequence[int] | None = None,
-    require_exact: bool = False,
+    **decoding: Unpack[Decoding],
 ) -> Queue:
     """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
 
@@ -65,8 +71,8 @@ def generate_many(
       rounds_per_slice: the loop returns at the latest after so many rounds; default never, or every few rounds where
         prompts have arrivals or strings end texts (the shorter these are, the fewer).
       log: a file of completions, or its path: what ends is added to it, and what it holds is not decoded again. With a
-        path, all parameters are read once to tell them from others.
-      schedule: who goes first, and who is put aside for others; for this call alone, as it may learn.
+        path, all parameters are read once, so that a file of other parameters is refused.
+      schedule: decides which text is decoded first, and which is preempted; for this call alone, as it may learn.
       arrivals: for each prompt, when it is there to be decoded, in seconds from the first `next` on; default at once.
       clock: of arrivals and `Queue.served`.
 
@@ -80,47 +86,149 @@ def generate_many(
     rows, refill = validate.integer("rows", rows, 1), validate.integer("refill", refill, 1)
     if rounds_per_slice is not None:
         rounds_per_slice = validate.integer("rounds_per_slice", rounds_per_slice, 1)
-    method = checks.make_method(
-        pair,
-        draft_length=draft_length,
-        drafter=drafter,
-        rule=rule,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-        require_exact=require_exact,
+    method = make_method(pair, **decoding)
+    requests = make_requests(
+        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, num_samples=num_samples, prompt_ids=prompt_ids
     )
-    job = Job.create(
-        pair,
-        prompts,
-        max_new_tokens,
-        method,
-        seed=seed,
-        stop=stop,
-        num_samples=num_samples,
-        return_log_probs=return_log_probs,
-        prompt_ids=prompt_ids,
-        batch=min(rows, _rows_asked(prompts, num_samples)),
-        spare=max(refill, TOGETHER) * pair.shards.count,
-    )
+    rows = min(rows, len(requests))
+    spare = max(refill, TOGETHER) * pair.shards.count
+    engine = Engine.create(pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs)
     if arrivals is not None:
-        arrivals = _checked_arrivals(arrivals, len(prompts))
+        if len(arrivals) != len(prompts):
+            raise ValueError(f"{len(arrivals)} arrivals for {len(prompts)} prompts: give each prompt one")
+        for request in requests:
+            seconds = arrivals[request.prompt_index]
+            request.arrived = validate.number(f"arrivals[{request.prompt_index}]", seconds, 0)
     if log is not None:
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
-        log.open(job, seed)
-    times = {"arrivals": arrivals, "clock": clock}
-    return Queue(job, rows=rows, refill=refill, rounds=rounds_per_slice, log=log, schedule=schedule, **times)
+        log.open(engine, requests)
+    looks = engine.rounds_per_look(requests)
+    rounds = rounds_per_slice or (looks if arrivals is None else min(looks, ROUNDS_PER_LOOK))
+    batch = Batch(engine, rows=rows, refill=refill, schedule=schedule, together=TOGETHER)
+    adapts = rounds_per_slice is None and bool(requests[0].stops.texts)
+    return Queue(engine, requests, batch, schedule, rounds=rounds, adapts=adapts, log=log, clock=clock)
 
 
-def _checked_arrivals(arrivals: Sequence[float], count: int) -> list[float]:
-    if len(arrivals) != count:
-        raise ValueError(f"{len(arrivals)} arrivals for {count} prompts: give each prompt one")
-    for index, seconds in enumerate(arrivals):
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"arrivals[{index}] must be seconds from 0 on; got {seconds!r}")
-    return [float(seconds) for seconds in arrivals]
+class Queue(Iterator[Completion]):
+    """Completions of requests, in the order in which they end; see `generate_many`.
+
+    While the device works, the caller has the completions.
+
+    Attributes:
+      known: the number of completions that come from the log.
+      served: when texts arrived and ended, by prompt and sample.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        batch: Batch,
+        schedule: Schedule,
+        *,
+        rounds: int,
+        adapts: bool,
+        log: CompletionLog | None,
+        clock: Clock,
+    ):
+        """Makes a queue that decodes nothing before the first `next`.
+
+        Args:
+          rounds: the most rounds of a slice.
+          adapts: whether slices become shorter where texts are short.
+        """
+        self.served: dict[tuple[int, int], Served] = {}
+        self._engine, self._batch, self._log, self._clock = engine, batch, log, clock
+        self._rounds, self._adapts = rounds, adapts
+        self._looks = any(request.stops.texts for request in requests)  # for strings that end texts
+        self._done = {} if log is None else dict(log.completions)
+        self.known = len(self._done)
+        to_come = []
+        for request in requests:
+            done = self._done.get(_index(request))
+            if done is None:
+                to_come.append(request)
+            else:
+                request.emitted = len(done.tokens)
+                schedule.finish(request)
+        self._to_come = collections.deque(sorted(to_come, key=lambda request: request.arrived))
+        self._ended = self._rounds_of_ended = 0  # texts, and their rounds
+        self._completions = self._logged()
+
+    @property
+    def usage(self) -> Usage:
+        """Returns the counts of the rows so far."""
+        return self._batch.usage
+
+    def __next__(self) -> Completion:
+        return next(self._completions)
+
+    def compile(self) -> None:
+        """Compiles what the waiting prompts take, so that what follows can be timed."""
+        if self._to_come:
+            self._batch.compile([request.prompt for request in self._to_come], self._looks)
+
+    def close(self) -> None:
+        """Leaves what is still to come undone; the log has what was handed out."""
+        self._completions.close()
+        self._free()
+
+    def _free(self) -> None:
+        self._batch.free()
+        if self._log is not None:
+            self._log.close()
+
+    def _logged(self) -> Iterator[Completion]:
+        try:
+            yield from self._done.values()
+            yield from self._run()
+        finally:
+            self._free()
+
+    def _run(self) -> Iterator[Completion]:
+        batch, ended, begin = self._batch, [], self._clock.now()
+        while True:
+            if self._to_come:  # processes must agree on what has arrived
+                now = from_first(lambda: self._clock.now() - begin)
+                while self._to_come and self._to_come[0].arrived <= now:
+                    batch.waiting.append(self._to_come.popleft())
+            if batch.waiting:
+                batch.fill()
+            is_running = any(batch.running)
+            if is_running:
+                batch.run(self._rounds_of_slice())
+            for completion in ended if self._log is not None else ():  # the device is at work
+                self._log.add(completion)
+            yield from ended
+            ended = []
+            if not is_running:
+                if not self._to_come:
+                    return
+                self._clock.wait(max(begin + self._to_come[0].arrived - self._clock.now(), 0.0))
+                continue
+            state = batch.fetch(always=self._looks)
+            if state is None:
+                continue
+            texts = [
+                None if request is None else self._engine.text(state, place, request)
+                for place, request in enumerate(batch.running)
+            ]
+            for request, text in batch.settle(texts):
+                ended.append(Completion.of(request, text, self._engine.method))
+                self._ended, self._rounds_of_ended = self._ended + 1, self._rounds_of_ended + text.stats.rounds
+                times = {"arrived": request.arrived, "ended": self._clock.now() - begin}
+                self.served[_index(request)] = Served(**times, emitted=request.emitted)
+
+    def _rounds_of_slice(self) -> int:
+        """Returns the most rounds of the next slice.
+
+        A string that ends a text is found half a slice late, on average. Where texts are short, slices are: at most a
+        twentieth of a row's rounds is lost.
+        """
+        if not self._adapts or not self._ended:
+            return self._rounds
+        return min(self._rounds, 1 + int(2 * LOST * self._rounds_of_ended / self._ended))
 
 
-def _rows_asked(prompts: Sequence[Prompt], num_samples: int) -> int:
-    """Returns how many texts there are; what is no list of prompts is refused later."""
-    is_list = hasattr(prompts, "__len__") and isinstance(num_samples, int)
-    return len(prompts) * num_samples if is_list else 1
+def _index(request: Request) -> tuple[int, int]:
+    return request.prompt_index, request.sample_index

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import numpy as np
 
 from specsamp import storage
 from specsamp.checkpoints.params import digest_of_pair
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.request import Request
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.mesh.distributed import from_first
 
@@ -46,8 +47,8 @@ class CompletionLog:
         self._lines: storage.Lines | None = None
         self._lock = contextlib.ExitStack()
 
-    def open(self, job: Job, seed: int) -> None:
-        """Reads what the file holds of a job, or begins one, and keeps it from other runs until `close`.
+    def open(self, engine: Engine, requests: Sequence[Request]) -> None:
+        """Reads what the file holds of these requests, or begins a file, and keeps it from other runs until `close`.
 
         Raises:
           ValueError: it was begun by another call, with what differs; it is no file of completions; or another run is
@@ -56,15 +57,15 @@ class CompletionLog:
         """
         identity = self.identity
         if identity is None:
-            identity = {"weights": digest_of_pair(job.pair)}
+            identity = {"weights": digest_of_pair(engine.pair)}
         try:
-            asked = json.loads(json.dumps({"completions_of": describe(job, seed) | dict(identity)}))
+            asked = json.loads(json.dumps({"completions_of": describe_requests(engine, requests) | dict(identity)}))
         except TypeError as error:
             raise ValueError(f"the identity of a log must be JSON ({error}); got {identity!r}") from error
         with contextlib.ExitStack() as lock:
             from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
             lines = from_first(self._read)
-            self.completions = self._completions(lines, asked, job)
+            self.completions = self._completions(lines, asked, requests)
             from_first(lambda: self._begin([json.dumps(asked), *lines[1:]]))
             self._lock = lock.pop_all()
 
@@ -90,18 +91,21 @@ class CompletionLog:
         *lines, _ = storage.read_text(self.path).split("\n")
         return lines
 
-    def _completions(self, lines: list[str], asked: dict, job: Job) -> dict[tuple[int, int], Completion]:
+    def _completions(
+        self, lines: list[str], asked: dict, requests: Sequence[Request]
+    ) -> dict[tuple[int, int], Completion]:
         if not lines:
             return {}
         self._check(lines[0], asked)
-        found = (self._parse(line, number, job) for number, line in enumerate(lines[1:], start=2))
+        known = {(request.prompt_index, request.sample_index) for request in requests}
+        found = (self._parse(line, number, known) for number, line in enumerate(lines[1:], start=2))
         return {(completion.prompt_index, completion.sample_index): completion for completion in found}
 
-    def _parse(self, line: str, number: int, job: Job) -> Completion:
+    def _parse(self, line: str, number: int, known: Set[tuple[int, int]]) -> Completion:
         try:
             fields = json.loads(line)
             completion = Completion(**fields | {"stats": RowStats.from_json(fields["stats"])})
-            if not (0 <= completion.prompt_index < len(job.prompts) and 0 <= completion.sample_index < job.num_samples):
+            if (completion.prompt_index, completion.sample_index) not in known:
                 raise ValueError(f"sample {completion.sample_index} of prompt {completion.prompt_index}")
             if not all(isinstance(token, int) for token in completion.tokens):
                 raise ValueError(f"tokens {completion.tokens!r:.40}")
@@ -127,22 +131,24 @@ class CompletionLog:
             )
 
 
-def describe(job: Job, seed: int) -> dict[str, Any]:
-    """Returns what a job's completions depend on but for the weights: the same job, the same description."""
-    leaves, structure = jax.tree.flatten((job.request.sampling, job.request.draft_sampling))
-    asked = hashlib.sha256(repr((job.prompts, job.request.limits_B.tolist(), str(structure))).encode())
+def describe_requests(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+    """Returns what the requests' completions depend on besides the weights: equal requests, equal descriptions."""
+    arrays, method, first = engine.arrays(requests), engine.method, requests[0]
+    leaves, structure = jax.tree.flatten((arrays.sampling, arrays.draft_sampling))
+    prompts = tuple(request.prompt for request in requests if request.sample_index == 0)
+    asked = hashlib.sha256(repr((prompts, arrays.limits_B.tolist(), str(structure))).encode())
     for leaf in leaves:
         asked.update(np.asarray(leaf).tobytes())
-    asked.update(np.asarray(jax.random.key_data(job.request.row_keys_B)).tobytes())
-    adaptive = {} if job.method.adaptive is None else {"adaptive": repr(job.method.adaptive)}
+    asked.update(np.asarray(jax.random.key_data(arrays.row_keys_B)).tobytes())
+    adaptive = {} if method.adaptive is None else {"adaptive": repr(method.adaptive)}
     return adaptive | {
-        "prompts": len(job.prompts),
-        "num_samples": job.num_samples,
-        "seed": seed,
-        "stops": [*sorted(job.stops.ids), *job.stops.texts],
-        "drafter": repr(job.method.drafter),
-        "rule": repr(job.method.rule),
-        "target": repr(job.pair.target),
-        "log_probs": job.loop.keep_log_probs,
+        "prompts": len(prompts),
+        "num_samples": len(requests) // len(prompts),
+        "seed": first.seed,
+        "stops": [*sorted(first.stops.ids), *first.stops.texts],
+        "drafter": repr(method.drafter),
+        "rule": repr(method.rule),
+        "target": repr(engine.pair.target),
+        "log_probs": engine.loop.keep_log_probs,
         "requests": asked.hexdigest()[:16],
     }

@@ -7,9 +7,10 @@ import time
 import uuid
 from typing import Any
 
-from specsamp.decoding.results import RowStats
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.text import INCOMPLETE, Continuation
-from specsamp.serving.answer import Answer, Piece
+from specsamp.serving.answer import Answer
 from specsamp.serving.openai_requests import GenerationRequest
 
 LEAST_LOG_PROB = -9999.0  # JSON has no -inf
@@ -27,19 +28,20 @@ def to_event(document: Any) -> bytes:
 
 
 class Reply:
-    """Makes the reply to a request of the pieces of its texts.
+    """Makes the reply to a request from the chunks of its texts.
 
     Attributes:
       is_complete: all texts have ended.
     """
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, model: str):
-        self._asked, self._prompts = asked, answer.job.prompts
-        self._choices = [_Choice(asked, answer, row) for row in range(answer.job.rows)]
+    def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool):
+        self._asked = asked
+        self._choices = [_Choice(asked, row, request) for row, request in enumerate(answer.requests)]
+        self._prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-        if not answer.job.method.exact:  # not of the protocol, whose clients skip what they do not know
+        if not exact:  # not of the protocol, whose clients skip what they do not know
             self._head["exact"] = False
         if asked.is_chat and asked.stream:
             self._head["object"] += ".chunk"
@@ -55,16 +57,16 @@ class Reply:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """Takes a piece, and returns the chunk of a stream; None if it shows nothing yet."""
-        choice = self._choices[piece.row]
-        text, log_probs = choice.push(piece)
-        if not (text or log_probs or piece.finish):
+    def chunk(self, gained: Chunk) -> dict[str, Any] | None:
+        """Takes what a text has gained, and returns the chunk of a stream; None if it shows nothing yet."""
+        choice = self._choices[gained.prompt_index * self._asked.n + gained.sample_index]
+        text, log_probs = choice.push(gained)
+        if not (text or log_probs or gained.finish):
             return None
         content = {"text": text}
         if self._asked.is_chat:
             content = {"delta": {"content": text} if text else {}}
-        return self._chunk(piece.row, content, log_probs, piece.finish)
+        return self._chunk(choice.row, content, log_probs, gained.finish)
 
     def end(self) -> list[dict[str, Any]]:
         """Returns the chunks after the last text."""
@@ -85,7 +87,7 @@ class Reply:
 
         Drafted tokens were accepted or rejected. The rejected ones are in no other count.
         """
-        prompt, completion = sum(map(len, self._prompts)), sum(choice.stats.emitted for choice in self._choices)
+        prompt, completion = self._prompt_tokens, sum(choice.stats.emitted for choice in self._choices)
         accepted = sum(choice.stats.accepted for choice in self._choices)
         drafted = sum(choice.stats.drafted for choice in self._choices)
         return {
@@ -110,28 +112,27 @@ def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | Non
 class _Choice:
     """Holds a text that grows."""
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, row: int):
+    def __init__(self, asked: GenerationRequest, row: int, request: Request):
         self.row, self.text, self.finish = row, "", None
         self.stats: RowStats | None = None  # at the end
         self._tokens: list[int] = []
-        self._stream = answer.text_stream(row)
+        self._stream = request.text_stream()
         self._log_probs = None
         if asked.log_probs:
-            prompt = answer.job.prompts[row // answer.job.num_samples]
             make = _ChatLogProbs if asked.is_chat else _LogProbs
-            self._log_probs = make(answer.job.pair.tokenizer, prompt)
+            self._log_probs = make(request.tokenizer, request.prompt)
 
-    def push(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
-        """Returns the text of a piece, and the log-probabilities if the request wants them."""
-        self._tokens += piece.tokens
-        self.finish, self.stats = piece.finish, piece.stats
-        new = self._stream.push(self._tokens, piece.finish is not None)
+    def push(self, gained: Chunk) -> tuple[str, dict[str, Any] | None]:
+        """Returns the new text, and its log-probabilities if they were asked for."""
+        self._tokens += gained.tokens
+        self.finish, self.stats = gained.finish, gained.stats
+        new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
-        return new, self._log_probs and self._log_probs.push(piece)
+        return new, self._log_probs and self._log_probs.push(gained)
 
     @property
     def all_log_probs(self) -> dict[str, Any] | None:
-        """Returns the log-probabilities of the only piece."""
+        """Returns the log-probabilities of a text that came as a whole."""
         return self._log_probs and self._log_probs.last
 
 
@@ -142,9 +143,9 @@ class _LogProbs:
         self._tokenizer, self._context, self._offset = tokenizer, list(prompt), 0
         self.last: dict[str, Any] | None = None
 
-    def push(self, piece: Piece) -> dict[str, Any] | None:
-        texts = [self._text(token) for token in piece.tokens]
-        log_probs = [max(one, LEAST_LOG_PROB) for one in piece.log_probs]
+    def push(self, gained: Chunk) -> dict[str, Any] | None:
+        texts = [self._text(token) for token in gained.tokens]
+        log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]
         self.last = self._form(texts, log_probs) if texts else None
         return self.last
 

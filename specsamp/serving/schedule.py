@@ -12,38 +12,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from specsamp.decoding.job import Job
+from specsamp.decoding.request import Request
 
 ROUNDS_PER_LOOK = 8  # between two looks for what has arrived
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Ticket:
-    """A text that is asked for, and how far it is.
-
-    Attributes:
-      job: the call that asks for it.
-      row: of the job.
-      prompt: token ids.
-      budget: the most tokens that it may have.
-      arrived: when, in seconds.
-      emitted: tokens so far.
-      shard: the data shard that it has begun in, which alone can go on with it.
-      aside: what is needed to go on, of a text that was put aside.
-    """
-
-    row: int
-    prompt: Sequence[int]
-    budget: int
-    job: Job | None = None
-    arrived: float = 0.0
-    emitted: float = 0
-    shard: int | None = None
-    aside: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +35,7 @@ class Served:
 
 
 class Schedule(abc.ABC):
-    """Decides who goes first. On several processes all must decide alike: by what they are given and nothing else.
+    """Decides which request is decoded first. Several processes must decide alike: from the arguments and nothing else.
 
     Attributes:
       preempts: whether `displace` may name a text; else it is never asked.
@@ -70,21 +44,21 @@ class Schedule(abc.ABC):
     preempts: bool = False
 
     @abc.abstractmethod
-    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
-        """Returns the one of ``waiting`` that takes a free row; they lie in the order in which they began to wait."""
+    def choose(self, waiting: Sequence[Request]) -> Request:
+        """Returns the request of ``waiting`` that takes a free row; they lie in the order in which they began to wait."""
 
-    def displace(self, newcomer: Ticket, running: Sequence[Ticket]) -> Ticket | None:
-        """Returns the one of ``running`` that is put aside for ``newcomer``, the chosen one, or None."""
+    def displace(self, newcomer: Request, running: Sequence[Request]) -> Request | None:
+        """Returns the request of ``running`` that is preempted for ``newcomer``, or None."""
         return None
 
-    def finish(self, ticket: Ticket) -> None:
-        """Is told of each text that has ended."""
+    def finish(self, request: Request) -> None:
+        """Takes note of a request that has ended."""
 
 
 class FirstCome(Schedule):
     """First come, first served."""
 
-    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
+    def choose(self, waiting: Sequence[Request]) -> Request:
         return waiting[0]
 
 
@@ -92,11 +66,11 @@ class Predictor(abc.ABC):
     """Predicts lengths."""
 
     @abc.abstractmethod
-    def remaining(self, ticket: Ticket) -> float:
+    def remaining(self, request: Request) -> float:
         """Returns how many tokens are still to come."""
 
-    def finish(self, ticket: Ticket) -> None:
-        """Is told of each text that has ended."""
+    def finish(self, request: Request) -> None:
+        """Takes note of a request that has ended."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -123,16 +97,16 @@ class Nearest(Predictor):
         self._finished = 0
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, np.ndarray]] = {}
 
-    def remaining(self, ticket: Ticket) -> float:
-        lengths = self._nearest(tuple(ticket.prompt), ticket.budget.bit_length())
-        longer = lengths[lengths > ticket.emitted]
-        expected = longer.mean() if len(longer) else ticket.budget
-        return min(float(expected), ticket.budget) - ticket.emitted
+    def remaining(self, request: Request) -> float:
+        lengths = self._nearest(tuple(request.prompt), request.max_new_tokens.bit_length())
+        longer = lengths[lengths > request.emitted]
+        expected = longer.mean() if len(longer) else request.max_new_tokens
+        return min(float(expected), request.max_new_tokens) - request.emitted
 
-    def finish(self, ticket: Ticket) -> None:
+    def finish(self, request: Request) -> None:
         at = self._finished % self.capacity
-        self._counts_NW[at], self._lengths_N[at] = self._counts(tuple(ticket.prompt)), ticket.emitted
-        self._sizes_N[at] = ticket.budget.bit_length()
+        self._counts_NW[at], self._lengths_N[at] = self._counts(tuple(request.prompt)), request.emitted
+        self._sizes_N[at] = request.max_new_tokens.bit_length()
         self._finished += 1
 
     def _nearest(self, prompt: tuple[int, ...], size: int) -> np.ndarray:
@@ -171,15 +145,15 @@ class ShortestFirst(Schedule):
     worth: float = 16.0
     preempts: bool = True
 
-    def choose(self, waiting: Sequence[Ticket]) -> Ticket:
+    def choose(self, waiting: Sequence[Request]) -> Request:
         return min(waiting, key=self._standing)
 
-    def displace(self, newcomer: Ticket, running: Sequence[Ticket]) -> Ticket | None:
+    def displace(self, newcomer: Request, running: Sequence[Request]) -> Request | None:
         last = max(running, key=self._standing)
         return last if self._standing(last) > self._standing(newcomer) + self.worth else None
 
-    def finish(self, ticket: Ticket) -> None:
-        self.predictor.finish(ticket)
+    def finish(self, request: Request) -> None:
+        self.predictor.finish(request)
 
-    def _standing(self, ticket: Ticket) -> float:
-        return self.predictor.remaining(ticket) + self.ageing * ticket.arrived
+    def _standing(self, request: Request) -> float:
+        return self.predictor.remaining(request) + self.ageing * request.arrived

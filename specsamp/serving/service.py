@@ -19,32 +19,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
 from specsamp import validate
-from specsamp.decoding import checks
-from specsamp.decoding.generate import use_compilation_cache
-from specsamp.decoding.job import SLOTS_MULTIPLE, Job, bucket
-from specsamp.decoding.method import Method
+from specsamp.compilation_cache import use_compilation_cache
+from specsamp.decoding.engine import Engine, bucket, context_of, round_slots
+from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.results import RowText
-from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, Finish
+from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops
+from specsamp.decoding.results import Chunk, RowText
+from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
-from specsamp.serving.answer import Answer, Busy, Failed, Piece, TooLong
+from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.batch import Batch
-from specsamp.serving.schedule import FirstCome, Schedule, Ticket
+from specsamp.serving.schedule import FirstCome, Schedule
 
-DEFAULT_CONTEXT = 4096
 MAX_STOPS = 4  # strings that end the texts of a request
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class AnswerTicket(Ticket):
-    """A text of an answer; ``shown`` of its tokens were delivered."""
-
-    answer: Answer
-    shown: int = 0
 
 
 class Service:
@@ -52,6 +42,7 @@ class Service:
 
     Attributes:
       batch: for its counts; the service's thread changes it.
+      method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
       capacity: the most texts that run or wait.
     """
@@ -85,22 +76,25 @@ class Service:
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
-        known = (pair.target.max_positions, method.drafter.max_positions)
-        positions = min((one for one in known if one is not None), default=None)
-        default = DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
-        self.context = default if context is None else validate.integer("context", context, 2)
-        if positions is not None and self.context > positions:
-            raise ValueError(f"context = {context}, but the models have {positions} positions: lower it")
-        self._pair, self._method = pair, method
-        self._stop_ids = sorted(checks.stops(pair, None).ids)
+        self._pair, self.method = pair, make_method(pair, method=method)
+        self.context = context_of(pair, method.drafter, "context", context)
+        self._stop_ids = sorted(make_stops(pair, None).ids)
         loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
-        slots = max(self.context + loop.headroom, loop.window)
-        slots = -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-        self._fixed = {"batch": rows, "spare": pair.shards.count, "slots": slots}
-        self.batch = Batch(self._template(), rows=rows, refill=1, schedule=schedule)
+        self._engine = Engine.create(
+            pair,
+            method,
+            self._requests([[0]], 1, method, 0, (), 1),
+            batch=rows,
+            spare=pair.shards.count,
+            slots=round_slots(max(self.context + loop.headroom, loop.window)),
+            stop_ids=len(self._stop_ids) + MAX_STOPS,
+            keep_log_probs=True,
+            keep_rounds=True,
+        )
+        self.batch = Batch(self._engine, rows=rows, refill=1, schedule=schedule)
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards what follows
-        self._inbox: list[AnswerTicket] = []
+        self._inbox: list[Request] = []
         self._unfinished = 0  # texts
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
@@ -140,10 +134,10 @@ class Service:
 
     def ask(
         self,
-        prompts: Sequence[checks.Prompt],
+        prompts: Sequence[Prompt],
         max_new_tokens: int | None,
         *,
-        deliver: Callable[[Piece | Failed], None],
+        deliver: Callable[[Chunk | Failed], None],
         sampling: Warp | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
@@ -178,17 +172,18 @@ class Service:
             self._unfinished += count
         taken = False
         try:
-            method = self._method if sampling is None else dataclasses.replace(self._method, sampling=sampling)
-            budgets, job = self._job(prompts, max_new_tokens, method, seed, stop, num_samples)
-            answer, now = Answer(job, deliver, is_streamed), time.monotonic()
-            tickets = []
-            for row in range(job.rows):
-                index = row // num_samples
-                told = {"prompt": job.prompts[index], "budget": budgets[index], "arrived": now}
-                tickets.append(AnswerTicket(job=job, row=row, answer=answer, **told))
+            method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
+            requests = self._requests(prompts, max_new_tokens, method, seed, stop, num_samples)
+            if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
+                raise ValueError(
+                    f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}"
+                )
+            answer, now = Answer(requests, deliver, is_streamed), time.monotonic()
+            for request in requests:
+                request.answer, request.arrived = answer, now
             with self._changed:
                 self._check_open()
-                self._inbox += tickets
+                self._inbox += requests
                 self._changed.notify()
                 taken = True
             return answer
@@ -196,17 +191,17 @@ class Service:
             if not taken:
                 self._leave(count)
 
-    def _job(
+    def _requests(
         self,
-        prompts: Sequence[checks.Prompt],
+        prompts: Sequence[Prompt],
         max_new_tokens: int | None,
         method: Method,
         seed: int,
         stop: Sequence[str],
         num_samples: int,
-    ) -> tuple[list[int], Job]:
-        """Returns the budget of each prompt, and the checked job."""
-        prompts, budgets = checks.encode(self._pair, prompts), []
+    ) -> list[Request]:
+        """Returns the checked requests; None is a budget of all the room that there is."""
+        prompts, budgets = encode(self._pair, prompts), []
         for index, tokens in enumerate(prompts):
             room = self.context - len(tokens)
             budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
@@ -216,25 +211,8 @@ class Service:
                     f"{self.context} that there is room for. Shorten the prompt, or lower max_tokens"
                 )
             budgets.append(budget)
-        return budgets, Job.create(
-            self._pair,
-            prompts,
-            budgets,
-            method,
-            seed=seed,
-            stop=[*self._stop_ids, *stop],
-            num_samples=num_samples,
-            return_log_probs=True,
-            keep_rounds=True,
-            **self._fixed,
-        )
-
-    def _template(self) -> Job:
-        """Returns a job like those of all requests, with as many stop ids as one may have."""
-        _, job = self._job([[0]], 1, self._method, 0, (), 1)
-        columns = -(-(len(self._stop_ids) + MAX_STOPS) // STOPS_MULTIPLE) * STOPS_MULTIPLE
-        stop_ids_BN = jnp.full((1, columns), -1, jnp.int32)
-        return dataclasses.replace(job, request=dataclasses.replace(job.request, stop_ids_BN=stop_ids_BN))
+        stop = [*self._stop_ids, *stop]
+        return make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop, num_samples=num_samples)
 
     def _sizes(self) -> Iterator[int]:
         """Yields the longest prompt of each bucket."""
@@ -273,27 +251,29 @@ class Service:
 
     def _slice(self) -> None:
         batch = self.batch
-        left = [ticket for ticket in batch.waiting if ticket.answer.is_over]
-        batch.waiting[:] = [ticket for ticket in batch.waiting if not ticket.answer.is_over]
+        left = [request for request in batch.waiting if request.answer.is_over]
+        batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
         self._leave(len(left))
         self._fill()
         running = list(batch.running)
-        tickets = [ticket for ticket in running if ticket is not None]
-        if not tickets:
+        requests = [request for request in running if request is not None]
+        if not requests:
             return
-        batch.run(min([self._rounds, *(ticket.job.rounds_per_look for ticket in tickets)]))
+        batch.run(min(self._rounds, self._engine.rounds_per_look(requests)))
         state = batch.fetch(
-            always=any(one.answer.is_streamed or one.answer.is_over or one.job.stops.texts for one in tickets)
+            always=any(one.answer.is_streamed or one.answer.is_over or one.stops.texts for one in requests)
         )
         if state is None:
             return
-        texts = [None if ticket is None else self._text(state, place, ticket) for place, ticket in enumerate(running)]
+        texts = [
+            None if request is None else self._text(state, place, request) for place, request in enumerate(running)
+        ]
         ended = batch.settle(texts)
-        unwanted = sum(ticket is not None and text is None for ticket, text in zip(running, texts))
+        unwanted = sum(request is not None and text is None for request, text in zip(running, texts))
         self._leave(len(ended) + unwanted)
-        for ticket, text in zip(running, texts):
+        for request, text in zip(running, texts):
             if text is not None:
-                _deliver(ticket, text)
+                _deliver(request, text)
 
     def _fill(self) -> None:
         """Gives free rows to those who wait. A prompt that cannot be read fails alone."""
@@ -304,53 +284,44 @@ class Service:
             if not unread:
                 raise
             logging.exception("a prompt was not read")
-            for ticket in unread:
-                self.batch.running[self.batch.running.index(ticket)] = None
-                ticket.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
+            for request in unread:
+                self.batch.running[self.batch.running.index(request)] = None
+                request.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
             self._leave(len(unread))
 
-    def _text(self, state: DecodeState, place: int, ticket: AnswerTicket) -> RowText | None:
+    def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
         """Returns the text of a row; None if nobody wants it, or it has failed."""
-        if ticket.answer.is_over:
+        if request.answer.is_over:
             return None
         try:
-            text = ticket.job.text(state, place, ticket.row)
+            text = self._engine.text(state, place, request)
             if text.finish == Finish.INVALID:
                 raise ValueError("the target's logits are NaN or infinite, or a warp has excluded every token")
             return text
         except Exception as error:
             logging.error("a text failed: %r", error)
-            ticket.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
+            request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None
 
     def _drop(self, reason: str, and_waiting: bool) -> None:
         """Ends all texts that run, and perhaps those that wait; tells their callers why."""
         with self._changed:
-            tickets = [ticket for ticket in self.batch.running if ticket is not None]
+            requests = [request for request in self.batch.running if request is not None]
             self.batch.running[:] = [None] * len(self.batch.running)
             for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
-                tickets += texts
+                requests += texts
                 texts.clear()
-            self._unfinished -= len(tickets)
-        for ticket in tickets:
-            ticket.answer.send(Failed(reason))
+            self._unfinished -= len(requests)
+        for request in requests:
+            request.answer.send(Failed(reason))
 
 
-def _deliver(ticket: AnswerTicket, text: RowText) -> None:
-    """Hands the caller what is new: all of it at the end, and before that only to who streams."""
-    is_running = text.finish == Finish.RUNNING
-    if is_running and (not ticket.answer.is_streamed or len(text.tokens) == ticket.shown):
-        return
-    piece = Piece(
-        row=ticket.row,
-        tokens=text.tokens[ticket.shown :],
-        from_draft=text.from_draft[ticket.shown :],
-        log_probs=text.log_probs[ticket.shown :],
-        finish=None if is_running else text.finish.name.lower(),
-        stats=None if is_running else text.stats,
-    )
-    ticket.shown = len(text.tokens)
-    ticket.answer.send(piece)
+def _deliver(request: Request, text: RowText) -> None:
+    """Hands the caller what is new: all of it at the end, and before that only to callers that stream."""
+    if request.answer.is_streamed or text.finish != Finish.RUNNING:
+        chunk = Chunk.of(request, text)
+        if chunk is not None:
+            request.answer.send(chunk)
 
 
 def _in_short(error: Any) -> str:

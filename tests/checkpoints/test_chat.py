@@ -17,7 +17,7 @@ from specsamp.checkpoints import chat
 from specsamp.checkpoints.chat import CannotRender, ChatTemplate, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import ByteTokenizer
-from specsamp.decoding.checks import encode
+from specsamp.decoding.request import encode
 from support import extras
 from support.fakes import CountingLM
 

@@ -21,8 +21,9 @@ from specsamp import (
     temperature,
 )
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
+from specsamp.decoding.request import make_requests
 from specsamp.decoding.results import RowStats
 from specsamp.serving.service import Service
 from support import mutants
@@ -130,10 +131,10 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
 def test_lengths_suit_the_rows_that_are_decoded_together():
     """Counts the rows of many prompts over two rows, and of one request in a service of eight."""
     adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
-    many = Job.create(table_pair(), [[1]] * 5, 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=2)
-    one = Job.create(table_pair(), [[1]], 4, Method(drafter=NgramDrafter(8), adaptive=adaptive), batch=8)
-    alone = Job.create(table_pair(), [[1]], 4, Method(drafter=NgramDrafter(8), adaptive=adaptive))
-    policies = [job.request.adaptive for job in (many, one, alone)]
+    pair, method, policies = table_pair(), Method(drafter=NgramDrafter(8), adaptive=adaptive), []
+    for prompts, batch in ((5, 2), (1, 8), (1, None)):
+        requests = make_requests(pair, method, [[1]] * prompts, 4)
+        policies.append(Engine.create(pair, method, requests, batch=batch).arrays(requests).adaptive)
     assert [policy.pause_B.tolist() for policy in policies] == [[32] * 5, [128], [16]]
     assert [policy.longest_B.tolist() for policy in policies] == [[0] * 5, [0], [1]]  # none goes up by itself
 

@@ -9,9 +9,9 @@ import pytest
 from scipy.special import log_softmax, softmax
 
 from specsamp import JointThreshold, TokenRule
-from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import BeamDrafter
+from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.sampling.penalties import penalties
@@ -33,7 +33,7 @@ def first_state(drafter, draft, prompts, sampling, rule=TokenRule(), target=TABL
     loop = table_loop(rule, drafter, vocab_size=draft.shape[-1])
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.array([prompt + [1] * (lengths.max() - len(prompt)) for prompt in prompts], np.int32)
-    request = RequestBatch.create(sampling=sampling, limits=lengths + 20, seed=0, num_samples=1, stop_ids=(-1,))
+    request = RequestBatch.create(sampling=sampling, limits=lengths + 20, seed=0, stop_ids=(-1,))
     weights, slots = Weights(target=target, draft=draft), lengths.max() + 20 + loop.headroom
     state = loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=int(slots))
     return loop, weights, state

@@ -59,7 +59,9 @@ def compiled_run(
         drafter = combine((NgramDrafter(K), drafter))
     loop = Loop(target=target, drafter=drafter, rule=rule)
     request = RequestBatch.create(
-        sampling=chain(temperature(0.8), top_k(50), top_p(0.95)), limits=[100] * batch, adaptive=adaptive
+        sampling=chain(temperature(0.8), top_k(50), top_p(0.95)),
+        limits=[100] * batch,
+        adaptive=adaptive and adaptive.for_rows(batch),
     )
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(

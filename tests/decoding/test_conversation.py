@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from specsamp import EarlyExitDrafter, Pair, chain, generate, penalties, temperature
-from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.drafters import FeatureDrafter
-from specsamp.decoding.job import Job
-from specsamp.decoding.method import Method
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Method, choose_drafter
+from specsamp.decoding.request import make_requests
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.extras import slow_but
@@ -97,15 +97,14 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     text, slots = [5, 6, 7, 2, 9, 4, 1], 128
     chosen = choose_drafter(pair, None, drafter)
     method = Method(drafter=chosen, sampling=temperature(1.0))
-    job = Job.create(pair, [text[:4]], 20, method)
-    state = dataclasses.replace(job, slots=slots).prefill()
-    state = job.run(state)
-    whole = [*text[:4], *job.texts(state, [0])[0].tokens, *text]
-    then = Job.create(pair, [whole], 5, method)
-    anew = dataclasses.replace(then, slots=slots).prefill()
-    start, lengths = jnp.asarray([len(whole) - len(text) - 2]), jnp.asarray([len(whole)])
-    state = dataclasses.replace(state, request=None)
-    on = then.loop.extend(then.weights, then.request, state, anew.tokens_BS, start, lengths, chunk=4)
+    requests = make_requests(pair, method, [text[:4]], 20)
+    engine = Engine.create(pair, method, requests, slots=slots)
+    state = engine.run(engine.prefill(requests))
+    whole = [*text[:4], *engine.take(state, requests)[0].tokens, *text]
+    (then,) = make_requests(pair, method, [whole], 5)
+    anew = engine.prefill([then])
+    start = len(whole) - len(text) - 2
+    on = engine.extend(then, dataclasses.replace(state, request=None), start, chunk=4)
 
     def committed(tree):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if slots in leaf.shape and leaf.dtype == jnp.float32]

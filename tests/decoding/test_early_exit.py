@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from specsamp import CoupledRule, EarlyExitDrafter, Pair, TokenRule, TransformerLM, chain, generate, temperature, top_p
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
+from specsamp.decoding.request import make_requests
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
@@ -121,10 +122,11 @@ def test_only_what_the_scoring_call_wrote_stays(name, window):
     def cache_after(drafter_class):
         drafter = drafter_class(MODELS[name], 1, 3, window)
         method = Method(drafter=drafter, rule=TokenRule(), sampling=chain(temperature(0.8)))
-        job = Job.create(pair_of(name), TEXTS, TOKENS, method)
-        state = job.run(job.prefill())
-        seen_BS = np.arange(job.slots) < np.asarray(state.lengths_B)[:, None] - 1
-        slots_last = [np.moveaxis(leaf, leaf.shape.index(job.slots), -1) for leaf in jax.tree.leaves(state.cache)]
+        requests = make_requests(pair_of(name), method, TEXTS, TOKENS)
+        engine = Engine.create(pair_of(name), method, requests)
+        state = engine.run(engine.prefill(requests))
+        seen_BS = np.arange(engine.slots) < np.asarray(state.lengths_B)[:, None] - 1
+        slots_last = [np.moveaxis(leaf, leaf.shape.index(engine.slots), -1) for leaf in jax.tree.leaves(state.cache)]
         tokens_BS = np.where(seen_BS, state.tokens_BS, 0)
         return tokens_BS, [np.where(np.expand_dims(seen_BS, tuple(range(1, x.ndim - 1))), x, 0) for x in slots_last]
 

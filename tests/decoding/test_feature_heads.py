@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.batch_rows import insert
-from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.heads import DRAFT_IDS
@@ -117,7 +117,12 @@ def table_loop(drafter=FeatureDrafter, layer=0, K=3, **options):
 def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1):
     prompts = [PROMPTS_READ[i] for i in ids]
     lengths = np.array([len(prompt) for prompt in prompts])
-    request = RequestBatch.create(sampling=TABLE, limits=lengths + budget, prompt_ids=ids, num_samples=samples)
+    request = RequestBatch.create(
+        sampling=TABLE,
+        limits=np.repeat(lengths + budget, samples),
+        prompt_ids=np.repeat(ids, samples),
+        sample_ids=np.tile(np.arange(samples), len(ids)),
+    )
     tokens_BP = np.ones((len(prompts), 5), np.int32)
     for row, prompt in zip(tokens_BP, prompts):
         row[: len(prompt)] = prompt

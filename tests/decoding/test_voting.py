@@ -18,10 +18,10 @@ from specsamp import (
     generate_many,
     temperature,
 )
-from specsamp.decoding.checks import choose_drafter
 from specsamp.decoding.drafter import Drafter, Prefix, with_length
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
+from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import with_models
 from specsamp.models.interface import Output

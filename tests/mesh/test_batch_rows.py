@@ -21,7 +21,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, temperature
-from specsamp.serving.host_rows import to_device_memory, to_host_memory
+from specsamp.serving.batch import to_device_memory, to_host_memory
 from support.schedules import Restless
 from support.weights import drawn_params
 
@@ -84,7 +84,7 @@ def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, da
     more = dict(schedule=Restless(), rounds_per_slice=2)  # rows that are put aside in host memory, and brought back
     work = generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call, **more)
     assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == alone
-    assert work.usage.put_aside > 4
+    assert work.usage.preempted > 4
 
 
 @pytest.mark.parametrize("data, model", [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, Pair, chain, generate, temperature
-from specsamp.decoding.checks import default_drafter
-from specsamp.decoding.job import Job
-from specsamp.decoding.method import Method
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Method, default_drafter
+from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
@@ -58,10 +58,10 @@ def alone(pair):
     return generate(pair, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
 
 
-def job_of(pair):
-    return Job.create(
-        pair, PROMPTS, BUDGETS, Method(drafter=default_drafter(pair, 3), rule=BlockRule(), sampling=SAMPLING)
-    )
+def engine_of(pair):
+    method = Method(drafter=default_drafter(pair, 3), rule=BlockRule(), sampling=SAMPLING)
+    requests = make_requests(pair, method, PROMPTS, BUDGETS)
+    return Engine.create(pair, method, requests), requests
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def collectives(text):
 def test_everything_stays_where_it_is(pair, data, model):
     """Weights are split, features are on all devices of a shard, and only logits are gathered."""
     mesh = make_mesh(data, model, devices=jax.devices()[: data * model])
-    job = job_of(shard(pair, mesh))
+    engine, requests = engine_of(shard(pair, mesh))
 
     def check(array, *spec):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), array.ndim), array.sharding.spec
 
-    params = job.weights.draft["params"]
+    params = engine.weights.draft["params"]
     check(params["fc"], "model")
     check(params["attention"]["query"], "model")
     check(params["mlp"]["up"], None, "model")
     if "output" in params:
         check(params["output"], "model")
-        check(job.weights.draft["ranks_V"])
-    state = job.prefill()
+        check(engine.weights.draft["ranks_V"])
+    state = engine.prefill(requests)
     bare = dataclasses.replace(state, request=None)
-    compiled = job.loop.program.lower(job.weights, job.request, bare, 9).compile()
+    compiled = engine.loop.program.lower(engine.weights, state.request, bare, 9).compile()
     rows, tokens = len(state.lengths_B) // data, 32 if "output" in params else 96
     gathered = {("all-gather", f"f32[{rows},1,{tokens}]"), ("all-gather", f"f32[{rows},4,96]")}
     assert collectives(compiled.as_text()) == gathered
@@ -116,7 +116,7 @@ def test_everything_stays_where_it_is(pair, data, model):
             check(leaf, "data")
         for leaf in jax.tree.leaves(state.drafter_state.cache):
             check(leaf, "data", "model" if model == 2 else None)
-        state = job.run(state, 1)
+        state = engine.run(state, 1)
 
 
 @pytest.mark.parametrize("pair", ["eagle3"], indirect=True)

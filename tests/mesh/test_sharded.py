@@ -15,8 +15,9 @@ from specsamp.analysis import workload
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
+from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
@@ -32,9 +33,10 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]]  # five: no multiple of an
 BUDGETS = [20, 5, 30, 9, 1]
 
 
-def make_job(pair, prompts, budgets, sampling):
+def make_engine(pair, prompts, budgets, sampling):
     method = Method(drafter=ModelDrafter(pair.draft, 3), rule=BlockRule(), sampling=sampling)
-    return Job.create(pair, prompts, budgets, method, return_log_probs=True)
+    requests = make_requests(pair, method, prompts, budgets)
+    return Engine.create(pair, method, requests, keep_log_probs=True), requests
 
 
 CALL = {"rule": BlockRule(), "draft_length": 3, "return_log_probs": True}  # one program for several tests
@@ -117,19 +119,19 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
     prompts, budgets, ids = PROMPTS + PROMPTS[:3], BUDGETS + BUDGETS[:3], [0, 1, 2, 3, 4, 0, 1, 2]
     mesh = make_mesh(2, 4, rows=rows)
     pair = shard(transformer_pair, mesh)
-    job = make_job(pair, prompts, budgets, by_row(8))
+    engine, requests = make_engine(pair, prompts, budgets, by_row(8))
 
     def call(weights):
         return pair.target(
             weights,
             jnp.zeros((rows, 4), jnp.int32),
             jnp.zeros(rows, jnp.int32),
-            pair.target.init_cache(rows, job.slots),
+            pair.target.init_cache(rows, engine.slots),
         )
 
-    logits_BTV = jax.jit(call)(job.weights.target).logits_BTV
+    logits_BTV = jax.jit(call)(engine.weights.target).logits_BTV
     assert logits_BTV.addressable_shards[0].data.shape == (1, 4, 64)
-    state = job.run(job.prefill(), 9)
+    state = engine.run(engine.prefill(requests), 9)
     for leaf in jax.tree.leaves(dataclasses.replace(state, cache=None, drafter_state=None)):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
     made = generate(pair, prompts, budgets, sampling=by_row(8), prompt_ids=ids, **CALL)
@@ -147,8 +149,10 @@ def test_several_drafters(table_pair):
 
     expected = generate(table_pair, PROMPTS, drafter=both(table_pair.draft), **call)
     assert generate(pair, PROMPTS, drafter=both(pair.draft), **call) == expected
-    job = Job.create(pair, PROMPTS, 12, Method(drafter=both(pair.draft), sampling=SAMPLING))
-    for leaf in jax.tree.leaves(job.run(job.prefill()).drafter_state):
+    method = Method(drafter=both(pair.draft), sampling=SAMPLING)
+    requests = make_requests(pair, method, PROMPTS, 12)
+    engine = Engine.create(pair, method, requests)
+    for leaf in jax.tree.leaves(engine.run(engine.prefill(requests)).drafter_state):
         assert leaf.sharding.is_equivalent_to(NamedSharding(pair.shards.mesh, P("data")), leaf.ndim)
 
 
@@ -206,7 +210,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
     """Parameters, weights, caches before and after the loop, and what comes out of it."""
     mesh = make_mesh(data, model, draft_model_parallelism=draft_model_parallelism)
     pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
-    job = make_job(pair, PROMPTS, BUDGETS, SAMPLING)
+    engine, requests = make_engine(pair, PROMPTS, BUDGETS, SAMPLING)
     over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
     over_draft = {None: over_model, 1: None, 2: "model"}[draft_model_parallelism]
     of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_model_parallelism != 2 else "model"
@@ -215,7 +219,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
         expected = NamedSharding(mesh, P(*spec))
         assert array.sharding.is_equivalent_to(expected, array.ndim), (array.sharding.spec, spec)
 
-    for params in (pair.target_params, job.weights.target["params"]):
+    for params in (pair.target_params, engine.weights.target["params"]):
         check(params["embedding"], over_model)
         layer = params["layer_0"]
         check(layer["attention"]["query"], over_model)
@@ -224,10 +228,10 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
         check(layer["mlp"]["up"], None, over_model)
         check(layer["mlp"]["down"], over_model)
         check(layer["mlp_norm"]["scale"])
-    check(job.weights.target["relative_keys"][0], of_two_key_heads)
-    check(job.weights.draft["params"]["embedding"], over_draft)
-    check(job.weights.draft["params"]["ngrams_2"], over_draft)
-    state = job.prefill()
+    check(engine.weights.target["relative_keys"][0], of_two_key_heads)
+    check(engine.weights.draft["params"]["embedding"], over_draft)
+    check(engine.weights.draft["params"]["ngrams_2"], over_draft)
+    state = engine.prefill(requests)
     for when in ("before", "after"):
         for keys in jax.tree.leaves(state.cache.layers):
             check(keys, "data", of_two_key_heads)
@@ -239,7 +243,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
         for counts in jax.tree.leaves(state.stats):
             check(counts, "data")
         if when == "before":
-            state = job.run(state)
+            state = engine.run(state)
     assert (np.asarray(state.finish_B) == 2).all()
 
 

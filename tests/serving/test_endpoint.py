@@ -22,6 +22,7 @@ from support.services import (
     CONTEXT,
     ROWS,
     WAITING,
+    WARPS,
     ChattyBytes,
     Gate,
     alone,
@@ -308,7 +309,7 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
     """Such as one that asks again and again over a connection, and reads nothing."""
-    app = make_app(service, model="bytes", timeout=0.1)
+    app = make_app(service, model="bytes", warps=WARPS, timeout=0.1)
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}

@@ -20,7 +20,7 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from support.extras import slow_but
 from support.fakes import LayeredTableLM, compiled_programs, counting_pair, near, random_table, table_pair
 
@@ -262,16 +262,16 @@ def test_numbers_that_make_no_queue(options, message):
 )
 def test_prompts_of_a_bucket_are_read_together(last, calls, monkeypatch):
     """Four rows that are free at once take four prompts by one call, and the texts are those of single calls."""
-    counted, read = [], Job.read
+    counted, prefill = [], Engine.prefill
 
-    def count(job, prompts, *arguments):
-        counted.append(len(prompts))
-        return read(job, prompts, *arguments)
+    def count(engine, requests, num_samples=1):
+        counted.append(len(requests) // num_samples)
+        return prefill(engine, requests, num_samples)
 
     prompts = [[index % 12] for index in range(7)] + [[token % 12 for token in last]]
-    monkeypatch.setattr(Job, "read", count)
+    monkeypatch.setattr(Engine, "prefill", count)
     together = by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
     assert counted[1:] == calls, "the first call makes the state"
-    monkeypatch.setattr("specsamp.serving.queue.TOGETHER", 1)
+    monkeypatch.setattr("specsamp.serving.generate_many.TOGETHER", 1)
     assert by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0)))) == together
     assert counted[len(calls) + 2 :] == [1] * 8

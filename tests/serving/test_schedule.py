@@ -19,8 +19,9 @@ from specsamp import (
     penalties,
     temperature,
 )
+from specsamp.decoding.request import Request
 from specsamp.serving import batch
-from specsamp.serving.schedule import Nearest, Ticket
+from specsamp.serving.schedule import Nearest
 from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
 from support.schedules import FakeClock, Oracle, Restless
 
@@ -60,7 +61,7 @@ def test_a_text_that_was_put_aside_goes_on_as_if_nothing_had_happened(pair, opti
     disturbed = generate_many(pair, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **options)
     expected, done = by_row(undisturbed), list(disturbed)
     assert by_row(done) == expected and len(done) == len(expected)
-    assert disturbed.usage.put_aside > len(PROMPTS) and undisturbed.usage.put_aside == 0
+    assert disturbed.usage.preempted > len(PROMPTS) and undisturbed.usage.preempted == 0
     assert disturbed.usage.busy == undisturbed.usage.busy
 
 
@@ -82,7 +83,7 @@ def test_strings_end_texts_that_were_put_aside():
     )
     done = by_row(work)
     assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
-    assert work.usage.put_aside > 0
+    assert work.usage.preempted > 0
 
 
 def test_prompts_are_decoded_when_they_have_arrived():
@@ -102,7 +103,7 @@ def test_a_run_that_goes_on_knows_the_lengths_of_its_log(tmp_path):
     predictor, log = Nearest(), tmp_path / "texts.jsonl"
     list(generate_many(PAIR, [[1]] * 2, [12, 12], log=log, **PLAIN))
     work = generate_many(PAIR, [[1]] * 2, [12, 12], log=log, schedule=ShortestFirst(predictor=predictor), **PLAIN)
-    assert work.known == 2 and predictor.remaining(Ticket(row=0, prompt=[1], budget=15)) == 12
+    assert work.known == 2 and predictor.remaining(Request(prompt=(1,), max_new_tokens=15)) == 12
 
 
 def test_a_short_text_that_comes_late_passes_long_ones():
@@ -138,11 +139,11 @@ def test_the_shortest_first_shorten_the_latency_of_a_mixture():
 
 def test_ageing_bounds_who_may_pass():
     """A text with 200 tokens to come is passed by short ones for 19 seconds; the control never ages and starves."""
-    long = Ticket(row=0, prompt=[1], budget=200)
+    long = Request(prompt=(1,), max_new_tokens=200)
     for ageing, seconds, first in ((10.0, 18.9, 1), (10.0, 19.1, 0), (0.0, 1e6, 1)):
-        short = Ticket(row=1, prompt=[1], budget=10, arrived=seconds)
+        short = Request(prompt=(1,), prompt_index=1, max_new_tokens=10, arrived=seconds)
         schedule = ShortestFirst(predictor=Oracle([200, 10]), ageing=ageing)
-        assert schedule.choose([long, short]).row == first
+        assert schedule.choose([long, short]) is (long, short)[first]
         assert (schedule.displace(short, [long]) is None) == (seconds > 17.4 and ageing > 0)
 
 
@@ -150,20 +151,20 @@ def test_lengths_are_predicted_from_near_prompts():
     """Two kinds of prompts, of which no two are equal; before any text has ended there is the budget."""
     random = np.random.default_rng(0)
 
-    def ticket(kind, emitted=0):
+    def request(kind, emitted=0):
         prompt = random.integers(*((0, 50) if kind == "short" else (50, 100)), 20).tolist()
-        return Ticket(row=0, prompt=prompt, budget=300, emitted=emitted)
+        return Request(prompt=tuple(prompt), max_new_tokens=300, emitted=emitted)
 
     predictor = Nearest(neighbours=4)
-    first = ticket("short", 7)
+    first = request("short", 7)
     assert predictor.remaining(first) == 300 - 7
     for _ in range(10):
-        predictor.finish(ticket("short", 10))
-        predictor.finish(ticket("long", 200))
+        predictor.finish(request("short", 10))
+        predictor.finish(request("long", 200))
     assert predictor.remaining(first) == 10 - 7, "what was predicted of nothing is predicted again"
-    assert predictor.remaining(ticket("short")) == 10 and predictor.remaining(ticket("long", 150)) == 50
-    assert predictor.remaining(ticket("short", 10)) == 290, "it has outlived those that are near"
-    small = dataclasses.replace(ticket("long"), budget=16, emitted=15)
+    assert predictor.remaining(request("short")) == 10 and predictor.remaining(request("long", 150)) == 50
+    assert predictor.remaining(request("short", 10)) == 290, "it has outlived those that are near"
+    small = dataclasses.replace(request("long"), max_new_tokens=16, emitted=15)
     for _ in range(4):
         predictor.finish(small)
     assert predictor.remaining(dataclasses.replace(small, emitted=14)) == 1, "those of about the same budget come first"
@@ -172,8 +173,8 @@ def test_lengths_are_predicted_from_near_prompts():
 def test_the_nearest_forget():
     predictor = Nearest(capacity=4)
     for length in [1, 1, 1, 9, 9, 9, 9]:
-        predictor.finish(Ticket(row=0, prompt=[1], budget=20, emitted=length))
-    assert predictor.remaining(Ticket(row=0, prompt=[1], budget=20)) == 9
+        predictor.finish(Request(prompt=(1,), max_new_tokens=20, emitted=length))
+    assert predictor.remaining(Request(prompt=(1,), max_new_tokens=20)) == 9
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from specsamp import NoDrafter
-from specsamp.decoding.job import Job
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.serving.answer import Busy, Failed
 from specsamp.serving.batch import Batch
@@ -15,7 +15,7 @@ from specsamp.serving.service import Service
 from support.fakes import CountingLM, compiled_programs
 from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service
 
-METHOD = Method(drafter=NoDrafter())
+METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,11 @@ class Caller:
 
     def __init__(self, service, prompts, budget=8, **options):
         self.pieces = queue.SimpleQueue()
+        self.num_samples = options.get("num_samples", 1)
         numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
         sampling = make_warp({"temperature": 0.0} | numbers, WARPS)
         self.answer = service.ask(prompts, budget, deliver=self.pieces.put, sampling=sampling, **options)
-        self.got = [[] for _ in range(self.answer.job.rows)]
+        self.got = [[] for _ in self.answer.requests]
 
     def wait(self):
         """Returns tokens, finish and text of each row."""
@@ -52,11 +53,11 @@ class Caller:
             piece = self.pieces.get(timeout=120)
             if isinstance(piece, Failed):
                 raise piece
-            self.got[piece.row].append(piece)
+            self.got[piece.prompt_index * self.num_samples + piece.sample_index].append(piece)
         texts = []
-        for row, pieces in enumerate(self.got):
+        for request, pieces in zip(self.answer.requests, self.got):
             tokens = sum((piece.tokens for piece in pieces), [])
-            texts.append((tokens, pieces[-1].finish, self.answer.text_stream(row).push(tokens, True)))
+            texts.append((tokens, pieces[-1].finish, request.text_stream().push(tokens, True)))
         return texts
 
 
@@ -134,18 +135,18 @@ def test_too_many_texts_are_refused_until_others_end(service, monkeypatch):
     assert Caller(service, ["a"], 2).wait() == of(alone(["a"], 2))
 
 
-@pytest.mark.parametrize("part", ["text", "read"])
+@pytest.mark.parametrize("part", ["text", "prefill"])
 def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
     """While it is decoded, or when its prompt is read."""
-    before = getattr(Job, part)
+    before = getattr(Engine, part)
 
     def break_one(self, *arguments):
-        asked = self.prompts[0] if part == "text" else arguments[0][0]
-        if list(asked) == list(b"bad"):
+        request = arguments[-1] if part == "text" else arguments[0][0]
+        if request is not None and request.prompt == tuple(b"bad"):
             raise RuntimeError("no such\nthing")
         return before(self, *arguments)
 
-    monkeypatch.setattr(Job, part, break_one)
+    monkeypatch.setattr(Engine, part, break_one)
     sound = Caller(service, ["abc"], 20, is_streamed=True)
     bad = Caller(service, ["bad"], 20, num_samples=2)
     with pytest.raises(Failed, match="RuntimeError: no such thing"):
@@ -155,13 +156,13 @@ def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
 
 
 def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
-    hold, run, calls = threading.Event(), Job.run, []
+    hold, run, calls = threading.Event(), Engine.run, []
 
     def fail_once(*arguments):
         calls.append(hold.wait(120))
         return run(*arguments) if len(calls) > 1 else 1 / 0
 
-    monkeypatch.setattr(Job, "run", fail_once)
+    monkeypatch.setattr(Engine, "run", fail_once)
     lost, waiting = Caller(service, ["a", "b"], 9), Caller(service, ["abc"], 9)
     hold.set()
     with pytest.raises(Failed, match="decoding failed: ZeroDivisionError: division by zero"):
@@ -173,7 +174,7 @@ def test_rounds_are_counted_right_after_an_error_of_the_batch(service, monkeypat
     """Also those of a row that nobody takes in the batch that is begun anew."""
     Caller(service, ["a", "b"], 9).wait()
     with monkeypatch.context() as broken:
-        broken.setattr(Job, "run", lambda *_: 1 / 0)
+        broken.setattr(Engine, "run", lambda *_: 1 / 0)
         with pytest.raises(Failed):
             Caller(service, ["a"], 9).wait()
     before, caller = service.batch.usage.busy, Caller(service, ["abc"], 9)

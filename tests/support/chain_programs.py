@@ -75,7 +75,9 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True, keep_rounds=keeps_rounds)
     warp = chain(temperature(0.8), top_p(0.9))
     lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3))
-    request = RequestBatch.create(sampling=warp, limits=[40] * batch, adaptive=lengths if name == "adaptive" else None)
+    request = RequestBatch.create(
+        sampling=warp, limits=[40] * batch, adaptive=lengths.for_rows(batch) if name == "adaptive" else None
+    )
 
     def prepare(key):
         draft_weights = drafter.fit_slots(drafter.prepare(init_draft(key)), SLOTS)

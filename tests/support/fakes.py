@@ -196,12 +196,12 @@ def decode(
     request = RequestBatch.create(
         sampling=sampling,
         draft_sampling=draft_sampling,
-        limits=lengths + budgets,
+        limits=repeat(lengths + budgets),
         seed=seed,
-        prompt_ids=prompt_ids,
-        num_samples=samples,
+        prompt_ids=repeat(range(len(prompts)) if prompt_ids is None else prompt_ids),
+        sample_ids=np.tile(np.arange(samples), len(prompts)),
         stop_ids=stop_ids,
-        adaptive=adaptive,
+        adaptive=None if adaptive is None else adaptive.for_rows(len(prompts) * samples),
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)

@@ -150,12 +150,11 @@ def by_conversation(pair, options):
 
 
 def by_service(pair, options):
-    from specsamp.decoding.checks import make_method
+    from specsamp.decoding.method import make_method
     from specsamp.serving.service import Service
 
-    chosen = dict(draft_length=None, drafter=None, rule=TokenRule(), draft_sampling=None) | options
     service, pieces = (
-        Service(pair, make_method(pair, sampling=SAMPLING, **chosen), rows=2, context=96),
+        Service(pair, make_method(pair, sampling=SAMPLING, **options), rows=2, context=96),
         queue.SimpleQueue(),
     )
     service.start()
@@ -173,10 +172,9 @@ def by_service(pair, options):
 
 def by_benchmark(pair, options):
     from specsamp.analysis.workload import Workload, decoders
-    from specsamp.decoding.checks import make_method
+    from specsamp.decoding.method import make_method
 
-    chosen = dict(draft_length=None, drafter=None, rule=TokenRule(), draft_sampling=None) | options
-    method = make_method(pair, sampling=SAMPLING, **chosen)
+    method = make_method(pair, sampling=SAMPLING, **options)
     work = Workload(batch=2, prompt_length=20, max_new_tokens=24, repeats=2, prompts=tuple(map(tuple, PROMPTS)))
     made = decoders(pair, {"it": (method.drafter, method.rule)}, SAMPLING, work, adaptive={"it": method.adaptive})
     found = [made["it"].decode(repeat) for repeat in range(2)]

@@ -75,7 +75,7 @@ def decode(folder: pathlib.Path) -> None:
     work = generate_many(over_both, PROMPTS, rows=4, schedule=Restless(), **times, **CALL)
     done = {(row.prompt_index, row.sample_index): row.tokens for row in work}
     results["put aside"] = [done[key] for key in sorted(done)]
-    assert work.usage.put_aside
+    assert work.usage.preempted
     if jax.process_index() == 0:
         np.save(folder / "decoded.npy", results, allow_pickle=True)
 

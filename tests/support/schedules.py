@@ -15,18 +15,18 @@ class Restless(Schedule):
         return waiting[0]
 
     def displace(self, newcomer, running):
-        furthest = max(running, key=lambda ticket: ticket.emitted)
+        furthest = max(running, key=lambda request: request.emitted)
         return furthest if furthest.emitted else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle(Predictor):
-    """Returns the true lengths, by row."""
+    """Returns the true lengths, by prompt."""
 
     lengths: Sequence[int]
 
-    def remaining(self, ticket):
-        return self.lengths[ticket.row] - ticket.emitted
+    def remaining(self, request):
+        return self.lengths[request.prompt_index] - request.emitted
 
 
 class FakeClock:

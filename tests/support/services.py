@@ -9,8 +9,7 @@ import time
 
 from specsamp import generate
 from specsamp.checkpoints.tokenizer import ByteTokenizer
-from specsamp.decoding.checks import choose_drafter
-from specsamp.decoding.method import Method
+from specsamp.decoding.method import Method, choose_drafter
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.fakes import counting_pair
@@ -53,11 +52,11 @@ class Gate:
     """Holds the device up: runs of the loop wait while it is closed."""
 
     def __init__(self, monkeypatch):
-        from specsamp.decoding.job import Job
+        from specsamp.decoding.engine import Engine
 
-        self._open, run = threading.Event(), Job.run
+        self._open, run = threading.Event(), Engine.run
         self.open, self.close = self._open.set, self._open.clear
-        monkeypatch.setattr(Job, "run", lambda *arguments: (self._open.wait(120), run(*arguments))[1])
+        monkeypatch.setattr(Engine, "run", lambda *arguments: (self._open.wait(120), run(*arguments))[1])
 
 
 def wait_until(holds):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.job import to_host
+from specsamp.decoding.engine import to_host
 from specsamp.decoding.whole_texts import padded_batches
 from specsamp.evaluation.audit.evidence import (
     MISTAKES,

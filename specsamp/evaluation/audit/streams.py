@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specsamp.decoding.drafters import NgramDrafter, NoDrafter
-from specsamp.decoding.job import SMALLEST_BUCKET
+from specsamp.decoding.engine import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
 from specsamp.evaluation.audit.readers import with_target_as_draft
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from specsamp.decoding import checks
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import check_budgets, encode
 from specsamp.decoding.results import Completion
 from specsamp.decoding.whole_texts import full_warp
 from specsamp.evaluation.audit.readers import with_models
@@ -117,8 +117,8 @@ class Subject:
                     f"{name} depends on the text before each token, which the audit's own distributions do not follow: "
                     f"audit the pair without {type(warp).__name__}"
                 )
-        lengths = [len(tokens) for tokens in checks.encode(self.pair, self.prompts)]
-        checks.limits(self.pair, self.drafter, lengths, self.max_new_tokens)
+        lengths = [len(tokens) for tokens in encode(self.pair, self.prompts)]
+        check_budgets(self.pair, self.drafter, lengths, self.max_new_tokens)
 
     def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
         """Calls `generate` with these settings, on all prompts or others; ``changes`` replaces its arguments."""

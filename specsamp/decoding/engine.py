@@ -1,0 +1,301 @@
+"""The engine under every way to decode: it reads requests into rows of a state, runs the loop, and takes out what they wrote.
+
+    engine = Engine.create(pair, method, requests)
+    state = engine.prefill(requests)
+    state = engine.run(state)
+    texts = engine.take(state, requests)
+
+Between two runs, rows may be written over with those of other requests (`Engine.insert`). Sizes are rounded up to
+buckets so that calls of about the same size share a program; what is beyond the sizes asked for is padding that nothing
+sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from specsamp import validate
+from specsamp.decoding import batch_rows
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import RowText
+from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, RequestBatch, Weights
+from specsamp.models.interface import LanguageModel
+
+SMALLEST_BUCKET = 16
+SLOTS_MULTIPLE = 128
+DEFAULT_CONTEXT = 4096
+MANY_ROUNDS = np.iinfo(np.int32).max
+TOKENS_PER_LOOK = 8  # that a row may write between two looks for strings that end texts
+TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Engine:
+    """A loop with its weights, and the sizes of the states that it runs on.
+
+    Attributes:
+      slots: of each row.
+      batch: rows that are decoded at a time.
+      stop_ids: the most stop tokens of a request.
+      idle: a request whose numbers fill the rows that decode nothing.
+    """
+
+    pair: Pair
+    method: Method
+    loop: Loop
+    weights: Weights
+    slots: int
+    batch: int
+    stop_ids: int
+    idle: Request
+
+    @classmethod
+    def create(
+        cls,
+        pair: Pair,
+        method: Method,
+        requests: Sequence[Request],
+        *,
+        batch: int | None = None,
+        spare: int = 0,
+        slots: int | None = None,
+        stop_ids: int = 0,
+        keep_log_probs: bool = False,
+        keep_rounds: bool | None = None,
+    ) -> Engine:
+        """Chooses sizes for some requests, and prepares the weights for them.
+
+        Args:
+          requests: all that will be decoded, or an example of them where the sizes are given.
+          batch: rows that are decoded at a time; default all requests.
+          spare: rows that are read while others are decoded; only memory counts them.
+          slots: of the caches; default as many as the requests take.
+          stop_ids: the most stop tokens of requests that are still to come.
+          keep_rounds: see `Loop`; default where strings end these requests' texts.
+
+        Raises:
+          ValueError: the caches do not fit in memory.
+        """
+        if keep_rounds is None:
+            keep_rounds = any(request.stops.texts for request in requests)
+        loop = method.loop(pair, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds)
+        batch = len(requests) if batch is None else batch
+        if slots is None:
+            slots = _slots(pair, loop, requests)
+        check_memory(loop, rows=batch + spare, slots=slots)
+        return cls(
+            pair=pair,
+            method=method,
+            loop=loop,
+            weights=pair.weights(method.drafter, slots),
+            slots=slots,
+            batch=batch,
+            stop_ids=max(stop_ids, *(len(request.stops.ids) for request in requests)),
+            idle=requests[0],
+        )
+
+    def prefill(self, requests: Sequence[Request | None], num_samples: int = 1) -> DecodeState:
+        """Reads prompts, padded to the bucket of the longest, into a state with a row for each request.
+
+        Args:
+          requests: each prompt's ``num_samples`` requests in a row; None is an idle row. Idle rows are added until all
+            data shards have as many.
+        """
+        requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
+        prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
+        tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, prompts), self.slots)), np.int32)
+        for row, tokens in zip(tokens_BP, prompts):
+            row[: len(tokens)] = tokens
+        lengths_B = jnp.asarray([len(tokens) for tokens in prompts], jnp.int32)
+        return self.loop.prefill(
+            self.weights,
+            self.arrays(requests),
+            jnp.asarray(tokens_BP),
+            lengths_B,
+            slots=self.slots,
+            num_samples=num_samples,
+        )
+
+    def extend(self, request: Request, state: DecodeState | None, start: int, chunk: int) -> DecodeState:
+        """Reads what is new of a prompt into a state of one row, which is donated; see `Loop.extend`.
+
+        Args:
+          state: without its request batch; None: nothing was read yet.
+          start: tokens at the beginning of the prompt that need not be read.
+          chunk: tokens read per call.
+        """
+        tokens_BS = np.zeros((1, self.slots), np.int32)
+        tokens_BS[0, : len(request.prompt)] = request.prompt
+        start_B, lengths_B = jnp.asarray([start], jnp.int32), jnp.asarray([len(request.prompt)], jnp.int32)
+        arrays = self.arrays([request])
+        return self.loop.extend(self.weights, arrays, state, jnp.asarray(tokens_BS), start_B, lengths_B, chunk=chunk)
+
+    def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see `batch_rows.insert`."""
+        return batch_rows.insert(state, rows, at, self.pair.shards)
+
+    def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Returns the rows ``at`` of ``state``, without their request batch; see `batch_rows.extract`."""
+        return batch_rows.extract(dataclasses.replace(state, request=None), at, self.pair.shards)
+
+    def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
+        """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
+        return self.loop.run(self.weights, state, max_rounds, min_running)
+
+    def take(self, state: DecodeState, requests: Sequence[Request | None]) -> list[RowText | None]:
+        """Returns what the requests have written so far; their rows are the first of ``state``, in this order."""
+        state = to_host(without_caches(state))
+        return [None if request is None else self.text(state, place, request) for place, request in enumerate(requests)]
+
+    def text(self, state: DecodeState, place: int, request: Request) -> RowText:
+        """Returns what the request in row ``place`` has written, cut where a string ends it; ``state`` is on the host."""
+        text = RowText.of(state, place, len(request.prompt))
+        count = request.stops.count(request.continuation, text.tokens)
+        if count is None:
+            return text
+        emitted = slice(len(request.prompt), int(state.lengths_B[place]))
+        return text.cut(count, state.rounds_BS[place, emitted].tolist(), self.loop.depth)
+
+    def end(self, state: DecodeState, is_ended: Sequence[bool]) -> DecodeState:
+        """Ends some of the first rows of ``state``, as if they had met a stop token."""
+        is_ended_B = np.zeros(len(state.lengths_B), bool)
+        is_ended_B[: len(is_ended)] = is_ended
+        return batch_rows.end(state, is_ended_B)
+
+    def rounds_per_look(self, requests: Sequence[Request]) -> int:
+        """Returns the most rounds between two looks for strings that end texts: what is written beyond one is lost."""
+        has_strings = any(request.stops.texts for request in requests)
+        return -(-TOKENS_PER_LOOK // (self.loop.depth + 1)) if has_strings else MANY_ROUNDS
+
+    def arrays(self, requests: Sequence[Request | None]) -> RequestBatch:
+        """Returns the arrays of some requests; None is a row without a budget."""
+        asked = [self.idle if request is None else request for request in requests]
+        columns = -(-max(self.stop_ids, 1) // STOPS_MULTIPLE) * STOPS_MULTIPLE
+        stop_ids_BN = np.full((len(asked), columns), -1, np.int32)
+        for row, request in zip(stop_ids_BN, asked):
+            row[: len(request.stops.ids)] = sorted(request.stops.ids)
+        has_own_draft = self.idle.draft_sampling is not None
+        adaptive = self.method.adaptive
+        return RequestBatch.create(
+            sampling=_stack([request.sampling for request in asked]),
+            draft_sampling=_stack([request.draft_sampling for request in asked]) if has_own_draft else None,
+            limits=[0 if request is None else request.limit for request in requests],
+            seed=[request.seed for request in asked],
+            prompt_ids=[request.prompt_id for request in asked],
+            sample_ids=[request.sample_index for request in asked],
+            stop_ids=stop_ids_BN,
+            num_tokens=self.pair.num_tokens,
+            adaptive=None if adaptive is None else adaptive.for_rows(len(asked), self.batch),
+        )
+
+
+def _stack(warps: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *numbers: np.stack(numbers), *warps)
+
+
+def without_caches(state: DecodeState) -> DecodeState:
+    """Returns what rows have written: their state without caches, and without the requests' arrays."""
+    nothing = dict(
+        cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), adaptive_state=None
+    )
+    return dataclasses.replace(state, **nothing)
+
+
+def to_host(tree: Any) -> Any:
+    """Returns all arrays as NumPy's, also those on devices of other processes (which must call it too)."""
+
+    def elsewhere(x):
+        return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+    def gather(x):
+        return multihost_utils.process_allgather(x, tiled=True) if elsewhere(x) else x
+
+    return jax.device_get(jax.tree.map(gather, tree))
+
+
+def bucket(size: int) -> int:
+    """Returns the next of 16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as ``size``."""
+    power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
+    return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
+
+
+def round_slots(slots: int) -> int:
+    """Rounds the slots of a cache up, so that few sizes are compiled."""
+    return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+
+
+def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> int:
+    """Returns the tokens that a sequence may have; default 4096, or as many as the models have positions for.
+
+    Args:
+      name: of the argument ``context``, for messages.
+
+    Raises:
+      ValueError: the models have fewer positions.
+    """
+    known = [positions for positions in (pair.target.max_positions, drafter.max_positions) if positions is not None]
+    positions = min(known, default=None)
+    if context is None:
+        return DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
+    context = validate.integer(name, context, 2)
+    if positions is not None and context > positions:
+        raise ValueError(f"{name} = {context}, but the models have {positions} positions: lower it")
+    return context
+
+
+def check_memory(loop: Loop, *, rows: int, slots: int) -> None:
+    """Raises ValueError, with both sizes, if the caches of ``rows`` sequences do not fit in device memory."""
+    needed = _cache_bytes(loop.target, loop.drafter, rows, slots) + rows * slots * TOKEN_BYTES
+    available = _memory_of_devices()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more than the "
+            f"{available / 1e9:.1f} GB there are: ask for fewer prompts or samples at a time, or fewer tokens"
+        )
+
+
+@functools.lru_cache(64)  # large models take tens of milliseconds to trace
+def _cache_bytes(target: LanguageModel, drafter: Drafter, rows: int, slots: int) -> int:
+    shapes = jax.eval_shape(lambda: (target.init_cache(rows, slots), drafter.init(rows, slots)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _memory_of_devices() -> int | None:
+    """Returns the bytes of all devices together, or of the host if they are its CPUs; None: unknown."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * jax.process_count()
+        except (ValueError, OSError, AttributeError):
+            return None
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else limit * len(devices)
+
+
+def _padded_length(pair: Pair, prompts: Sequence[Sequence[int]]) -> int:
+    """Returns the bucket of the longest prompt; never more than the model has positions."""
+    padded = bucket(max(map(len, prompts)))
+    return padded if pair.target.max_positions is None else min(padded, pair.target.max_positions)
+
+
+def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
+    """Returns slots for any prompts and budgets of the same buckets; never many more than the model has positions."""
+    padded_length = _padded_length(pair, [request.prompt for request in requests])
+    longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
+    if pair.target.max_positions is not None:
+        longest = max(min(longest, pair.target.max_positions), padded_length)
+    return round_slots(max(longest + loop.headroom, loop.window))

@@ -1,0 +1,214 @@
+"""Sequences that are asked for: prompts as token ids, budgets, noise and stops, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import jax
+
+from specsamp import validate
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair, Tokenizer
+from specsamp.decoding.stops import Stops
+from specsamp.decoding.text import Continuation, TextStream
+from specsamp.sampling.warp import Warp, for_rows, greedy
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Request:
+    """One sequence that is asked for, and how far it has come.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: its budget.
+      sampling: the target's warp; its numbers are scalars.
+      draft_sampling: the draft's; None: the target's.
+      seed, prompt_id, sample_index: the address of its noise.
+      prompt_index: of the call; `prompt_id` unless the caller named others.
+      stops: what ends it.
+      tokenizer: writes its text; None: it has none.
+      arrived: when it was asked for, in seconds.
+      emitted: tokens so far, updated between two runs of the loop.
+      shown: tokens that its caller has been given.
+      shard: the data shard in which it began, and where it must go on.
+      preempted: its row in host memory, while another request has its place.
+      answer: the caller's, of requests that are served (`specsamp.serving.service`).
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Warp = greedy()
+    draft_sampling: Warp | None = None
+    seed: int = 0
+    prompt_id: int = 0
+    sample_index: int = 0
+    prompt_index: int = 0
+    stops: Stops = Stops()
+    tokenizer: Tokenizer | None = None
+    arrived: float = 0.0
+    emitted: int = 0
+    shown: int = 0
+    shard: int | None = None
+    preempted: Any = None
+    answer: Any = None
+
+    @property
+    def limit(self) -> int:
+        """Returns the length, prompt included, at which the budget ends."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @functools.cached_property
+    def continuation(self) -> Continuation | None:
+        """Returns what decodes the tokens after the prompt; None without a tokenizer."""
+        return None if self.tokenizer is None else Continuation(self.tokenizer, self.prompt)
+
+    def text_stream(self) -> TextStream | None:
+        """Returns a new stream of its text; None without a tokenizer."""
+        return None if self.continuation is None else TextStream(self.continuation, self.stops)
+
+
+def make_requests(
+    pair: Pair,
+    method: Method,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int | Sequence[int],
+    *,
+    seed: int = 0,
+    stop: Sequence[int | str] | None = None,
+    num_samples: int = 1,
+    prompt_ids: Sequence[int] | None = None,
+) -> list[Request]:
+    """Returns ``num_samples`` requests for each prompt, in order; arguments are those of `generate`.
+
+    Raises:
+      ValueError: before compilation, naming the value and the fix.
+    """
+    token_lists = encode(pair, prompts)
+    lengths = [len(tokens) for tokens in token_lists]
+    budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
+    num_samples = validate.integer("num_samples", num_samples, 1)
+    seed = validate.integer("seed", seed, 0, 2**32)
+    ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
+    if len(ids) != len(lengths):
+        raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
+    stops = make_stops(pair, stop)
+    for warp in (method.sampling, method.draft_sampling):
+        if isinstance(warp, Warp):  # `for_rows` refuses anything else
+            warp.check(pair.target.vocab_size)
+    sampling = _by_prompt(method.sampling, len(lengths))
+    draft_sampling = None if method.draft_sampling is None else _by_prompt(method.draft_sampling, len(lengths))
+    return [
+        Request(
+            prompt=tuple(tokens),
+            max_new_tokens=budgets[index],
+            sampling=sampling[index],
+            draft_sampling=None if draft_sampling is None else draft_sampling[index],
+            seed=seed,
+            prompt_id=ids[index],
+            sample_index=sample,
+            prompt_index=index,
+            stops=stops,
+            tokenizer=pair.tokenizer,
+        )
+        for index, tokens in enumerate(token_lists)
+        for sample in range(num_samples)
+    ]
+
+
+def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Returns the token ids of every prompt."""
+    if isinstance(prompts, (str, bytes, Mapping, Set)) or not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
+    if len(prompts) == 0:
+        raise ValueError("no prompts were given")
+    return [_encode_one(pair, index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        if pair.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer in the pair; otherwise give lists of token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt {index} is no valid Unicode: {error}") from error
+        tokens = pair.tokenizer.encode(prompt) if prompt else []
+    elif isinstance(prompt, (bytes, bytearray)):
+        raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
+    elif isinstance(prompt, (Mapping, Set)) or not hasattr(prompt, "__len__"):
+        raise ValueError(f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}")
+    elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        if pair.tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer in the pair; otherwise give lists of token ids")
+        tokens = pair.tokenizer.encode_chat(prompt)
+    else:
+        tokens = list(prompt)
+    if len(tokens) == 0:
+        raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
+    return validate.integers(f"prompt {index}", tokens, 0, pair.target.vocab_size)
+
+
+def check_budgets(
+    pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]
+) -> list[int]:
+    """Returns the budget of each prompt; raises ValueError if a sequence is longer than a model has positions."""
+    if hasattr(max_new_tokens, "__len__") and not isinstance(max_new_tokens, str):
+        budgets = validate.integers("max_new_tokens", max_new_tokens, 1)
+        if len(budgets) != len(lengths):
+            raise ValueError(f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per prompt")
+    else:
+        budgets = [validate.integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
+    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+        for index, (length, budget) in enumerate(zip(lengths, budgets)):
+            if positions is not None and length + budget > positions:
+                raise ValueError(
+                    f"prompt {index} has {length} tokens and a budget of {budget}, together {length + budget}, more "
+                    f"than the {name}'s {positions} positions: shorten the prompt or lower max_new_tokens"
+                )
+    for length, budget in zip(lengths, budgets):
+        validate.integer("prompt and max_new_tokens together", length + budget, 1)
+    return budgets
+
+
+def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
+    """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
+
+    A string ends a text wherever it is written, in whatever tokens. A string that is never written, such as the name of
+    a special token, stands for the token.
+    """
+    if stop is None and pair.stop is not None:
+        return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
+    if stop is None:
+        eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
+        return Stops() if eos is None else Stops(frozenset([eos]))
+    if isinstance(stop, str) or not hasattr(stop, "__len__"):
+        raise ValueError(f"stop must be a list; for one, write [stop]; got {stop!r}")
+    ids, texts = [], []
+    for entry in stop:
+        if not isinstance(entry, str):
+            ids.append(validate.integer("a stop id", entry, 0, pair.target.vocab_size))
+            continue
+        if pair.tokenizer is None:
+            raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
+        if not entry:
+            raise ValueError("a stop text is empty: it would end every text before it began; leave it out")
+        token = pair.tokenizer.token_id(entry)
+        written = "" if token is None else pair.tokenizer.decode([token])
+        if token is None or entry in written:
+            texts.append(entry)
+        if token is not None and (entry not in written or entry == written):  # it ends the row without a delay
+            ids.append(validate.integer("a stop id", token, 0, pair.target.vocab_size))
+    return Stops(frozenset(ids), tuple(texts))
+
+
+def _by_prompt(warp: Warp, count: int) -> list[Warp]:
+    """Returns the warp of each prompt, with scalars for numbers."""
+    rows = for_rows(warp, count)
+    leaves, structure = jax.tree.flatten(rows)
+    return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(count)]
